@@ -1,0 +1,36 @@
+"""The exceptions that autoaccum raises itself.
+
+Every message says what was asked, what was found and what to try next. An exception from the user's own model,
+loss, loader or callback is never wrapped: it arrives as it was raised.
+"""
+
+
+class AutoaccumError(Exception):
+    """Base of every error that autoaccum raises itself."""
+
+
+class InvalidInputError(AutoaccumError, ValueError):
+    """An argument, a batch or a recipe cannot be used; nothing was changed."""
+
+
+class DoesNotFitError(AutoaccumError):
+    """Not even the smallest micro-batch fits in the memory there is; everything is as it was before the call."""
+
+
+class DeviceLostError(AutoaccumError):
+    """The device reported an error after which this process can no longer use it; start a new process."""
+
+
+class StateDamagedError(AutoaccumError):
+    """The optimizer failed after it had begun to write, so the parameters are part old, part new.
+
+    Training must not go on from here: load a checkpoint.
+    """
+
+
+class CheckpointError(AutoaccumError):
+    """A checkpoint cannot be read, or belongs to something else."""
+
+
+class RankFailedError(AutoaccumError):
+    """Another process of the same distributed job failed, so this one cannot go on either."""

@@ -1,0 +1,87 @@
+"""What every kind of device must be able to say and do about its memory.
+
+One file a kind implements this (cuda.py, host.py, accelerator.py, simulated.py) and all pass the same contract tests
+(tests/memory/test_contract.py). A backend never touches a model and never catches an out-of-memory error.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from autoaccum.records import MemoryReading
+
+
+class MemoryBackend(ABC):
+    """Memory of one device, as this process sees it.
+
+    "Used" always means: in the terms in which the limit counts. On a card that is what this process's allocator holds
+    of the whole device; on the host, what the process took beyond what it held when the limit began.
+
+    Attributes:
+        device: Where tensors are put.
+        name: A person's name for the device, such as "NVIDIA H200" or "host memory".
+    """
+
+    device: torch.device
+    name: str
+
+    @abstractmethod
+    def reading(self) -> MemoryReading:
+        """What there is now; cheap enough for once a window, not for once a micro-batch."""
+
+    @abstractmethod
+    def limited(self, limit_bytes: int | None) -> AbstractContextManager[None]:
+        """Hold this process to `limit_bytes` on entry and put back what was before on exit.
+
+        Allocations beyond the limit raise an exception that `is_oom` recognises. None sets no limit, but prepares the
+        device all the same. Contexts of one backend do not nest.
+
+        Raises:
+            InvalidInputError: On entry: the limit is not positive, is below what the process already holds, or cannot
+                be enforced on this system.
+        """
+
+    @abstractmethod
+    def lifted(self) -> AbstractContextManager[None]:
+        """Suspend the limit, so that processes started meanwhile (a loader's workers) do not inherit it.
+
+        Does nothing where a limit is not inherited, or none is in force.
+        """
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Begin to count the peak anew."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """Highest use since `reset_peak`, in the limit's terms; None where the system does not count it."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give what was freed back to the device, so that the next attempt meets the memory of a fresh process.
+
+        To be called after the handler of an out-of-memory error has ended: inside it the traceback still pins the
+        activations.
+        """
+
+    @abstractmethod
+    def ensure(self, extra_bytes: int) -> None:
+        """Raise `torch.OutOfMemoryError` now if `extra_bytes` more could not be had, else do nothing.
+
+        Where the allocator itself fails cleanly (CUDA) this does nothing. On the host, native code can crash when an
+        allocation fails inside it, so the question is asked before it starts.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was submitted."""
+
+    @abstractmethod
+    def total_for_fraction(self) -> int:
+        """The bytes of which a `memory_limit` between 0 and 1 is a fraction."""
