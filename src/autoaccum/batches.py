@@ -1,0 +1,476 @@
+"""Batches of any nesting: counted, cut and joined; a loader's stream as windows of N samples. No device is touched.
+
+A batch is what a loader yields: a tensor, or tuples, lists, named tuples and mappings of tensors, nested at will. Its
+samples run along the first dimension of every tensor. What is not a tensor but as long as the batch (a list of file
+names) is cut with it; what is neither (a temperature, a flag) is passed on whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import optree
+import torch
+from torch import Tensor
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.records import check_positive_int
+
+LAST_WINDOW = ("step", "drop")
+
+_NAMESPACE = "autoaccum"
+_PAIR = 2
+# What optree takes apart itself; every other mapping (a Transformers BatchEncoding, a ModelOutput) is taken apart here
+# and rebuilt as its own type.
+_OPTREE_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+class Piece:
+    """One batch of a loader, taken apart once, so that cutting it afterwards costs little.
+
+    Args:
+        batch: What the loader yielded.
+
+    Attributes:
+        batch: The same object.
+        samples: The number of samples in it.
+
+    Raises:
+        InvalidInputError: The batch holds no tensor, tensors of unequal first size, or something that cannot be cut.
+    """
+
+    __slots__ = ("_cuttable", "_kind", "_leaves", "_spec", "batch", "samples")
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self._leaves, self._spec = optree.tree_flatten(
+            _with_foreign_mappings(batch), is_leaf=_is_plain_sequence, none_is_leaf=True, namespace=_NAMESPACE
+        )
+        self.samples = _count(self._leaves, batch)
+        self._cuttable = [_runs_along_the_batch(leaf, self.samples) for leaf in self._leaves]
+        self._kind: tuple[Any, ...] | None = None
+
+    def cut(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
+        if start == 0 and stop == self.samples:
+            return self.batch
+        return self._rebuild([
+            leaf[start:stop] if cuttable else leaf
+            for leaf, cuttable in zip(self._leaves, self._cuttable, strict=True)
+        ])
+
+    def joins(self, other: Piece) -> bool:
+        """Whether the samples of both can stand in one batch: same nesting, types, trailing shapes, same rest."""
+        return self._spec == other._spec and self._describe() == other._describe() and self._same_rest(other)
+
+    def resembles(self, other: Piece) -> bool:
+        """Whether both have the same nesting, types and numbers of dimensions."""
+        return self._spec == other._spec and all(
+            mine.dtype == theirs.dtype and mine.ndim == theirs.ndim
+            for mine, theirs in zip(self._leaves, other._leaves, strict=True)
+            if isinstance(mine, Tensor) and isinstance(theirs, Tensor)
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors in the batch, in the order of its nesting."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    def _rebuild(self, leaves: list[Any]) -> Any:
+        return optree.tree_unflatten(self._spec, leaves)
+
+    def _describe(self) -> tuple[Any, ...]:
+        if self._kind is None:
+            self._kind = tuple(
+                (type(leaf), leaf.dtype, leaf.shape[1:], getattr(leaf, "device", None))
+                if isinstance(leaf, Tensor | np.ndarray)
+                else type(leaf)
+                for leaf in self._leaves
+            )
+        return self._kind
+
+    def _same_rest(self, other: Piece) -> bool:
+        pairs = zip(self._leaves, other._leaves, self._cuttable, other._cuttable, strict=True)
+        return all(
+            (mine_cut and theirs_cut) or (mine_cut == theirs_cut and _equal(mine, theirs))
+            for mine, theirs, mine_cut, theirs_cut in pairs
+        )
+
+
+class _Span(NamedTuple):
+    """Samples `start` to `stop` of one piece."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+class Window(Sequence[Any]):
+    """The samples of one optimizer update, as the pieces in which the loader gave them.
+
+    As a sequence it holds batches of the loader's nesting. Pieces whose tensors differ in their trailing shape are
+    never joined: a micro-batch ends where such a piece begins.
+
+    Args:
+        batches: The pieces in order; each is one batch.
+
+    Attributes:
+        samples: Samples in all pieces together.
+
+    Raises:
+        InvalidInputError: There is no piece, or a piece cannot be cut.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        spans = []
+        for batch in batches:
+            piece = Piece(batch)
+            spans.append(_Span(piece, 0, piece.samples))
+        self._set(spans)
+
+    @classmethod
+    def _of_spans(cls, spans: Sequence[_Span]) -> Window:
+        window = cls.__new__(cls)
+        window._set(spans)
+        return window
+
+    def _set(self, spans: Sequence[_Span]) -> None:
+        if not spans:
+            raise InvalidInputError("a window needs at least one batch, got none")
+        self._spans = tuple(spans)
+        self._starts = (0, *itertools.accumulate(span.samples for span in spans))
+        self.samples = self._starts[-1]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [span.piece.cut(span.start, span.stop) for span in self._spans[index]]
+        span = self._spans[index]
+        return span.piece.cut(span.start, span.stop)
+
+    def __repr__(self) -> str:
+        return f"Window({self.samples} samples in {len(self)} pieces)"
+
+    def groups(self) -> list[int]:
+        """Sizes of the runs of samples that can stand in one batch, in order."""
+        sizes = [self._spans[0].samples]
+        for before, span in itertools.pairwise(self._spans):
+            if span.piece is before.piece or span.piece.joins(before.piece):
+                sizes[-1] += span.samples
+            else:
+                sizes.append(span.samples)
+        return sizes
+
+    def cut(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop` (exclusive) as one batch; they must lie within one group."""
+        first = bisect_right(self._starts, start) - 1
+        parts = []
+        for index in range(first, len(self._spans)):
+            begin, span = self._starts[index], self._spans[index]
+            if begin >= stop:
+                break
+            offset = span.start - begin
+            parts.append(_Span(span.piece, max(start, begin) + offset, min(stop + offset, span.stop)))
+        if len(parts) == 1:
+            return parts[0].piece.cut(parts[0].start, parts[0].stop)
+        return _join(parts)
+
+    def joined(self) -> Any:
+        """The window as one batch where its pieces can be joined, else the window itself."""
+        return self.cut(0, self.samples) if len(self.groups()) == 1 else self
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of every piece."""
+        return [tensor for span in self._spans for tensor in span.piece.tensors()]
+
+
+def windows(loader: Iterable[Any], target_batch: int, *, last_window: str = "step") -> Iterator[Any]:
+    """Regroup a loader's batches into windows of `target_batch` samples, every sample once and in order.
+
+    Args:
+        loader: Anything that can be iterated over and yields batches, of whatever size and nesting.
+        target_batch: Samples a window.
+        last_window: What becomes of a shorter rest at the end: "step" yields it, "drop" leaves it out.
+
+    Yields:
+        A batch of the loader's nesting with the window's samples; where the trailing shapes of the loader's batches
+        differ within a window (padding to the longest of each batch), a `Window` of the pieces instead.
+
+    Raises:
+        InvalidInputError: An argument or a batch cannot be used.
+    """
+    check_windows(target_batch, last_window)
+    return (window.joined() for window in stream(loader, target_batch, last_window=last_window))
+
+
+def check_windows(target_batch: int, last_window: str) -> None:
+    """Check the arguments of `windows`.
+
+    Raises:
+        InvalidInputError: One of them cannot be used.
+    """
+    check_positive_int("target_batch", target_batch)
+    if last_window not in LAST_WINDOW:
+        raise InvalidInputError(f"last_window={last_window!r} is unknown; choose 'step' or 'drop'")
+
+
+def stream(batches: Iterable[Any], target_batch: int, *, last_window: str = "step") -> Iterator[Window]:
+    """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked."""
+    spans: list[_Span] = []
+    missing = target_batch
+    for batch in batches:
+        piece = Piece(batch)
+        start = 0
+        while start < piece.samples:
+            stop = min(piece.samples, start + missing)
+            spans.append(_Span(piece, start, stop))
+            missing -= stop - start
+            start = stop
+            if missing == 0:
+                yield Window._of_spans(spans)
+                spans, missing = [], target_batch
+    if spans and last_window == "step":
+        yield Window._of_spans(spans)
+
+
+def as_window(given: Any) -> Window:
+    """Take what a user hands to `Runner.step`: a `Window`, one batch, or a sequence of the loader's batches.
+
+    A list whose items are batches themselves is a sequence of them. Two equal ones could as well be the inputs and
+    targets of one batch, so that case is refused.
+
+    Raises:
+        InvalidInputError: It cannot be told what is meant, or there is nothing in it that can be cut.
+    """
+    if isinstance(given, Window):
+        return given
+    if isinstance(given, Iterator):
+        return Window(given)
+    if not isinstance(given, list) or not given or not all(_is_batch_itself(item) for item in given):
+        return Window([given])
+    if len(given) == _PAIR:
+        first, second = (Piece(item) for item in given)
+        if first.samples == second.samples and not first.resembles(second):
+            return Window([given])
+        if first.samples == second.samples:
+            raise InvalidInputError(
+                "a list of two batches of the same form may be two batches or the inputs and targets of one; say "
+                "which: autoaccum.Window([first, second]) for two batches, a tuple (inputs, targets) for one"
+            )
+    return Window(given)
+
+
+def count(batch: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        InvalidInputError: It holds no tensor, tensors of unequal first size, or something that cannot be cut.
+    """
+    return Piece(batch).samples
+
+
+def repeated(batch: Any, samples: int) -> Any:
+    """Return a batch of `samples` samples, made of those of `batch` over and over, in order."""
+    piece = Piece(batch)
+    whole, rest = divmod(samples, piece.samples)
+    spans = [_Span(piece, 0, piece.samples)] * whole
+    if rest:
+        spans.append(_Span(piece, 0, rest))
+    return spans[0].piece.cut(0, spans[0].stop) if len(spans) == 1 else _join(spans)
+
+
+def chosen(batch: Any, indices: Sequence[int]) -> Any:
+    """Return the samples at `indices` of a batch, in that order."""
+    piece = Piece(batch)
+    spans = [_Span(piece, index, index + 1) for index in indices]
+    return piece.cut(spans[0].start, spans[0].stop) if len(spans) == 1 else _join(spans)
+
+
+def map_tensors(function: Any, batch: Any) -> Any:
+    """Return the batch with `function` applied to every tensor in it, everything else passed on."""
+    return optree.tree_map(
+        lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf,
+        _with_foreign_mappings(batch),
+        is_leaf=_is_plain_sequence,
+        none_is_leaf=True,
+        namespace=_NAMESPACE,
+    )
+
+
+# --- taking apart and putting together -----------------------------------------------------------------------------
+
+
+class _ForeignType:
+    """What is needed to rebuild a mapping as its own type; equal where type and keys are."""
+
+    __slots__ = ("keys", "prototype")
+
+    def __init__(self, prototype: Mapping[Any, Any]) -> None:
+        self.prototype = prototype
+        self.keys = tuple(prototype)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _ForeignType)
+            and type(self.prototype) is type(other.prototype)
+            and self.keys == other.keys
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self.prototype), self.keys))
+
+
+class _Foreign:
+    """A mapping that optree does not know, as a node of the tree."""
+
+    __slots__ = ("kind", "values")
+
+    def __init__(self, kind: _ForeignType, values: Sequence[Any]) -> None:
+        self.kind = kind
+        self.values = values
+
+
+def _rebuild_foreign(kind: _ForeignType, values: Iterable[Any]) -> Any:
+    items = dict(zip(kind.keys, values, strict=True))
+    made = copy.copy(kind.prototype)
+    try:
+        for key, value in items.items():
+            made[key] = value  # type: ignore[index]
+    except TypeError:  # a read-only mapping: its type has to take a dict
+        return type(kind.prototype)(items)  # type: ignore[call-arg]
+    return made
+
+
+optree.register_pytree_node(
+    _Foreign,
+    lambda node: (node.values, node.kind),
+    _rebuild_foreign,
+    namespace=_NAMESPACE,
+)
+
+
+def _is_foreign(node: Any) -> bool:
+    return isinstance(node, Mapping) and type(node) not in _OPTREE_MAPPINGS
+
+
+def _with_foreign_mappings(batch: Any) -> Any:
+    """Return the batch with mappings that optree does not know as nodes that it knows."""
+    if _is_foreign(batch):
+        return _Foreign(_ForeignType(batch), [_with_foreign_mappings(value) for value in batch.values()])
+    if isinstance(batch, Tensor) or not isinstance(batch, Mapping | tuple | list):
+        return batch
+    return optree.tree_map(
+        lambda leaf: _with_foreign_mappings(leaf) if _is_foreign(leaf) else leaf,
+        batch,
+        is_leaf=_is_plain_sequence,
+        none_is_leaf=True,
+        namespace=_NAMESPACE,
+    )
+
+
+def _is_plain_sequence(node: Any) -> bool:
+    """Whether a list or tuple is data (a list of file names) and not a level of the nesting."""
+    return type(node) in (list, tuple) and not any(_holds_tensor(item) for item in node)
+
+
+def _holds_tensor(node: Any) -> bool:
+    if isinstance(node, Tensor):
+        return True
+    if isinstance(node, Mapping):
+        return any(_holds_tensor(value) for value in node.values())
+    return isinstance(node, list | tuple) and any(_holds_tensor(item) for item in node)
+
+
+def _is_batch_itself(item: Any) -> bool:
+    return isinstance(item, list | tuple | Mapping) and _holds_tensor(item)
+
+
+def _count(leaves: Iterable[Any], batch: Any) -> int:
+    for leaf in leaves:
+        _refuse_what_cannot_be_cut(leaf)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    if not sizes:
+        raise InvalidInputError(
+            f"a batch of type {type(batch).__name__} holds no tensor with samples along its first dimension, so it "
+            "cannot be counted or cut; let the loader yield tensors (torch.utils.data.default_collate makes them)"
+        )
+    if len(sizes) > 1:
+        raise InvalidInputError(
+            f"the tensors of a batch must agree in their first size, the number of samples, but found {_shapes(batch)}"
+        )
+    return sizes.pop()
+
+
+def _refuse_what_cannot_be_cut(leaf: Any) -> None:
+    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be cut by samples; pad or densify it")
+    hidden = not isinstance(leaf, Tensor) and any(_holds_tensor(value) for value in getattr(leaf, "__dict__", {}).values())
+    if hidden:
+        raise InvalidInputError(
+            f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; let the loader "
+            "yield tensors in tuples, lists or mappings"
+        )
+
+
+def _shapes(batch: Any) -> str:
+    paths, leaves, _ = optree.tree_flatten_with_path(
+        _with_foreign_mappings(batch), is_leaf=_is_plain_sequence, none_is_leaf=True, namespace=_NAMESPACE
+    )
+    named = [
+        f"{'/'.join(map(str, path)) or 'batch'}: {tuple(leaf.shape)}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.dim() > 0
+    ]
+    return ", ".join(named)
+
+
+def _runs_along_the_batch(leaf: Any, samples: int) -> bool:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.ndim > 0 and leaf.shape[0] == samples
+    return type(leaf) in (list, tuple) and len(leaf) == samples
+
+
+def _equal(mine: Any, theirs: Any) -> bool:
+    if mine is theirs:
+        return True
+    if isinstance(mine, Tensor):
+        return isinstance(theirs, Tensor) and torch.equal(mine, theirs)
+    if isinstance(mine, np.ndarray):
+        return np.array_equal(mine, theirs)
+    return bool(mine == theirs)
+
+
+def _join(spans: Sequence[_Span]) -> Any:
+    first = spans[0].piece
+    columns = zip(*(span.piece._leaves for span in spans), strict=True)
+    leaves = [
+        _join_leaf([leaf[span.start : span.stop] for leaf, span in zip(column, spans, strict=True)])
+        if cuttable
+        else column[0]
+        for column, cuttable in zip(columns, first._cuttable, strict=True)
+    ]
+    return first._rebuild(leaves)
+
+
+def _join_leaf(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return type(parts[0])(itertools.chain.from_iterable(parts))

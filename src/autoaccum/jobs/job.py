@@ -1,0 +1,81 @@
+"""A call of `fit` that is not made yet: the arguments, kept together and named as `fit` names them.
+
+What `fit` would refuse is not refused here: a job is checked when it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch
+
+    from autoaccum.callbacks import Callback
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What `autoaccum.fit` needs, as a recipe function returns it.
+
+    Attributes:
+        model: The module, or a function without arguments that makes it; then it is made only when it is
+            needed, and where (such as on the meta device).
+        loader: The batches.
+        target_batch: Samples an optimizer update is made from.
+        loss: As for `fit`.
+        optimizer: As for `fit`; for a model that a function makes, give a function of its parameters.
+        scheduler: As for `fit`, like all that follow.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    loader: Iterable[Any]
+    target_batch: int
+    loss: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    scheduler_interval: str = "step"
+    epochs: int | None = 1
+    max_steps: int | None = None
+    device: str | torch.device | None = None
+    precision: str = "auto"
+    micro_batch: int | str = "auto"
+    memory_limit: int | float | str | None = None
+    clip_grad_norm: float | None = None
+    last_window: str = "step"
+    lr_scaling: str | None = None
+    base_batch: int | None = None
+    val_loader: Iterable[Any] | None = None
+    metrics: Mapping[str, Any] | None = None
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    loss_reduction: str | None = None
+    callbacks: Sequence[Callback] = ()
+    seed: int | None = None
+
+    def fit_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments for `fit`, the model made.
+
+        Raises:
+            InvalidInputError: `model` is neither a module nor a function that returns one.
+        """
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        arguments["model"] = self._made_model()
+        return arguments
+
+    def _made_model(self) -> nn.Module:
+        if isinstance(self.model, nn.Module):
+            return self.model
+        made = self.model() if callable(self.model) else self.model
+        if not isinstance(made, nn.Module):
+            how = "a function that returned" if made is not self.model else "a value of type"
+            raise InvalidInputError(
+                f"a job's model must be a torch.nn.Module or a function without arguments that makes one; "
+                f"this one is {how} {type(made).__name__}"
+            )
+        return made

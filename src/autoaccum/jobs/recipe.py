@@ -1,0 +1,142 @@
+"""From "RECIPE.py:function" to the Job that the function returns.
+
+A recipe is a Python file of the user's. It is imported by its path, so it needs no package around it; files
+beside it import as if it had been started by `python RECIPE.py`. What goes wrong in it is the recipe's: its
+own traceback is kept, as the cause of the error raised here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.jobs.job import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType, TracebackType
+
+DEFAULT_FUNCTION = "job"
+
+
+def load_recipe(recipe: str) -> Job:
+    """Import a recipe and call its function.
+
+    Args:
+        recipe: "RECIPE.py:function", or "RECIPE.py" for the function named `job`. The function takes no
+            arguments (or none that must be given) and returns a `Job`.
+
+    Raises:
+        InvalidInputError: There is no such file or function, it raised (then the cause is what it raised), or
+            it returned something else than a Job.
+    """
+    path, name = _split(recipe)
+    # The folder stays in place for the call too: a function may well import its neighbours when it runs.
+    with _importable(path.parent):
+        module = _imported(path)
+        function = _function(module, name, path)
+        try:
+            job = function()
+        except Exception as error:
+            raise _recipe_error(f"{name}() of the recipe {str(path)!r}", error, path) from error
+    if not isinstance(job, Job):
+        raise InvalidInputError(
+            f"{name}() of the recipe {str(path)!r} returned {type(job).__name__}; "
+            "let it return autoaccum.Job(model, loader, target_batch, ...)"
+        )
+    return job
+
+
+def _split(recipe: str) -> tuple[Path, str]:
+    path, name = Path(recipe), DEFAULT_FUNCTION
+    before, colon, after = recipe.rpartition(":")
+    if colon and not path.exists():
+        path, name = Path(before), after
+    if not name.isidentifier():
+        raise InvalidInputError(f"{recipe!r} names no function; write RECIPE.py or RECIPE.py:function")
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise InvalidInputError(
+            f"the recipe {str(path)!r} {found}; pass the path of a Python file with a job() in it"
+        )
+    if path.suffix != ".py":
+        raise InvalidInputError(f"the recipe {str(path)!r} is no Python file; its name must end in .py")
+    return path.resolve(), name
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        # The recipe may have changed the path itself; take out what was put in, wherever it is now.
+        with contextlib.suppress(ValueError):
+            sys.path.remove(entry)
+
+
+def _imported(path: Path) -> ModuleType:
+    # A name of its own: a recipe called torch.py must not become `torch` for everything imported after it.
+    name = f"autoaccum_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "there is a loader for .py"  # noqa: S101 - guards what cannot happen
+    assert spec.loader is not None  # noqa: S101
+    module = importlib.util.module_from_spec(spec)
+    # Classes that the recipe defines are looked up by this name when they are pickled for a loader's workers.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _recipe_error(f"the recipe {str(path)!r}", error, path) from error
+    return module
+
+
+def _function(module: ModuleType, name: str, path: Path) -> Callable[[], Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = _own_functions(module)
+        listed = ", ".join(f"{other}()" for other in there) or "none"
+        remedy = f"{path.name}:{there[0]}" if there else f"a function {name}() that returns an autoaccum.Job"
+        raise InvalidInputError(
+            f"the recipe {str(path)!r} has no function {name}(); its functions: {listed}; try {remedy}"
+        )
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+    ]
+    if needed:
+        raise InvalidInputError(
+            f"{name}() of the recipe {str(path)!r} needs arguments ({', '.join(needed)}), "
+            "but it is called without any; give them defaults"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _own_functions(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _recipe_error(what: str, error: Exception, path: Path) -> InvalidInputError:
+    # Only the recipe's own frames: those before it are the import system's and ours, and tell the user
+    # nothing.
+    error.__traceback__ = _from_file(error.__traceback__, path)
+    return InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe")
+
+
+def _from_file(traceback: TracebackType | None, path: Path) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != str(path):
+        traceback = traceback.tb_next
+    return traceback

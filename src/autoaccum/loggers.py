@@ -1,0 +1,316 @@
+"""Callbacks that keep what happened: a file of JSON lines, and TensorBoard.
+
+Reading a loss waits for the device, so both write a step when the next event arrives: by then its numbers are
+there, and training is not held up. The functions named `*_record` turn a record into what JSON can hold; the
+command line's `--json` uses the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.callbacks import Callback
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from os import PathLike
+    from typing import TextIO
+
+    from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
+
+
+def trial_record(trial: Trial) -> dict[str, Any]:
+    """Return a trial as JSON's types: size, fits, peak_bytes, elapsed_s."""
+    return {
+        "size": trial.size,
+        "fits": trial.fits,
+        "peak_bytes": trial.peak_bytes,
+        "elapsed_s": trial.elapsed_s,
+    }
+
+
+def probe_record(probe: ProbeResult) -> dict[str, Any]:
+    """Return a probe's answer as JSON's types: micro_batch, limit_bytes, fixed_bytes, bytes_per_sample."""
+    return {
+        "micro_batch": probe.micro_batch,
+        "limit_bytes": probe.limit_bytes,
+        "fixed_bytes": probe.fixed_bytes,
+        "bytes_per_sample": probe.bytes_per_sample,
+    }
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON's types: target_batch, micro_batches, micro_batch, accum_steps."""
+    return {
+        "target_batch": plan.target_batch,
+        "micro_batches": list(plan.micro_batches),
+        "micro_batch": plan.micro_batch,
+        "accum_steps": plan.accum_steps,
+    }
+
+
+def step_record(report: StepReport) -> dict[str, Any]:
+    """Return a step as JSON's types, its losses included; waits for the device.
+
+    The keys: step, samples, loss, losses (by name), micro_batches, oom_events, elapsed_s, peak_bytes,
+    grad_norm, skipped.
+    """
+    return {
+        "step": report.step,
+        "samples": report.samples,
+        "loss": finite(report.loss),
+        "losses": {name: finite(loss) for name, loss in report.losses.items()},
+        "micro_batches": list(report.micro_batches),
+        "oom_events": report.oom_events,
+        "elapsed_s": report.elapsed_s,
+        "peak_bytes": report.peak_bytes,
+        "grad_norm": finite(report.grad_norm),
+        "skipped": report.skipped,
+    }
+
+
+def oom_record(event: MemoryEvent) -> dict[str, Any]:
+    """Return one running out of memory as JSON's types: phase, size, message."""
+    return {"phase": event.phase, "size": event.size, "message": event.message}
+
+
+def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as JSON's types: loss, metrics (by name), samples, elapsed_s."""
+    return {
+        "loss": finite(evaluation.loss),
+        "metrics": {name: finite(value) for name, value in evaluation.metrics.items()},
+        "samples": evaluation.samples,
+        "elapsed_s": evaluation.elapsed_s,
+    }
+
+
+def finite(number: float | None) -> float | None:
+    """Return `number`, or None where it is NaN or infinite: JSON has no word for those."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+class _OneStepLate(Callback):
+    """Holds each step back until the next event, then hands it to `_write_step`."""
+
+    def __init__(self) -> None:
+        self._held: tuple[StepReport, int, float] | None = None
+
+    def _write_step(self, report: StepReport, *, epoch: int, at_s: float) -> None:
+        raise NotImplementedError
+
+    def on_step(self, report: StepReport, *, epoch: int) -> None:
+        """Hold this step back and write the one before."""
+        self._write_held()
+        self._held = (report, epoch, time.time())
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            report, epoch, at_s = held
+            self._write_step(report, epoch=epoch, at_s=at_s)
+
+
+class JSONLinesLog(_OneStepLate):
+    """Appends one JSON object a line for each event, flushed line by line.
+
+    Every object has "event" and "time" (seconds since 1970, when it happened). By event, the further keys
+    are:
+
+    - "fit_start": epochs, max_steps, steps_per_epoch (null: not known or not set)
+    - "trial": size, fits, peak_bytes, elapsed_s
+    - "plan": step (from which it holds), target_batch, micro_batches, micro_batch, accum_steps, probe (null,
+      or micro_batch, limit_bytes, fixed_bytes, bytes_per_sample)
+    - "step": step, epoch, samples, loss, losses, micro_batches, oom_events, elapsed_s, peak_bytes, grad_norm,
+      skipped
+    - "oom": step, phase, size, message
+    - "epoch_end": epoch
+    - "evaluation": epoch, step, loss, metrics, samples, elapsed_s
+    - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s
+
+    A number that is NaN or infinite is null.
+
+    Args:
+        path: The file; it is made, with its folder, where it is missing, and appended to where it is there.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
+        """Open the file.
+
+        Raises:
+            InvalidInputError: It cannot be opened for writing.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # It stays open over many calls; on_fit_end, which always comes, closes it.
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InvalidInputError(
+                f"the log {str(self.path)!r} cannot be opened for writing ({error.strerror}); "
+                "pass a path in a folder that you may write to"
+            ) from error
+        self._write(
+            "fit_start", {"epochs": epochs, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch}
+        )
+
+    def on_trial(self, trial: Trial) -> None:
+        """Write the trial."""
+        self._write("trial", trial_record(trial))
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+        """Write the plan."""
+        found = None if probe is None else probe_record(probe)
+        self._write("plan", {"step": step, **plan_record(plan), "probe": found})
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
+        """Write where memory ran out."""
+        self._write("oom", {"step": step, **oom_record(event)})
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Write the end of the epoch."""
+        self._write("epoch_end", {"epoch": epoch})
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
+        """Write the evaluation."""
+        self._write("evaluation", {"epoch": epoch, "step": step, **evaluation_record(evaluation)})
+
+    def on_fit_end(self, result: FitResult | None) -> None:
+        """Write the end and close the file."""
+        if self._file is None:
+            return
+        try:
+            self._write("fit_end", _end_record(result))
+        finally:
+            self._file.close()
+            self._file = None
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        self._write_held()
+        self._write_line(event, fields, at_s=time.time())
+
+    def _write_step(self, report: StepReport, *, epoch: int, at_s: float) -> None:
+        try:
+            fields = step_record(report)
+        except RuntimeError:
+            # The device was lost, and this step's numbers with it. The error that ends the call tells so; a
+            # second one from here would hide it.
+            return
+        self._write_line("step", {"epoch": epoch, **fields}, at_s=at_s)
+
+    def _write_line(self, event: str, fields: dict[str, Any], *, at_s: float) -> None:
+        assert self._file is not None, "on_fit_start comes first"  # noqa: S101 - guards what cannot happen
+        line = json.dumps({"event": event, "time": at_s, **fields}, allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+class TensorBoardLog(_OneStepLate):
+    """Writes scalars for TensorBoard.
+
+    By step: "train/loss" (and "train/loss/NAME" where there are several), "train/grad_norm" where it is
+    known, "train/samples_per_s", "memory/peak_bytes", "memory/oom_events", "plan/micro_batch"; at each
+    evaluation "evaluation/loss" and "evaluation/NAME" for each metric.
+
+    Args:
+        log_dir: The folder for the event files.
+
+    Raises:
+        InvalidInputError: TensorBoard is not installed.
+    """
+
+    def __init__(self, log_dir: str | PathLike[str]) -> None:
+        super().__init__()
+        self.log_dir = Path(log_dir)
+        self._make_writer = _summary_writer()
+        self._writer: Any = None
+        self._oom_events = 0
+
+    def on_fit_start(
+        self,
+        *,
+        epochs: int | None,  # noqa: ARG002 - the protocol's
+        max_steps: int | None,  # noqa: ARG002
+        steps_per_epoch: int | None,  # noqa: ARG002
+    ) -> None:
+        """Open the event file."""
+        self._oom_events = 0
+        self._writer = self._make_writer(str(self.log_dir))
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
+        """Write the largest micro-batch."""
+        self._writer.add_scalar("plan/micro_batch", plan.micro_batch, step)
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Write how often memory ran out so far."""
+        self._oom_events += 1
+        self._writer.add_scalar("memory/oom_events", self._oom_events, step)
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Write the loss and the metrics."""
+        self._writer.add_scalar("evaluation/loss", evaluation.loss, step)
+        for name, value in evaluation.metrics.items():
+            self._writer.add_scalar(f"evaluation/{name}", value, step)
+
+    def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
+        """Write the last step and close the event file."""
+        if self._writer is None:
+            return
+        try:
+            self._write_held()
+        finally:
+            self._writer.close()
+            self._writer = None
+
+    def _write_step(self, report: StepReport, *, epoch: int, at_s: float) -> None:  # noqa: ARG002 - the base's
+        try:
+            scalars = _step_scalars(report)
+        except RuntimeError:  # the device was lost; see JSONLinesLog
+            return
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, report.step, walltime=at_s)
+
+
+def _step_scalars(report: StepReport) -> dict[str, float]:
+    scalars: dict[str, float] = {"train/loss": report.loss}
+    if len(report.losses) > 1:
+        scalars |= {f"train/loss/{name}": loss for name, loss in report.losses.items()}
+    if report.grad_norm is not None:
+        scalars["train/grad_norm"] = report.grad_norm
+    if report.elapsed_s > 0:
+        scalars["train/samples_per_s"] = report.samples / report.elapsed_s
+    if report.peak_bytes is not None:
+        scalars["memory/peak_bytes"] = report.peak_bytes
+    return scalars
+
+
+def _end_record(result: FitResult | None) -> dict[str, Any]:
+    if result is None:
+        return {"completed": False}
+    return {
+        "completed": True,
+        "steps": result.steps,
+        "samples": result.samples,
+        "oom_events": result.oom_events,
+        "elapsed_s": result.elapsed_s,
+    }
+
+
+def _summary_writer() -> Callable[[str], Any]:
+    try:
+        # Here rather than at the head of the file: TensorBoard is optional, and takes longer to import than
+        # autoaccum.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    except ImportError as error:
+        raise InvalidInputError(
+            'TensorBoardLog needs TensorBoard, which is not installed; pip install "autoaccum[tensorboard]"'
+        ) from error
+    return SummaryWriter

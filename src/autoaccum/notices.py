@@ -1,0 +1,28 @@
+"""What was chosen for the user, said once, on stderr; stdout is for results."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Notices:
+    """Says each thing once in the life of the object, which is one call of `fit` or one `Runner`.
+
+    Args:
+        silent: Keep everything, print nothing.
+    """
+
+    silent: bool = False
+    _said: dict[str, str] = field(default_factory=dict)
+
+    def say(self, text: str, *, key: str | None = None) -> None:
+        """Print `text` unless something was said under the same `key` (by default the text itself) before."""
+        if self._said.setdefault(key or text, text) is text and not self.silent:
+            print(f"autoaccum: {text}", file=sys.stderr, flush=True)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything said so far, in order."""
+        return tuple(self._said.values())

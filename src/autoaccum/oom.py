@@ -1,0 +1,312 @@
+"""Is this exception lack of memory? And if so: let go of what it pins.
+
+In comes an exception, out comes an answer. Three answers are told apart, because each calls for something
+else: memory ran out (`is_oom`), a kernel cannot count that far (`is_too_large`), the device is gone for this
+process (`is_device_lost`). Types are asked first; after them the messages of one table, because below Python
+most libraries only have a message. Nothing here frees device memory or decides what to do next.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoaccum.errors import AutoaccumError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_FIRST_LINE_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A message by which a failure is recognised.
+
+    Attributes:
+        pattern: Regular expression, searched for in the whole message, upper and lower case alike.
+        device: The kind of device, or the library, that says it.
+        seen: Where it was seen and how: a source file, the strings of a library, or an issue.
+    """
+
+    pattern: str
+    device: str
+    seen: str
+
+    def matches(self, message: str) -> bool:
+        """Return whether the message shows this sign."""
+        return re.search(self.pattern, message, re.IGNORECASE) is not None
+
+
+OOM_SIGNS = (
+    Sign(
+        r"CUDA out of memory",
+        "CUDA",
+        "pytorch c10/cuda/CUDACachingAllocator.cpp; older versions: RuntimeError",
+    ),
+    Sign(
+        r"CUDA (driver |runtime )?error: out of memory",
+        "CUDA",
+        "pytorch c10/cuda/CUDAException.cpp: what passes the caching allocator by, pinned memory",
+    ),
+    Sign(r"cudaErrorMemoryAllocation", "CUDA", "CUDA runtime, by the name of error 2; seen from extensions"),
+    Sign(
+        r"memory mapping failed with OOM", "CUDA", "strings of libc10_cuda (torch 2.15): expandable segments"
+    ),
+    Sign(
+        r"would exceed allowed memory",
+        "cudaMallocAsync",
+        "pytorch c10/cuda/CUDAMallocAsyncAllocator.cpp; strings of libc10_cuda (torch 2.15)",
+    ),
+    Sign(r"CUBLAS_STATUS_ALLOC_FAILED", "cuBLAS", "pytorch aten/src/ATen/cuda/CUDABlas.cpp: the workspace"),
+    Sign(
+        r"CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublasCreate",
+        "cuBLAS",
+        "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp: no room left for the handle",
+    ),
+    Sign(
+        r"CU(SOLVER|SPARSE)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED",
+        "cuSOLVER, cuSPARSE, cuFFT",
+        "status names in the public headers of these libraries",
+    ),
+    Sign(
+        r"CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN",
+        "issue 151 of QwenLM/Qwen3-VL, together with the engine message",
+    ),
+    Sign(
+        r"CUDNN_STATUS_\w*(HOST|DEVICE)_ALLOCATION_FAILED",
+        "cuDNN",
+        "cuDNN 9, cudnn_graph.h: the finer names of the same failure",
+    ),
+    Sign(
+        r"CUDNN_STATUS_NOT_SUPPORTED",
+        "cuDNN",
+        "issues 493 of open-mmlab/mmaction2, 3 of tsb0601/EMP-SSL: no room for the workspace",
+    ),
+    Sign(
+        r"unable to find an engine to execute this computation",
+        "cuDNN",
+        "pytorch aten/src/ATen/native/cudnn/Conv_v8.cpp ('FIND was', 'GET was'); no plan's workspace fits",
+    ),
+    Sign(
+        r"unable to find a valid cuDNN algorithm",
+        "cuDNN",
+        "pytorch aten/src/ATen/native/cudnn/Conv_v7.cpp; issue 101 of marqo-ai/marqo",
+    ),
+    Sign(r"HIP out of memory", "HIP", "issue 138002 of pytorch/pytorch"),
+    Sign(
+        r"HIP error: out of memory|hipErrorOutOfMemory", "HIP", "pytorch, the HIP form of CUDAException.cpp"
+    ),
+    Sign(
+        r"(HIPBLAS|HIPSOLVER|HIPSPARSE)_STATUS_ALLOC_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed",
+        "HIP libraries",
+        "status names in the public headers of hipBLAS, rocBLAS and MIOpen",
+    ),
+    Sign(r"XPU out of memory", "XPU", "issue 1324 of intel/torch-xpu-ops"),
+    Sign(
+        r"(UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
+        "XPU",
+        "issues 854 of intel-extension-for-pytorch, 1324 of torch-xpu-ops: memory was full",
+    ),
+    Sign(
+        r"MPS backend out of memory",
+        "MPS",
+        "pytorch aten/src/ATen/mps/MPSAllocator.mm; issue 7440 of ComfyUI",
+    ),
+    Sign(
+        r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (host )?(calloc|alloc|malloc)",
+        "NCCL",
+        "issue 1235 of NVIDIA/nccl; torch appends NCCL's last error to its own message",
+    ),
+    Sign(
+        r"DefaultCPUAllocator: can't allocate memory",
+        "CPU",
+        "pytorch c10/core/impl/alloc_cpu.cpp on POSIX; raised here under RLIMIT_DATA",
+    ),
+    Sign(r"DefaultCPUAllocator: not enough memory", "CPU", "pytorch c10/core/impl/alloc_cpu.cpp on Windows"),
+    Sign(
+        r"unable to mmap .*cannot allocate memory",
+        "CPU",
+        "pytorch aten/src/ATen/MapAllocator.cpp: shared memory, as loaders use it",
+    ),
+    Sign(
+        r"could not create a primitive",
+        "oneDNN",
+        "ResNet-18 under RLIMIT_DATA (torch 2.15); its longer form names the primitive's descriptor",
+    ),
+    Sign(
+        r"could not create a memory(?! descriptor)",
+        "oneDNN",
+        "ResNet-18 under RLIMIT_DATA (torch 2.15); a descriptor is not memory, so its failure is not meant",
+    ),
+    Sign(
+        r"could not execute a primitive",
+        "oneDNN",
+        "issue 914 of oneDNN: the scratchpad is taken at execution",
+    ),
+    Sign(
+        r"std::bad_alloc|\bbad allocation\b", "CPU", "C++ operator new, as torch passes it on (two spellings)"
+    ),
+)
+
+TOO_LARGE_SIGNS = (
+    Sign(
+        r"canUse32BitIndexMath",
+        "CUDA",
+        "strings of libtorch_cuda (torch 2.15): the checks before pooling, upsampling",
+    ),
+    Sign(
+        r"must fit in(to)? (a )?32[- ]bit|32[- ]bit (unsigned |integer )?index",
+        "CUDA",
+        "pytorch aten/src/ATen/native/cuda: kernels whose indices are 32-bit",
+    ),
+    Sign(
+        r"invalid configuration argument",
+        "CUDA, HIP",
+        "CUDA error 9: a launch whose grid is beyond the limits",
+    ),
+    Sign(
+        r"\bINT_MAX\b",
+        "CUDA",
+        "pytorch aten/src/ATen/native: nonzero, sort and others on more than INT_MAX elements",
+    ),
+    Sign(
+        r"integer out of range|too large to fit into a (MKL_)?int\b|too large for the channels_last CUDA",
+        "CPU, CUDA",
+        "strings of libtorch_cpu and libtorch_cuda (torch 2.15)",
+    ),
+    Sign(
+        r"Storage size calculation overflowed|numel: integer multiplication overflow",
+        "any",
+        "pytorch aten/src/ATen/EmptyTensor.cpp; raised here by a size beyond 2**63",
+    ),
+    Sign(
+        r"Invalid buffer size", "MPS", "issue 141909 of pytorch/pytorch: one buffer beyond what Metal allows"
+    ),
+    Sign(r"needs to be less than 2\*\*32 elements", "MPS", "issue 141909 of pytorch/pytorch"),
+)
+
+DEVICE_LOST_SIGNS = (
+    Sign(r"illegal memory access", "CUDA, HIP", "CUDA error 700"),
+    Sign(r"device-side assert", "CUDA, HIP", "CUDA error 710: an index outside its table"),
+    Sign(r"unspecified launch failure", "CUDA, HIP", "CUDA error 719"),
+    Sign(r"misaligned address", "CUDA", "CUDA error 716"),
+    Sign(r"illegal instruction was encountered", "CUDA", "CUDA error 715"),
+    Sign(
+        r"invalid program counter|hardware stack error|operation not supported on global/shared",
+        "CUDA",
+        "CUDA errors 714, 717, 718",
+    ),
+    Sign(r"uncorrectable (NVLink|ECC) error|ECC error encountered", "CUDA", "CUDA errors 214, 220"),
+    Sign(r"launch timed out and was terminated", "CUDA", "CUDA error 702"),
+    Sign(r"CUDA error: unknown error", "CUDA", "CUDA error 999"),
+    Sign(r"ERROR_DEVICE_LOST", "XPU", "issue 780 of intel-extension-for-pytorch"),
+)
+
+
+def is_oom(exception: BaseException) -> bool:
+    """Return whether the exception says that memory ran out.
+
+    True for torch.OutOfMemoryError, MemoryError and OSError with ENOMEM; for a RuntimeError
+    (torch.AcceleratorError is one) with a message from the table `OOM_SIGNS`; and for an exception that was
+    raised *from* one of these, as wrappers around a step do. An exception that was merely raised while
+    another was handled (`__context__`) is a failure of its own. What autoaccum raises itself is a conclusion
+    already drawn, never lack of memory.
+
+    Args:
+        exception: Any exception.
+    """
+    return any(_says_oom(link) for link in _causes(exception))
+
+
+def is_too_large(exception: BaseException) -> bool:
+    """Return whether a kernel refused the size because its indices or its grid do not reach that far.
+
+    A smaller micro-batch helps here too, but no memory was lacking and `is_oom` is False. Causes are followed
+    as `is_oom` follows them.
+
+    Args:
+        exception: Any exception.
+    """
+    return not is_oom(exception) and any(_shows(link, TOO_LARGE_SIGNS) for link in _causes(exception))
+
+
+def is_device_lost(exception: BaseException) -> bool:
+    """Return whether the device can no longer be used by this process; only a new process helps.
+
+    Args:
+        exception: Any exception.
+    """
+    return any(_shows(link, DEVICE_LOST_SIGNS) for link in _causes(exception))
+
+
+def first_line(exception: BaseException) -> str:
+    """Return the first line of the message for a report, at most 200 characters.
+
+    Where the message is empty it is the name of the type.
+
+    Args:
+        exception: Any exception.
+    """
+    lines = str(exception).strip().splitlines()
+    line = lines[0].rstrip() if lines else type(exception).__name__
+    return line if len(line) <= _FIRST_LINE_CHARS else line[: _FIRST_LINE_CHARS - 1] + "…"
+
+
+def let_go(exception: BaseException) -> None:
+    """Clear the frames that the exception and all that is chained to it keep alive: nothing stays pinned.
+
+    The traceback holds the frames, the frames hold the local variables, and those hold the activations of the
+    step that failed. File names and line numbers stay, so the traceback can still be printed.
+
+    This must be the last thing done with the exception before memory is released: a debugger or a logger that
+    wants the local variables finds nothing afterwards. Frames that are still running (the handler's own and
+    those that called it) cannot be cleared, so `release` belongs after the handler all the same.
+
+    Args:
+        exception: The exception; exceptions in a group, causes and contexts are reached from it.
+    """
+    pending: list[BaseException | None] = [exception]
+    seen: set[int] = set()
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        pending += [link.__cause__, link.__context__]
+        if isinstance(link, BaseExceptionGroup):
+            pending += link.exceptions
+
+
+def _causes(exception: BaseException) -> Iterator[BaseException]:
+    """Yield the exception and what it was raised from, each once; our own errors end the chain."""
+    link: BaseException | None = exception
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen and not isinstance(link, AutoaccumError):
+        yield link
+        seen.add(id(link))
+        link = link.__cause__
+
+
+def _says_oom(exception: BaseException) -> bool:
+    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(exception, OSError):
+        return exception.errno == errno.ENOMEM
+    return _shows(exception, OOM_SIGNS)
+
+
+def _shows(exception: BaseException, signs: tuple[Sign, ...]) -> bool:
+    # Native code reaches Python as RuntimeError. A ValueError or a user's own type with the same words is
+    # somebody's sentence about memory, not a report of it.
+    if not isinstance(exception, RuntimeError):
+        return False
+    message = str(exception)
+    return any(sign.matches(message) for sign in signs)

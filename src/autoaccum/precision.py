@@ -1,0 +1,80 @@
+"""In which precision the arithmetic runs: autocast, and the gradient scaler where fp16 needs one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoaccum.notices import Notices
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Precision:
+    """One precision on one device.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        device: Where the arithmetic runs.
+        autocasts: Whether operators are cast; False for a model whose parameters are of that type already.
+
+    Attributes:
+        scaler: Scales the loss so that fp16 gradients do not vanish; None where none is due.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, autocasts: bool = True) -> None:
+        self.name = name
+        self.scaler: torch.amp.GradScaler | None = None
+        # One object for all uses: making an autocast context costs more than entering it.
+        self._autocast: AbstractContextManager[object] = nullcontext()
+        if name == "fp32" or not autocasts:
+            return
+        self._autocast = torch.autocast(device.type, dtype=_DTYPES[name])
+        if name == "fp16":
+            self.scaler = torch.amp.GradScaler(device.type)
+            # The scaler makes its two tensors at first use, and is broken for good if memory runs out between them.
+            self.scaler.scale(torch.zeros((), device=device))
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context for a forward pass; not to be nested in itself."""
+        return self._autocast
+
+
+def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices) -> Precision:
+    """Make the precision that was asked for; "auto" takes what the device does well, and says so.
+
+    Raises:
+        InvalidInputError: The name is unknown.
+    """
+    if name not in PRECISIONS:
+        raise InvalidInputError(f"precision={name!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
+    own = _own_half_type(model)
+    if own is not None:
+        # Casting and scaling are for fp32 parameters: a scaler refuses fp16 gradients.
+        notices.say(f"precision: {own}, in which the model's parameters are already")
+        return Precision(own, device, autocasts=False)
+    if name == "auto":
+        name = _best_for(device)
+        notices.say(f"precision: {name} on {device.type} (precision='auto')")
+    return Precision(name, device)
+
+
+def _own_half_type(model: nn.Module) -> str | None:
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return _NAMES.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def _best_for(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    # On the CPU half precision is faster only on a few processors, and fp16 is far slower on all.
+    return "fp32"

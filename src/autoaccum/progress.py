@@ -1,0 +1,359 @@
+"""What a person watches while `fit` works: a live bar on a terminal, plain lines anywhere else.
+
+In come the events of a `Callback`; out goes text, all of it to stderr, since stdout is for results. Reading a
+loss waits for the device, so it is read only for what is really drawn: a few times a second on a terminal,
+every ten seconds in lines. Neither callback starts a thread: the host backend limits the process and may fork
+it, and a thread that draws meanwhile would be in the way of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from autoaccum.callbacks import Callback
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory.limits import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
+
+# Five pictures a second look alive, and cost the device at most five waits a second.
+_BAR_EVERY_S = 0.2
+# A log file of an hour's run stays readable: 360 lines.
+_LINE_EVERY_S = 10.0
+# Longer cuts are told in runs: "4x256" instead of a line of numbers.
+_CUT_SPELLED_OUT = 4
+
+
+def progress_for(progress: bool | str | Callback) -> Callback:
+    """Return the callback that shows progress as asked for.
+
+    Args:
+        progress: "auto" or True: the bar where stderr is a terminal, lines elsewhere. "bar" or "lines": just
+            that. False: nothing. A callback of your own is returned as it is.
+
+    Raises:
+        InvalidInputError: `progress` is none of these.
+    """
+    if isinstance(progress, Callback):
+        return progress
+    if progress is False:
+        return Callback()
+    if progress is True or progress == "auto":
+        # isatty, not rich's own idea of a terminal: FORCE_COLOR would put a bar into a log file.
+        progress = "bar" if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else "lines"
+    if progress == "bar":
+        return RichProgress()
+    if progress == "lines":
+        return LineProgress()
+    raise InvalidInputError(
+        f"progress={progress!r} is not known; use 'auto', 'bar', 'lines', False or a Callback of your own"
+    )
+
+
+def format_cut(micro_batches: Sequence[int]) -> str:
+    """Return a cut as people write it: "34+33+33", or in runs, "4x256+1x10", where it is long."""
+    if len(micro_batches) <= _CUT_SPELLED_OUT:
+        return "+".join(str(size) for size in micro_batches)
+    runs = ((len(list(run)), size) for size, run in itertools.groupby(micro_batches))
+    return "+".join(f"{count}x{size}" for count, size in runs)
+
+
+class _Tally:
+    """What both callbacks count: where in the run we are, how fast it goes, what memory it took."""
+
+    def __init__(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
+        self.epochs = epochs
+        self.epoch = 1
+        self.total_steps = _total_steps(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
+        self.oom_events = 0
+        self.peak_bytes: int | None = None
+        self.report: StepReport | None = None
+        self._samples = 0
+        self._since = time.monotonic()
+
+    def restart_clock(self) -> None:
+        """Count the speed anew, so that neither a probe nor an evaluation counts as slow training."""
+        self._samples = 0
+        self._since = time.monotonic()
+
+    def add(self, report: StepReport, epoch: int) -> None:
+        self.epoch = epoch
+        self.report = report
+        self._samples += report.samples
+        if report.peak_bytes is not None:
+            self.peak_bytes = max(report.peak_bytes, self.peak_bytes or 0)
+
+    @property
+    def steps(self) -> int:
+        return 0 if self.report is None else self.report.step
+
+    @property
+    def position(self) -> str:
+        """Such as "epoch 2/3, step 23/45"; what is not known is left out."""
+        epochs = "" if self.epochs is None else f"/{self.epochs}"
+        steps = "" if self.total_steps is None else f"/{self.total_steps}"
+        return f"epoch {self.epoch}{epochs}, step {self.steps}{steps}"
+
+    def figures(self) -> str:
+        """Such as "loss 0.412, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device."""
+        assert self.report is not None, "figures are drawn after a step"  # noqa: S101 - guards what cannot happen
+        elapsed_s = max(time.monotonic() - self._since, 1e-9)
+        parts = [
+            f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
+            f"{self._samples / elapsed_s:.3g} samples/s",
+            f"cut {format_cut(self.report.micro_batches)}",
+        ]
+        if self.peak_bytes is not None:
+            parts.append(f"peak {format_bytes(self.peak_bytes)}")
+        parts.append(f"{self.oom_events} oom")
+        return ", ".join(parts)
+
+
+class LineProgress(Callback):
+    """Progress as plain lines on stderr: for log files, pipes and notebooks.
+
+    One line for each trial, plan, epoch, evaluation and for memory that ran out; between them a step line now
+    and then. No escape codes.
+
+    Args:
+        every_s: At most one step line in so many seconds.
+        file: Where to write; None: `sys.stderr` as it is at the time.
+    """
+
+    def __init__(self, *, every_s: float = _LINE_EVERY_S, file: TextIO | None = None) -> None:
+        self._every_s = every_s
+        self._file = file
+        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None)
+        self._last_line = time.monotonic()
+
+    def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
+        """Begin to count."""
+        self._tally = _Tally(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
+        self._last_line = time.monotonic()
+
+    def on_trial(self, trial: Trial) -> None:
+        """Write a line: the size and whether it fits."""
+        self._write(_trial_text(trial))
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+        """Write a line: the cut and where it came from."""
+        facts = "; ".join(f"{name} {value}" for name, value in _plan_facts(plan, probe))
+        self._write(f"plan from step {step}: {facts}")
+        if probe is not None:
+            self._tally.restart_clock()
+
+    def on_step(self, report: StepReport, *, epoch: int) -> None:
+        """Write a line if the last one is long enough ago."""
+        self._tally.add(report, epoch)
+        if time.monotonic() - self._last_line >= self._every_s:
+            self._write(f"{self._tally.position}: {self._tally.figures()}")
+            self._last_line = time.monotonic()
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
+        """Write a line: where memory ran out."""
+        self._tally.oom_events += 1
+        self._write(_oom_text(event, step))
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Write a line: how the epoch ended."""
+        if self._tally.report is not None:
+            self._write(
+                f"epoch {epoch} done, {self._tally.position.partition(', ')[2]}: {self._tally.figures()}"
+            )
+        self._restart()
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Write a line: the loss and the metrics."""
+        self._write(_evaluation_text(evaluation, epoch))
+        self._restart()
+
+    def on_fit_end(self, result: FitResult | None) -> None:
+        """Write the summary; nothing where `fit` raised, the error speaks for itself."""
+        if result is not None:
+            self._write(_summary_text(result))
+
+    def _restart(self) -> None:
+        self._tally.restart_clock()
+        self._last_line = time.monotonic()
+
+    def _write(self, text: str) -> None:
+        print(f"autoaccum: {text}", file=self._file or sys.stderr, flush=True)
+
+
+class RichProgress(Callback):
+    """Progress as a live bar on stderr, with the trials and the plan above it and a summary after it.
+
+    Args:
+        console: The rich console to draw on; None: one for stderr.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None)
+        self._bar: Progress | None = None
+        self._live: Live | None = None
+        self._status = Text()
+        self._last_draw = float("-inf")
+
+    def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
+        """Begin to draw."""
+        self._tally = _Tally(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
+        # Made here rather than in __init__, so that it draws on the stderr of the call.
+        console = self._console or Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._bar.add_task("windows", total=self._tally.total_steps)
+        self._status = Text("looking for what fits", style="dim")
+        self._live = Live(
+            console=console,
+            get_renderable=self._picture,
+            auto_refresh=False,
+            # What else is written to stderr meanwhile then appears above the bar. The same goes for stdout
+            # where it is the terminal too; where it is a file or a pipe it must stay what it is.
+            redirect_stderr=True,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._live.start(refresh=True)
+
+    def on_trial(self, trial: Trial) -> None:
+        """Print a line above the bar: the size and whether it fits."""
+        self._print(Text(_trial_text(trial), style="green" if trial.fits else "yellow"))
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+        """Print the plan as a table above the bar."""
+        table = Table(title=f"plan from step {step}", title_justify="left", show_header=False)
+        for name, value in _plan_facts(plan, probe):
+            table.add_row(name, value)
+        self._print(table)
+        if probe is not None:
+            self._tally.restart_clock()
+
+    def on_step(self, report: StepReport, *, epoch: int) -> None:
+        """Move the bar if the last picture is long enough ago."""
+        self._tally.add(report, epoch)
+        if time.monotonic() - self._last_draw >= _BAR_EVERY_S:
+            self._draw()
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
+        """Print a line above the bar: where memory ran out."""
+        self._tally.oom_events += 1
+        self._print(Text(_oom_text(event, step), style="yellow"))
+
+    def on_epoch_end(self, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Bring the bar up to date."""
+        if self._tally.report is not None:
+            self._draw()
+        self._tally.restart_clock()
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Print the loss and the metrics above the bar."""
+        self._print(Text(_evaluation_text(evaluation, epoch), style="bold"))
+        self._tally.restart_clock()
+
+    def on_fit_end(self, result: FitResult | None) -> None:
+        """Stop drawing and print the summary; no summary where `fit` raised, the error speaks for itself."""
+        live, self._live = self._live, None
+        if live is None:
+            return
+        if result is not None and self._tally.report is not None:
+            self._update()
+        live.stop()
+        if result is not None:
+            live.console.print(Text(_summary_text(result), style="bold"))
+
+    def _draw(self) -> None:
+        self._update()
+        if self._live is not None:
+            self._live.refresh()
+        self._last_draw = time.monotonic()
+
+    def _update(self) -> None:
+        assert self._bar is not None, "on_fit_start comes first"  # noqa: S101 - guards what cannot happen
+        task = self._bar.tasks[0].id
+        self._bar.update(
+            task, completed=self._tally.steps, description=self._tally.position.partition(",")[0]
+        )
+        self._status = Text(self._tally.figures(), style="dim")
+
+    def _picture(self) -> RenderableType:
+        return Group(self._bar or Text(), self._status)
+
+    def _print(self, what: RenderableType) -> None:
+        if self._live is not None:
+            self._live.console.print(what)
+
+
+def _total_steps(*, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> int | None:
+    by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
+    known = [steps for steps in (by_epochs, max_steps) if steps is not None]
+    return min(known, default=None)
+
+
+def _trial_text(trial: Trial) -> str:
+    verdict = "fits" if trial.fits else "does not fit"
+    peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
+    return f"trial of {trial.size}: {verdict}{peak}, {trial.elapsed_s:.2f} s"
+
+
+def _plan_facts(plan: Plan, probe: ProbeResult | None) -> list[tuple[str, str]]:
+    facts = [("target batch", str(plan.target_batch)), ("cut", format_cut(plan.micro_batches))]
+    if probe is not None:
+        facts.append(("largest that fits", f"{probe.micro_batch}, found in {len(probe.trials)} trials"))
+        if probe.limit_bytes is not None:
+            facts.append(("memory limit", format_bytes(probe.limit_bytes)))
+        if probe.fixed_bytes is not None and probe.bytes_per_sample is not None:
+            needs = f"{format_bytes(probe.fixed_bytes)} and {format_bytes(probe.bytes_per_sample)} a sample"
+            facts.append(("memory needed", needs))
+    return facts
+
+
+def _oom_text(event: MemoryEvent, step: int) -> str:
+    size = "" if event.size is None else f" of {event.size} samples"
+    return f"out of memory in step {step}, {event.phase}{size}: {event.message}"
+
+
+def _evaluation_text(evaluation: Evaluation, epoch: int) -> str:
+    metrics = "".join(f", {name} {value:.4g}" for name, value in evaluation.metrics.items())
+    return (
+        f"evaluation after epoch {epoch}: loss {evaluation.loss:.4g}{metrics} "
+        f"({evaluation.samples} samples, {evaluation.elapsed_s:.1f} s)"
+    )
+
+
+def _summary_text(result: FitResult) -> str:
+    last = f", last loss {result.history[-1].loss:.4g}" if result.history else ""
+    metrics = "".join(
+        f", {name} {value:.4g}"
+        for evaluation in result.evaluations[-1:]
+        for name, value in evaluation.metrics.items()
+    )
+    return (
+        f"done: {result.steps} steps, {result.samples} samples in {result.elapsed_s:.1f} s, "
+        f"cut {format_cut(result.plan.micro_batches)}, {result.oom_events} oom{last}{metrics}"
+    )

@@ -1,0 +1,204 @@
+"""Takes and puts back what a training step changes: buffers, random state, parameters, gradients, optimizer.
+
+`Mark` is cheap and taken for every window: buffers and random state, which a forward pass moves before it can fail.
+`Snapshot` is whole and taken once, before trials: also parameters, gradients and optimizer state, set aside in host
+memory so that a model that does not fit twice can be tried. Both put back bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class _NumpyState:
+    """NumPy's global generator, read anew only when it has moved: reading it costs 33 microseconds."""
+
+    _STATE_BYTES = 4 * 624 + 4  # the Mersenne twister's key and position
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._state: Any = None
+
+    def take(self) -> None:
+        now = self._fingerprint()
+        # A second normal variate may lie ready (has_gauss); using it up does not move the twister.
+        if now is None or now != self._bytes or self._state["has_gauss"]:
+            self._state = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
+            self._bytes = now or b""
+
+    def put_back(self) -> None:
+        np.random.set_state(self._state)  # noqa: NPY002
+
+    @staticmethod
+    def _fingerprint() -> bytes | None:
+        generator = np.random.get_bit_generator()
+        if not isinstance(generator, np.random.MT19937):
+            return None
+        return ctypes.string_at(generator.ctypes.state_address, _NumpyState._STATE_BYTES)
+
+
+class RandomState:
+    """The random generators that a model, a loss or a transform may draw from: torch's, Python's and NumPy's.
+
+    Args:
+        device: Its generator is kept beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._numpy = _NumpyState()
+        self._states: tuple[Any, Any, Any] | None = None
+
+    def take(self) -> None:
+        """Keep the states as they are now."""
+        on_device = None if self._module is None else self._module.get_rng_state(self._device)
+        self._numpy.take()
+        self._states = (torch.get_rng_state(), on_device, random.getstate())
+
+    def put_back(self) -> None:
+        """Set the states to what they were at `take`."""
+        assert self._states is not None
+        on_host, on_device, of_python = self._states
+        torch.set_rng_state(on_host)
+        if self._module is not None:
+            self._module.set_rng_state(on_device, self._device)
+        random.setstate(of_python)
+        self._numpy.put_back()
+
+
+class Mark:
+    """Buffers and random state at one moment.
+
+    Buffers are copied on their device, at first all and afterwards only those that were written since, which tensor
+    version counters tell; a mask that never changes is copied once.
+
+    Args:
+        modules: Modules whose buffers may change (the model, and losses that are modules).
+        device: Its random generator is kept.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self._owners = [part._buffers for module in modules for part in module.modules() if part._buffers]
+        self._kept: list[dict[str, tuple[Tensor | None, Tensor | None, int]]] = [{} for _ in self._owners]
+        self._random = RandomState(device)
+
+    def take(self) -> None:
+        """Keep buffers and random state as they are now."""
+        self._random.take()
+        old_copies: list[Tensor] = []
+        moved: list[Tensor] = []
+        for owner, kept in zip(self._owners, self._kept, strict=True):
+            for name, buffer in owner.items():
+                if buffer is None:
+                    kept[name] = (None, None, 0)
+                    continue
+                known, copy, version = kept.get(name, (None, None, -1))
+                if known is buffer and version == buffer._version:
+                    continue
+                if known is buffer and copy is not None and copy.shape == buffer.shape:
+                    old_copies.append(copy)
+                    moved.append(buffer.detach())
+                else:
+                    copy = buffer.detach().clone()
+                kept[name] = (buffer, copy, buffer._version)
+            for name in kept.keys() - owner.keys():
+                del kept[name]
+        if moved:
+            torch._foreach_copy_(old_copies, moved)
+
+    def put_back(self) -> None:
+        """Set buffers and random state to what they were at `take`."""
+        with torch.no_grad():
+            for owner, kept in zip(self._owners, self._kept, strict=True):
+                for name in owner.keys() - kept.keys():
+                    del owner[name]
+                for name, (buffer, copy, version) in kept.items():
+                    owner[name] = buffer
+                    if buffer is None or copy is None or buffer._version == version:
+                        continue
+                    # A buffer may have been resized in place; its copy has the shape that it had.
+                    buffer.set_(copy.clone()) if buffer.shape != copy.shape else buffer.copy_(copy)
+                    kept[name] = (buffer, copy, buffer._version)
+        self._random.put_back()
+
+
+class Snapshot:
+    """Everything a training step may change, set aside in host memory.
+
+    Args:
+        modules: The model, and losses that are modules.
+        optimizer: Its state and settings are kept.
+        device: Its random generator is kept.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        modules = list(modules)
+        self._mark = Mark(modules, device)
+        self._mark.take()
+        self._optimizer = optimizer
+        trained = _unique(p for group in optimizer.param_groups for p in group["params"])
+        self._values = [(parameter, _aside(parameter.detach())) for parameter in trained]
+        everything = _unique([*trained, *(p for module in modules for p in module.parameters())])
+        self._gradients = [(p, None if p.grad is None else (p.grad, _aside(p.grad.detach()))) for p in everything]
+        self._state = {
+            parameter: {name: (value, _aside(value) if isinstance(value, Tensor) else value) for name, value in kept.items()}
+            for parameter, kept in optimizer.state.items()
+        }
+        self._settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+
+    def put_back(self) -> None:
+        """Set everything to what it was when the snapshot was made; tensors keep their identity."""
+        with torch.no_grad():
+            for parameter, value in self._values:
+                parameter.copy_(value)
+            for parameter, kept in self._gradients:
+                parameter.grad = None if kept is None else kept[0]
+                if kept is not None:
+                    kept[0].copy_(kept[1])
+            for parameter in [known for known in self._optimizer.state if known not in self._state]:
+                del self._optimizer.state[parameter]
+            for parameter, state in self._state.items():
+                now = self._optimizer.state[parameter]
+                now.clear()
+                for name, (value, aside) in state.items():
+                    now[name] = value
+                    if isinstance(value, Tensor):
+                        value.copy_(aside)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            for name in [known for known in group if known not in settings and known != "params"]:
+                del group[name]
+            group.update(settings)
+        self._mark.put_back()
+
+
+@contextmanager
+def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode for the block, then give each submodule the mode it had."""
+    modules = list(modules)
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _aside(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(parameters))
