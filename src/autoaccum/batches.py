@@ -178,17 +178,24 @@ class Window(Sequence[Any]):
 
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as one batch; they must lie within one group."""
-        first = bisect_right(self._starts, start) - 1
-        parts = []
-        for index in range(first, len(self._spans)):
+        spans = self._between(start, stop)
+        if len(spans) == 1:
+            return spans[0].piece.cut(spans[0].start, spans[0].stop)
+        return _join(spans)
+
+    def parts(self, start: int, stop: int) -> list[tuple[Any, int]]:
+        """Return samples `start` to `stop` (exclusive) as unjoined batches, each with its number of samples."""
+        return [(span.piece.cut(span.start, span.stop), span.samples) for span in self._between(start, stop)]
+
+    def _between(self, start: int, stop: int) -> list[_Span]:
+        spans = []
+        for index in range(bisect_right(self._starts, start) - 1, len(self._spans)):
             begin, span = self._starts[index], self._spans[index]
             if begin >= stop:
                 break
             offset = span.start - begin
-            parts.append(_Span(span.piece, max(start, begin) + offset, min(stop + offset, span.stop)))
-        if len(parts) == 1:
-            return parts[0].piece.cut(parts[0].start, parts[0].stop)
-        return _join(parts)
+            spans.append(_Span(span.piece, max(start, begin) + offset, min(stop + offset, span.stop)))
+        return spans
 
     def joined(self) -> Any:
         """The window as one batch where its pieces can be joined, else the window itself."""

@@ -1,8 +1,8 @@
 """The command line: arguments in, text and exit codes out.
 
-`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, replaces in it what options say, and hands it to `fit`.
-Nothing is decided here that the library does not decide. Text for people goes to stderr; stdout is for results, which
-is one JSON document with --json and nothing without.
+`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, replaces in it what options say, and hands it to
+`fit`. Nothing is decided here that the library does not decide. Text for people goes to stderr; stdout is for
+results, which is one JSON document with --json and nothing without.
 
 Exit codes (`ExitCode`):
 
@@ -24,7 +24,7 @@ import json
 import sys
 import traceback
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +39,7 @@ from autoaccum.errors import (
     StateDamagedError,
 )
 from autoaccum.fit import fit
-from autoaccum.jobs import Job, load_recipe
+from autoaccum.jobs import load_recipe
 from autoaccum.loggers import (
     JSONLinesLog,
     evaluation_record,
@@ -53,6 +53,7 @@ from autoaccum.loggers import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from autoaccum.jobs import Job
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult
 
 
@@ -76,7 +77,7 @@ _EPILOG = (
 
 app = typer.Typer(
     name="autoaccum",
-    help="Train with the batch size you mean: micro-batches are found, planned and, when memory runs out, re-planned.",
+    help="Train with the batch size you mean: what fits is found, and running out of memory is survived.",
     epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -92,7 +93,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"autoaccum {version('autoaccum')}")
+        typer.echo(f"autoaccum {version('autoaccum')}")
         raise typer.Exit
 
 
@@ -115,14 +116,6 @@ def _auto_or_number(text: str) -> int | str:
         raise typer.BadParameter(f"{text!r} is neither 'auto' nor a whole number") from None
 
 
-def _bytes_or_fraction(text: str) -> float | str:
-    """Return "0.5" as the fraction and "600000000" as the bytes that they are in Python; "600MiB" is left to `fit`."""
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(text)
-    return text
-
-
 @app.command("fit", epilog=_EPILOG)
 def fit_command(
     recipe: Annotated[
@@ -134,31 +127,30 @@ def fit_command(
         ),
     ],
     *,
-    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
+    target_batch: Annotated[
+        int | None, typer.Option(help="Samples an optimizer update is made from.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
     memory_limit: Annotated[
-        Any,
-        typer.Option(
-            parser=_bytes_or_fraction,
-            metavar="SIZE",
-            help='Memory to stay within: "600MiB", bytes, or a fraction such as 0.5.',
-        ),
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
     ] = None,
     micro_batch: Annotated[
         Any,
         typer.Option(
-            parser=_auto_or_number, metavar="auto|N", help="Samples on the device at once; auto finds what fits."
+            parser=_auto_or_number, metavar="auto|N", help="Samples on the device at once; auto: what fits."
         ),
     ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random generator.")] = None,
     log: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Append every event to this file as a line of JSON.")
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Append each event to this file as a line of JSON."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result to stdout as one JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
 ) -> None:
     """Train the job that a recipe describes. Options replace what the job says."""
     overrides: dict[str, Any] = {
@@ -174,14 +166,24 @@ def fit_command(
     with _errors_as_exit_codes():
         # What the recipe prints must not get into the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            job = load_recipe(recipe)
-            job = dataclasses.replace(job, **{name: value for name, value in overrides.items() if value is not None})
+            job = _loaded(recipe)
             memory_log = _MemoryLog()
-            callbacks = [*job.callbacks, memory_log, *([] if log is None else [JSONLinesLog(log)])]
-            job = dataclasses.replace(job, callbacks=callbacks)
-            result = fit(**job.fit_arguments(), progress=False if quiet else "auto")
+            chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+            chosen["callbacks"] = [*job.callbacks, memory_log, *([] if log is None else [JSONLinesLog(log)])]
+            arguments = dataclasses.replace(job, **chosen).fit_arguments()
+            result = fit(**arguments, progress=False if quiet else "auto")
         if as_json:
-            print(json.dumps(_document(recipe, result, memory_log), allow_nan=False))
+            typer.echo(json.dumps(_document(recipe, result, memory_log), allow_nan=False))
+
+
+def _loaded(recipe: str) -> Job:
+    try:
+        return load_recipe(recipe)
+    except InvalidInputError as error:
+        if error.__cause__ is not None:
+            # Something in the recipe raised. The message alone would not tell its author where.
+            traceback.print_exception(error.__cause__, file=sys.stderr)
+        raise
 
 
 class _MemoryLog(Callback):
@@ -191,7 +193,7 @@ class _MemoryLog(Callback):
         self.probe: ProbeResult | None = None
         self.events: list[dict[str, Any]] = []
 
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
         if probe is not None:
             self.probe = probe
 
@@ -228,9 +230,6 @@ def _errors_as_exit_codes() -> Iterator[None]:
         _complain("interrupted")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except AutoaccumError as error:
-        if isinstance(error, InvalidInputError) and error.__cause__ is not None:
-            # The user's own error led to this one, such as a recipe's: show where.
-            traceback.print_exception(error.__cause__, file=sys.stderr)
         _complain(f"error: {error}")
         raise typer.Exit(_code_for(error)) from None
 
@@ -246,7 +245,7 @@ def _code_for(error: AutoaccumError) -> ExitCode:
 
 
 def _complain(text: str) -> None:
-    print(f"autoaccum: {text}", file=sys.stderr)
+    typer.echo(f"autoaccum: {text}", err=True)
 
 
 if __name__ == "__main__":

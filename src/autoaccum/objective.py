@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,27 @@ class Term:
     value: Tensor
     over: Over | None = None
     weight: Tensor | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What the losses of one micro-batch are to be multiplied by, so that the window's add up to its loss.
+
+    Attributes:
+        usual: For every loss that is not named: its share of the window's samples.
+        provisional: For the sum of a (sum, weight) pair whose weight over the window is not known yet.
+        alone: Whether the micro-batch is the whole window, so that a pair's weight is its own.
+        named: By name, for losses that weigh their samples otherwise. Of a (sum, weight) pair it multiplies the sum.
+    """
+
+    usual: float
+    provisional: float
+    alone: bool
+    named: dict[str, float] = field(default_factory=dict)
+
+    def of(self, name: str) -> float:
+        """Return the factor of the loss of this name."""
+        return self.named.get(name, self.usual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +147,8 @@ class Objective:
             InvalidInputError: What came out is no loss.
         """
         raw, outputs = source.run(batch)
-        return [_term(name, value, samples) for name, value in raw.items()], outputs
+        summed = self._said is not None and self._said.over is Over.SUM
+        return [_term(name, value, samples, summed=summed) for name, value in raw.items()], outputs
 
     def outputs(self, batch: Any) -> Any:
         """Return the model's outputs for a batch, for metrics."""
@@ -138,20 +160,19 @@ class Objective:
         """What the loss of this name runs over, as far as is known; samples where nothing is."""
         return self._weightings.get(name, self._said or Weighting(Over.SAMPLES))
 
-    def factors(self, window: Window, sizes: Sequence[int]) -> list[dict[str, float]]:
-        """Return for each micro-batch what its losses are to be multiplied by, by name.
-
-        A name that is missing weighs by samples; of a (sum, weight) pair the factor is not known here.
+    def factors(self, window: Window, sizes: Sequence[int]) -> list[Factors]:
+        """Return for each micro-batch what its losses are to be multiplied by.
 
         Raises:
             InvalidInputError: No target of the window counts.
         """
-        factors: list[dict[str, float]] = [{} for _ in sizes]
+        usual = self._shares(self._said or Weighting(Over.SAMPLES), window, sizes)
+        factors = [Factors(share, 1.0 / window.samples, len(sizes) == 1) for share in usual]
         for name, how in self._weightings.items():
-            if how.over in (Over.PAIR, Over.VECTOR):
+            if how.over in (Over.PAIR, Over.VECTOR, Over.SAMPLES):
                 continue
             for micro, share in zip(factors, self._shares(how, window, sizes), strict=True):
-                micro[name] = share
+                micro.named[name] = share
         return factors
 
     def pairs(self) -> list[str]:
@@ -241,8 +262,8 @@ class Objective:
             )
             return
         self._open[name] = [how for how in self._open[name] if how in fitting]
-        # Where rounding cannot tell them apart they give the same answer here; the best fit stands until they differ.
-        self._know(name, fitting[0] if len(fitting) < len(misfits) else self._open[name][-1], say=len(fitting) == 1)
+        # Candidates that fit alike give the same answer for samples like these; the best fit stands until they differ.
+        self._know(name, fitting[0], say=len(fitting) == 1)
         if len(fitting) == 1:
             self._open.pop(name)
 
@@ -367,12 +388,12 @@ def weights_of(how: Weighting, window: Window, sizes: Sequence[int]) -> list[flo
     return weights
 
 
-def _term(name: str, raw: Any, samples: int) -> Term:
+def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
     if isinstance(raw, Tensor):
         if raw.dim() == 0:
             return Term(name, raw)
         if raw.dim() == 1 and raw.shape[0] == samples:
-            return Term(name, raw.mean(), Over.VECTOR)
+            return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Over.VECTOR)
         raise InvalidInputError(
             f"loss {name!r} has shape {tuple(raw.shape)} for {samples} samples; return a scalar, a vector of {samples} "
             "per-sample losses, or a (sum, weight) pair, such as ((loss * mask).sum(), mask.sum())"
@@ -455,20 +476,25 @@ def _alike(lists: Sequence[Sequence[float]]) -> bool:
 
 
 def _telling_samples(window: Window) -> Any:
-    """Choose up to three samples that stand in one batch, the first counting fewer targets than the others."""
+    """Choose up to three samples that stand in one batch: one in which few targets count, one of many, one of none.
+
+    With the first alone and the others together, every candidate gives another answer (where the samples can tell).
+    """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
     start = sum(groups[:largest])
     looked_at = window.cut(start, start + min(groups[largest], _LOOKED_AT))
-    samples = batches.count(looked_at)
-    counts = [0] * samples
-    for targets in target_tensors(looked_at).values():
-        if not targets.is_floating_point() and targets.dim() > 1:
-            per_sample = (targets[:, 1:] != weighting.IGNORE_INDEX).flatten(1).sum(1).tolist()
-            counts = [count + own for count, own in zip(counts, per_sample, strict=True)]
-        elif not targets.is_floating_point():
-            per_sample = (targets != weighting.IGNORE_INDEX).tolist()
-            counts = [count + own for count, own in zip(counts, per_sample, strict=True)]
-    by_count = sorted((index for index in range(samples)), key=counts.__getitem__)
+    counts = _counts(looked_at)
+    by_count = sorted(range(len(counts)), key=counts.__getitem__)
     counting = [index for index in by_count if counts[index]] or by_count
-    return batches.chosen(looked_at, list(dict.fromkeys([counting[0], *counting[-2:]])))
+    return batches.chosen(looked_at, list(dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]]))[:3])
+
+
+def _counts(batch: Any) -> list[int]:
+    """Return for each sample how many of its targets count, those that a shift leaves out not included."""
+    counts = torch.zeros(batches.count(batch), dtype=torch.long)
+    for targets in target_tensors(batch).values():
+        if not targets.is_floating_point():
+            shifted = targets[..., 1:] if targets.dim() > 1 else targets.unsqueeze(-1)
+            counts += (shifted != weighting.IGNORE_INDEX).flatten(1).sum(1).cpu()
+    return counts.tolist()

@@ -1,11 +1,11 @@
 """A memory limit as a person writes it, in bytes; and bytes as a person reads them.
 
-In comes what the user gave as `memory_limit`, out comes a number of bytes or a clear refusal. Nothing is limited here.
+In comes what the user gave as `memory_limit`, out comes a number of bytes or a clear refusal. Nothing is
+limited here.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from autoaccum.memory.base import MemoryBackend
 
 _FORMS = (
-    "give bytes as an int, a size such as '12GiB', '600 MiB', '1.5GB' or '800M', or a fraction of the device's "
-    "memory such as 0.5, '0.5' or '50%'"
+    "give bytes as an int, a size such as '12GiB', '600 MiB', '1.5GB' or '800M', or a fraction of the memory "
+    "there is, such as 0.5, '0.5' or '50%'"
 )
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*|%)", re.IGNORECASE)
 
-# A bare letter counts in steps of 1024, as it does for Slurm, systemd, cgroups and Docker, where limits come from.
+# A bare letter counts in steps of 1024, as it does for Slurm, systemd, cgroups and Docker, where limits come
+# from.
 _UNIT_BYTES = {"b": 1} | {
     name: base ** (power + 1)
     for power, letter in enumerate("kmgtp")
@@ -29,14 +30,18 @@ _UNIT_BYTES = {"b": 1} | {
 _UNITS_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def parse_limit(limit: int | float | str | None, backend: MemoryBackend) -> int | None:
+def parse_limit(
+    limit: float | str | None, backend: MemoryBackend, *, name: str = "memory_limit"
+) -> int | None:
     """Return the limit in bytes; None stays None, which sets no limit.
 
     Args:
-        limit: Bytes (int, or a string of digits); a string with a unit, where KiB, MiB, GiB, TiB and bare letters
-            count in 1024 and KB, MB, GB, TB in 1000; or a fraction above 0 and up to 1 (float, string with a point,
-            or percent) of `backend.total_for_fraction()`.
+        limit: Bytes (int, or a string of digits); a string with a unit, where KiB, MiB, GiB, TiB and bare
+        letters
+            count in 1024 and KB, MB, GB, TB in 1000; or a fraction above 0 and up to 1 (float, string with a
+            point, or percent) of `backend.total_for_fraction()`.
         backend: The device that the limit is for.
+        name: What the user calls the argument, for the message.
 
     Raises:
         InvalidInputError: The limit is none of these, or is not positive.
@@ -44,15 +49,15 @@ def parse_limit(limit: int | float | str | None, backend: MemoryBackend) -> int 
     if limit is None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, int | float | str):
-        raise InvalidInputError(f"memory_limit={limit!r} ({type(limit).__name__}) cannot be read; {_FORMS}")
+        raise InvalidInputError(f"{name}={limit!r} ({type(limit).__name__}) cannot be read; {_FORMS}")
     if isinstance(limit, str):
-        n_bytes = _parse_text(limit, backend)
+        n_bytes = _parse_text(name, limit, backend)
     elif isinstance(limit, float):
-        n_bytes = _fraction(limit, limit, backend)
+        n_bytes = _fraction(name, limit, limit, backend)
     else:
         n_bytes = limit
     if n_bytes < 1:
-        raise InvalidInputError(f"memory_limit={limit!r} leaves no memory; {_FORMS}")
+        raise InvalidInputError(f"{name}={limit!r} leaves no memory; {_FORMS}")
     return n_bytes
 
 
@@ -73,23 +78,23 @@ def format_bytes(n_bytes: int) -> str:
     return f"{sign}{size:.1f} {unit}"
 
 
-def _parse_text(limit: str, backend: MemoryBackend) -> int:
+def _parse_text(name: str, limit: str, backend: MemoryBackend) -> int:
     match = _SIZE.fullmatch(limit.strip())
     if match is None:
-        raise InvalidInputError(f"memory_limit={limit!r} cannot be read; {_FORMS}")
+        raise InvalidInputError(f"{name}={limit!r} cannot be read; {_FORMS}")
     number, unit = match["number"], match["unit"].lower()
     if unit == "%":
-        return _fraction(limit, float(number) / 100, backend)
+        return _fraction(name, limit, float(number) / 100, backend)
     if not unit:
-        return int(number) if number.isdigit() else _fraction(limit, float(number), backend)
+        return int(number) if number.isdigit() else _fraction(name, limit, float(number), backend)
     if unit not in _UNIT_BYTES:
-        raise InvalidInputError(f"memory_limit={limit!r} has the unknown unit {match['unit']!r}; {_FORMS}")
+        raise InvalidInputError(f"{name}={limit!r} has the unknown unit {match['unit']!r}; {_FORMS}")
     return int(float(number) * _UNIT_BYTES[unit])
 
 
-def _fraction(limit: float | str, fraction: float, backend: MemoryBackend) -> int:
-    if not 0 < fraction <= 1 or math.isnan(fraction):
+def _fraction(name: str, limit: float | str, fraction: float, backend: MemoryBackend) -> int:
+    if not 0 < fraction <= 1:
         raise InvalidInputError(
-            f"memory_limit={limit!r} is read as a fraction and must be above 0 and at most 1; {_FORMS}"
+            f"{name}={limit!r} is read as a fraction and must be above 0 and at most 1; {_FORMS}"
         )
     return int(fraction * backend.total_for_fraction())

@@ -1,17 +1,18 @@
-"""A device of any size, for tests and dry runs: storages are counted exactly and the real exception is raised.
+"""A device of any size, for tests and dry runs: it counts storages exactly and raises the real exception.
 
-A dispatch mode sees every operation that PyTorch runs, those of the backward pass on the CPU included. What an
-operation returns in a storage of its own counts from then on; a view counts nothing; a storage stops counting when it
-dies. So peaks are exact and the same in every run. What kernels take and give back within one operation is not seen:
-an estimate of a real device needs more than this.
+A dispatch mode sees every operation that PyTorch runs, those of the backward pass on the CPU included. What
+an operation returns in a storage of its own counts from then on; a view counts nothing; a storage stops
+counting when it dies. So peaks are exact and the same in every run. What kernels take and give back within
+one operation is not seen: this is a device to experiment with, not an estimate of a real one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any, override
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,4 +23,186 @@ from autoaccum.memory.limits import format_bytes, parse_limit
 from autoaccum.records import MemoryReading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
+
+# torch.tensor takes its memory where no mode can see it and passes the result through one of these, so what
+# they return counts although it shares the storage of their argument.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
+
+
+class Simulated(MemoryBackend):
+    """A device whose memory has the size that one asks for.
+
+    Its capacity is in force inside `limited`, also inside `limited(None)`, and counts the storages made since
+    that context began; what was alive before is free of charge.
+
+    Args:
+        capacity: Its memory: bytes, or a size such as "600MiB".
+        device: Where the tensors really are. Only a CPU's backward pass runs where the count can see it.
+
+    Raises:
+        InvalidInputError: The capacity cannot be read, is a fraction (of what?) or is not positive.
+    """
+
+    def __init__(self, capacity: int | str, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        # A fraction of nothing is nothing, so parse_limit refuses fractions by itself.
+        self._capacity_bytes = 0
+        self._capacity_bytes = parse_limit(capacity, self, name="capacity") or 0
+        if not self._capacity_bytes:
+            raise InvalidInputError(
+                f"capacity={capacity!r} is no size; give bytes or a size such as '600MiB'"
+            )
+        self.name = f"simulated device of {format_bytes(self._capacity_bytes)}"
+        self._ledger: _Ledger | None = None
+
+    def reading(self) -> MemoryReading:
+        """Return what is free of the capacity, or of the limit where that is less."""
+        used = self._ledger.live_bytes if self._ledger else 0
+        allowed = self._ledger.allowed_bytes if self._ledger else self._capacity_bytes
+        return MemoryReading(
+            total_bytes=self._capacity_bytes,
+            free_bytes=max(0, allowed - used),
+            used_bytes=used,
+            others_bytes=0,
+            limit_bytes=self._ledger.limit_bytes if self._ledger else None,
+        )
+
+    @contextlib.contextmanager
+    def limited(self, limit_bytes: int | None) -> Iterator[None]:
+        """Count the storages made inside, and refuse those beyond the capacity or the limit.
+
+        Args:
+            limit_bytes: The limit; above the capacity it changes nothing. None leaves the capacity alone.
+
+        Raises:
+            InvalidInputError: The limit is not positive, or another context of this device is still open.
+        """
+        if limit_bytes is not None and limit_bytes < 1:
+            raise InvalidInputError(f"a limit of {limit_bytes} bytes on the {self.name} leaves no memory")
+        if self._ledger is not None:
+            raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
+        self._ledger = _Ledger(self, limit_bytes)
+        try:
+            with self._ledger:
+                yield
+        finally:
+            self._ledger = None
+
+    def lifted(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: no process inherits a simulated limit."""
+        return contextlib.nullcontext()
+
+    def reset_peak(self) -> None:
+        """Begin to count the peak anew, from what is alive now."""
+        if self._ledger is not None:
+            self._ledger.peak_bytes = self._ledger.live_bytes
+
+    def peak_bytes(self) -> int | None:
+        """Return the highest sum of storages alive since `reset_peak`; None outside `limited`."""
+        return self._ledger.peak_bytes if self._ledger else None
+
+    def release(self) -> None:
+        """Collect cycles; a storage that died is free at once."""
+        gc.collect()
+
+    def ensure(self, extra_bytes: int) -> None:
+        """Raise `torch.OutOfMemoryError` if `extra_bytes` more would not fit.
+
+        Args:
+            extra_bytes: Memory about to be needed at once.
+
+        Raises:
+            torch.OutOfMemoryError: They would not fit.
+        """
+        if self._ledger is not None:
+            self._ledger.check(extra_bytes)
+        elif extra_bytes > self._capacity_bytes:
+            raise _out_of_memory(self.name, extra_bytes, self._capacity_bytes, 0)
+
+    def synchronize(self) -> None:
+        """Do nothing: operations are done when they return."""
+
+    def total_for_fraction(self) -> int:
+        """Return the capacity."""
+        return self._capacity_bytes
+
+
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The storages made since it was entered, and the rule that they may not grow beyond what is allowed."""
+
+    def __init__(self, backend: Simulated, limit_bytes: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        total = backend.total_for_fraction()
+        self.limit_bytes = limit_bytes
+        self.allowed_bytes = total if limit_bytes is None else min(limit_bytes, total)
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._name = backend.name
+        self._device_type = backend.device.type
+        self._size_by_storage: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Taken before the operation runs: what it returns in one of these is a view, or an update in place.
+        inputs = (args, tuple(kwargs.values()))
+        given = set() if func in _LIFTS else {_key(storage) for storage in self._storages(inputs)}
+        result = func(*args, **kwargs)
+        outputs = {_key(storage): storage for storage in self._storages((result,))}
+        # An update in place may have resized a storage that counts already.
+        counted = {
+            key: storage
+            for key, storage in outputs.items()
+            if key not in given or key in self._size_by_storage
+        }
+        self._count(counted)
+        return result
+
+    def check(self, extra_bytes: int) -> None:
+        """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not allowed."""
+        if self.live_bytes + extra_bytes > self.allowed_bytes:
+            raise _out_of_memory(self._name, extra_bytes, self.allowed_bytes, self.live_bytes)
+
+    def _count(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        grown = sum(storage.nbytes() - self._size_by_storage.get(key, 0) for key, storage in storages.items())
+        if grown > 0:
+            # Refused here, the operation's results die with the frames above, as if they had never been made.
+            self.check(grown)
+        for key, storage in storages.items():
+            if key not in self._size_by_storage:
+                self._watched[key] = weakref.ref(storage, functools.partial(self._forget, key))
+            self._size_by_storage[key] = storage.nbytes()
+        self.live_bytes += grown
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int, _reference: weakref.ref[torch.UntypedStorage]) -> None:
+        del self._watched[key]
+        self.live_bytes -= self._size_by_storage.pop(key)
+
+    def _storages(self, values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if value.layout is torch.strided and value.device.type == self._device_type:
+                    yield value.untyped_storage()
+            elif isinstance(value, tuple | list):
+                yield from self._storages(value)
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    # The address of PyTorch's own record, by which its own weak references tell storages apart; it is given
+    # to another storage only after this one has died, and then it has been forgotten.
+    return storage._cdata  # noqa: SLF001 - there is no public name for it
+
+
+def _out_of_memory(name: str, wanted: int, allowed: int, live: int) -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(
+        f"{name} out of memory. Tried to allocate {format_bytes(wanted)}. Of the {format_bytes(allowed)} "
+        f"allowed {format_bytes(live)} are in use and {format_bytes(max(0, allowed - live))} are free."
+    )

@@ -1,0 +1,53 @@
+"""The memory of a device: what there is, a limit that really holds, and peaks; one file a kind of device."""
+
+from __future__ import annotations
+
+import torch
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory.accelerator import Accelerator
+from autoaccum.memory.base import MemoryBackend
+from autoaccum.memory.cuda import Cuda
+from autoaccum.memory.host import Host
+from autoaccum.memory.limits import format_bytes, parse_limit
+from autoaccum.memory.simulated import Simulated
+
+__all__ = [
+    "Accelerator",
+    "Cuda",
+    "Host",
+    "MemoryBackend",
+    "Simulated",
+    "backend_for",
+    "format_bytes",
+    "parse_limit",
+]
+
+
+def backend_for(device: torch.device) -> MemoryBackend:
+    """Return the backend for the memory of a device.
+
+    Args:
+        device: A CPU, a CUDA (or ROCm) device, or the accelerator that this PyTorch was built for.
+
+    Raises:
+        InvalidInputError: There is no such device here.
+    """
+    if device.type == "cpu":
+        return Host()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        found = (
+            "none"
+            if accelerator is None
+            else f"{torch.accelerator.device_count()} of type {accelerator.type}"
+        )
+        raise InvalidInputError(
+            f"device {str(device)!r} does not exist here (accelerators found: {found}); use 'cpu'"
+        )
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        raise InvalidInputError(
+            f"device {str(device)!r} does not exist here: {torch.accelerator.device_count()} of type {device.type} "
+            "were found, counted from 0"
+        )
+    return Cuda(device) if device.type == "cuda" else Accelerator(device)

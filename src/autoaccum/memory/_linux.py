@@ -1,0 +1,127 @@
+"""What Linux says about this process's memory: /proc/self/status and the limits of its control groups.
+
+Only reads (and resets the kernel's own high-water mark). Every function answers with None or nothing where
+the system does not tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PROC = Path("/proc/self")
+# Version 1 writes "no limit" as the largest number of whole pages that fits 63 bits.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimit:
+    """A control group that bounds this process.
+
+    Attributes:
+        limit_bytes: What all processes in the group may hold together.
+        used_bytes: What they hold, page cache that can be dropped left out.
+    """
+
+    limit_bytes: int
+    used_bytes: int
+
+
+def status_bytes(*fields: str) -> tuple[int, ...] | None:
+    """Return fields of /proc/self/status, such as VmData and VmHWM, in bytes; None where they are not told.
+
+    Args:
+        fields: Names of fields that are counted in kB.
+    """
+    try:
+        lines = (_PROC / "status").read_text().splitlines()
+    except OSError:
+        return None
+    values = dict(line.split(":", 1) for line in lines if ":" in line)
+    try:
+        return tuple(int(values[field].split()[0]) * 1024 for field in fields)
+    except (KeyError, ValueError):
+        return None
+
+
+def reset_high_water() -> bool:
+    """Let the kernel count the peak of resident memory anew; return whether it is permitted."""
+    try:
+        (_PROC / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def group_limits(proc: Path = _PROC) -> Iterator[GroupLimit]:
+    """Yield every control group above this process that has a memory limit, version 1 and 2.
+
+    Args:
+        proc: The process's folder; another one in tests.
+    """
+    mounts = _mounts(proc)
+    for version, relative in _memberships(proc):
+        if version not in mounts:
+            continue
+        root, mounted_part = mounts[version]
+        # Inside a container the mount shows only a part of the hierarchy, and the path may lie outside of it.
+        inside = relative.relative_to(mounted_part) if relative.is_relative_to(mounted_part) else Path("/")
+        folder = root / str(inside).lstrip("/")
+        while folder.is_relative_to(root):
+            limit = _read_group(folder, version)
+            if limit is not None:
+                yield limit
+            folder = folder.parent
+
+
+def _memberships(proc: Path) -> Iterator[tuple[int, Path]]:
+    for line in _lines(proc / "cgroup"):
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            yield 2, Path(path)
+        elif "memory" in controllers.split(","):
+            yield 1, Path(path)
+
+
+def _mounts(proc: Path) -> dict[int, tuple[Path, Path]]:
+    """Return where each version's hierarchy is mounted, and which part of it is shown there."""
+    found: dict[int, tuple[Path, Path]] = {}
+    for line in _lines(proc / "mountinfo"):
+        left, _, right = line.partition(" - ")
+        part, where = left.split()[3:5]
+        kind, _, options = right.split()[:3]
+        if kind == "cgroup2":
+            found.setdefault(2, (Path(where), Path(part)))
+        elif kind == "cgroup" and "memory" in options.split(","):
+            found.setdefault(1, (Path(where), Path(part)))
+    return found
+
+
+def _read_group(folder: Path, version: int) -> GroupLimit | None:
+    if version == 1:
+        limits, usage, cache = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+    else:
+        limits, usage, cache = ("memory.max", "memory.high"), "memory.current", "inactive_file"
+    found = [value for name in limits if (value := _number(folder / name)) is not None]
+    used = _number(folder / usage)
+    if not found or used is None or min(found) >= _NO_LIMIT_BYTES:
+        return None
+    # The kernel drops clean, inactive page cache before it kills anybody.
+    stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
+    return GroupLimit(min(found), max(0, used - int(stat.get(cache, 0))))
+
+
+def _number(path: Path) -> int | None:
+    text = next(iter(_lines(path)), "")
+    return int(text) if text.strip().isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,167 @@
+"""Any other accelerator, as far as PyTorch can ask it: XPU, MPS and what registers itself with
+torch.accelerator.
+
+Each module of PyTorch names the same things differently or not at all, and some only in newer versions. What
+cannot be counted is None, what cannot be limited is refused, and everything else works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory.base import MemoryBackend
+from autoaccum.memory.limits import format_bytes
+from autoaccum.records import MemoryReading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Accelerator(MemoryBackend):
+    """The memory of an accelerator that is not a CUDA card.
+
+    Args:
+        device: The accelerator; without an index the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = f"{device.type.upper()} device"
+        self._module: Any = torch.get_device_module(device)
+        # torch.mps has one device and its functions take none.
+        self._where: tuple[torch.device, ...] = () if device.type == "mps" else (device,)
+        self._limit_bytes: int | None = None
+        self._entered = False
+
+    def reading(self) -> MemoryReading:
+        """Return what the device tells; where it tells nothing, the host's memory, which such devices
+        share."""
+        used = self._used()
+        free, total = self._free_and_total(used)
+        room = free if self._limit_bytes is None else min(free, self._limit_bytes - used)
+        return MemoryReading(
+            total_bytes=total, free_bytes=max(0, room), used_bytes=used, limit_bytes=self._limit_bytes
+        )
+
+    @contextlib.contextmanager
+    def limited(self, limit_bytes: int | None) -> Iterator[None]:
+        """Hold this process's share of the device to `limit_bytes`.
+
+        Args:
+            limit_bytes: The limit, what the process holds already included.
+
+        Raises:
+            InvalidInputError: The limit is not positive, below what the process holds, cannot be enforced on
+            this
+                device, or another context of this backend is still open.
+        """
+        if self._entered:
+            raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
+        self.release()
+        self._entered = True
+        try:
+            with contextlib.nullcontext() if limit_bytes is None else self._enforced(limit_bytes):
+                yield
+        finally:
+            self._entered = False
+
+    def lifted(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: the limit lives in this process's allocator and is not inherited."""
+        return contextlib.nullcontext()
+
+    def reset_peak(self) -> None:
+        """Begin to count the peak anew, where the device counts it."""
+        reset = self._function("reset_peak_memory_stats")
+        if reset is not None:
+            reset(*self._where)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that was held since `reset_peak`; None where the device does not count it."""
+        peak = self._function("max_memory_reserved", "max_memory_allocated")
+        return (
+            None
+            if peak is None or self._function("reset_peak_memory_stats") is None
+            else int(peak(*self._where))
+        )
+
+    def release(self) -> None:
+        """Collect cycles and give cached memory back to the device."""
+        gc.collect()
+        empty = self._function("empty_cache")
+        if empty is not None:
+            empty()
+
+    def ensure(self, extra_bytes: int) -> None:
+        """Do nothing: the allocators of these devices fail cleanly.
+
+        Args:
+            extra_bytes: Memory about to be needed at once.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was submitted."""
+        torch.accelerator.synchronize(self.device)
+
+    def total_for_fraction(self) -> int:
+        """Return the memory of the whole device."""
+        return self._free_and_total(self._used())[1]
+
+    @contextlib.contextmanager
+    def _enforced(self, limit_bytes: int) -> Iterator[None]:
+        limit = self._function("set_per_process_memory_fraction")
+        total, used = self.total_for_fraction(), self._used()
+        if limit is None:
+            raise InvalidInputError(
+                f"a limit of {format_bytes(limit_bytes)} cannot be enforced on the {self.name} with PyTorch "
+                f"{torch.__version__}; leave memory_limit out, or set micro_batch"
+            )
+        if limit_bytes < 1 or limit_bytes < used:
+            raise InvalidInputError(
+                f"a limit of {format_bytes(limit_bytes)} on the {self.name} is below the {format_bytes(used)} that "
+                "this process already holds there; raise memory_limit, which counts the model too, or free tensors"
+            )
+        asked = self._function("get_per_process_memory_fraction")
+        # torch.mps cannot be asked; 1.7 of the recommended size is its documented default.
+        before = (
+            float(asked(*self._where)) if asked is not None else _DEFAULT_FRACTION.get(self.device.type, 1.0)
+        )
+        fraction = min(before, limit_bytes / total)
+        limit(fraction, *self._where)
+        self._limit_bytes = int(fraction * total)
+        try:
+            yield
+        finally:
+            self._limit_bytes = None
+            limit(before, *self._where)
+
+    def _used(self) -> int:
+        held = self._function("memory_reserved", "driver_allocated_memory", "memory_allocated")
+        return 0 if held is None else int(held(*self._where))
+
+    def _free_and_total(self, used: int) -> tuple[int, int]:
+        ask = self._function("mem_get_info", "get_memory_info")
+        if ask is not None:
+            free, total = ask(*self._where)
+            return int(free), int(total)
+        recommended = self._function("recommended_max_memory")
+        if recommended is not None:
+            return int(recommended()) - used, int(recommended())
+        machine = psutil.virtual_memory()
+        return machine.available, machine.total
+
+    def _function(self, *names: str) -> Callable[..., Any] | None:
+        """Return the first of these functions that the device's module or torch.accelerator has."""
+        for name in names:
+            for module in (self._module, *(() if self.device.type == "mps" else (torch.accelerator,))):
+                if hasattr(module, name):
+                    return getattr(module, name)  # type: ignore[no-any-return]
+        return None
+
+
+_DEFAULT_FRACTION = {"mps": 1.7}

@@ -1,0 +1,287 @@
+"""The host's memory: a real limit on this process, and what there is without one.
+
+On a CPU the kernel promises more memory than it has and kills the process that takes the promise at its word.
+So that memory runs out as an exception, the limit is the process's own: RLIMIT_DATA, set to what VmData is
+today plus the limit. It counts address space that is private and writable (tensors, the heap, the stacks of
+new threads), whether touched or not. Peaks are resident memory, because that is the only high-water mark that
+the kernel keeps and resets; the two differ by what was taken and never touched.
+
+Native code can die when an allocation fails inside it. So the limit is a net, and `ensure`, asked before each
+step, is what keeps the process off it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory import _glibc, _linux
+from autoaccum.memory.base import MemoryBackend
+from autoaccum.memory.limits import format_bytes
+from autoaccum.records import MemoryReading
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# How long what the machine has free is believed. Asking takes some 100 microseconds, a micro-step may take
+# less.
+_FREE_BELIEVED_S = 0.1
+_ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+
+
+class Host(MemoryBackend):
+    """The memory of the machine, as this process may use it.
+
+    Use counts from when `limited` was last entered, and before that from when the backend was made: a limit
+    of 2 GiB is 2 GiB beyond what the process held then.
+
+    While a limit is in force glibc's allocator is settled so that what is freed leaves the process (a step
+    costs a few percent more, see benchmarks/host_limit.py). Put back on exit: the limit itself. Not as it
+    was: glibc's thresholds, which cannot be read, get the values that they usually reach; oneDNN's cache of
+    primitives stays at one entry for the life of the process, if no primitive had run before the limit began;
+    threads that were started stay.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.name = "host memory"
+        self._limit_bytes: int | None = None
+        self._rlimit_before: tuple[int, int] | None = None
+        self._entered = False
+        self._machine_free_bytes = 0
+        self._machine_asked_s = -1.0
+        self._peak_counted = False
+        self._data_then, self._resident_then = _held()
+
+    def reading(self) -> MemoryReading:
+        """Return free memory by the tightest of: the machine, its control groups, the limits of the
+        process."""
+        machine = psutil.virtual_memory()
+        data, resident = _held()
+        bounds = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
+        bounds += _process_limits()
+        return MemoryReading(
+            total_bytes=min([machine.total, *(limit for limit, _ in bounds)]),
+            free_bytes=max(0, min([machine.available, *(limit - used for limit, used in bounds)])),
+            used_bytes=max(0, data - self._data_then),
+            others_bytes=max(0, machine.total - machine.available - resident),
+            limit_bytes=self._limit_bytes,
+        )
+
+    @contextlib.contextmanager
+    def limited(self, limit_bytes: int | None) -> Iterator[None]:
+        """Hold the process to what it holds now plus `limit_bytes`.
+
+        Args:
+            limit_bytes: The limit beyond what is held now; a limit that holds anyway and is tighter stays in
+            force.
+
+        Raises:
+            InvalidInputError: The limit is not positive, the process already reached the limit that holds
+            anyway,
+                the system cannot enforce one, or another context of this backend is still open.
+        """
+        if self._entered:
+            raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
+        if limit_bytes is not None:
+            self._refuse(limit_bytes)
+        self._entered = True
+        try:
+            with self._enforced(limit_bytes):
+                yield
+        finally:
+            self._entered = False
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Put the soft limit back to what it was before `limited`, for processes that are started inside."""
+        if self._rlimit_before is None:
+            yield
+            return
+        lowered = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, self._rlimit_before)
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, lowered)
+
+    def reset_peak(self) -> None:
+        """Let the kernel count the peak anew."""
+        self._peak_counted = _linux.reset_high_water()
+
+    def peak_bytes(self) -> int | None:
+        """Return the highest resident memory since `reset_peak`, beyond that at the beginning.
+
+        None where the kernel does not let a process reset its high-water mark.
+        """
+        high = _linux.status_bytes("VmHWM") if self._peak_counted else None
+        return None if high is None else max(0, high[0] - self._resident_then)
+
+    def release(self) -> None:
+        """Collect cycles and give the free pages of the heap back to the kernel."""
+        gc.collect()
+        _glibc.trim()
+
+    def ensure(self, extra_bytes: int) -> None:
+        """Raise `torch.OutOfMemoryError` if `extra_bytes` more could not be had.
+
+        Under a limit that much address space is mapped and let go again untouched, which is exact and takes
+        some microseconds. What the machine and the control groups have free is asked at most ten times a
+        second.
+
+        Args:
+            extra_bytes: Memory about to be needed at once.
+
+        Raises:
+            torch.OutOfMemoryError: It could not be had.
+        """
+        if extra_bytes <= 0:
+            return
+        if not _can_map(extra_bytes):
+            reading = self.reading()
+            raise self._out_of_memory(extra_bytes, reading.free_bytes, reading.limit_bytes)
+        now_s = time.monotonic()
+        if extra_bytes > self._machine_free_bytes or now_s - self._machine_asked_s > _FREE_BELIEVED_S:
+            # An old answer may let a step through but never refuses one.
+            self._machine_free_bytes, self._machine_asked_s = _machine_free(), now_s
+            if extra_bytes > self._machine_free_bytes:
+                raise self._out_of_memory(extra_bytes, self._machine_free_bytes, None)
+
+    def synchronize(self) -> None:
+        """Do nothing: operations are done when they return."""
+
+    def total_for_fraction(self) -> int:
+        """Return the memory of the machine, or of the tightest control group or process limit below it."""
+        return self.reading().total_bytes
+
+    @contextlib.contextmanager
+    def _enforced(self, limit_bytes: int | None) -> Iterator[None]:
+        if limit_bytes is None:
+            _warm_up()
+            self._begin()
+            yield
+            return
+        _glibc.settle()
+        try:
+            with _one_primitive_cached():
+                _warm_up()
+            self._begin()
+            before = resource.getrlimit(resource.RLIMIT_DATA)
+            held_anyway = [bound for bound in before if bound != resource.RLIM_INFINITY]
+            bound = min([self._data_then + limit_bytes, *held_anyway])
+            if bound <= self._data_then:
+                raise InvalidInputError(
+                    f"a limit of {format_bytes(limit_bytes)} leaves no memory: this process already holds "
+                    f"{format_bytes(self._data_then)} of the {format_bytes(bound)} that its RLIMIT_DATA allows; "
+                    "raise that limit (ulimit -d)"
+                )
+            resource.setrlimit(resource.RLIMIT_DATA, (bound, before[1]))
+            self._rlimit_before, self._limit_bytes = before, bound - self._data_then
+            try:
+                yield
+            finally:
+                self._rlimit_before = self._limit_bytes = None
+                resource.setrlimit(resource.RLIMIT_DATA, before)
+        finally:
+            _glibc.unsettle()
+
+    def _refuse(self, limit_bytes: int) -> None:
+        if limit_bytes < 1:
+            raise InvalidInputError(f"a limit of {limit_bytes} bytes on the {self.name} leaves no memory")
+        if resource is None or _linux.status_bytes("VmData") is None:
+            raise InvalidInputError(
+                f"a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced on this system: that "
+                "takes Linux (RLIMIT_DATA and /proc/self/status); leave memory_limit out, or set micro_batch"
+            )
+
+    def _begin(self) -> None:
+        # Free pages inside the heap would be used first and seen by neither the limit nor the peak.
+        self.release()
+        self._data_then, self._resident_then = _held()
+        self.reset_peak()
+
+    def _out_of_memory(self, wanted: int, free: int, limit: int | None) -> torch.OutOfMemoryError:
+        allowed = "" if limit is None else f" of the limit of {format_bytes(limit)}"
+        return torch.OutOfMemoryError(
+            f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} are free."
+        )
+
+
+def _held() -> tuple[int, int]:
+    """Return what the limit counts and what is resident; the same number where only that is told."""
+    held = _linux.status_bytes("VmData", "VmRSS")
+    if held is None:
+        resident = psutil.Process().memory_info().rss
+        return resident, resident
+    return held[0], held[1]
+
+
+def _process_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of every limit on this process that is in force."""
+    sizes = _linux.status_bytes("VmData", "VmSize")
+    if resource is None or sizes is None:
+        return
+    for kind, held in zip((resource.RLIMIT_DATA, resource.RLIMIT_AS), sizes, strict=True):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            yield soft, held
+
+
+def _machine_free() -> int:
+    """Return what the machine and the control groups of this process have free."""
+    groups = (group.limit_bytes - group.used_bytes for group in _linux.group_limits())
+    return max(0, min([psutil.virtual_memory().available, *groups]))
+
+
+def _can_map(n_bytes: int) -> bool:
+    if resource is None:
+        return True
+    try:
+        mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _warm_up() -> None:
+    """Start every thread and load every library that a training step will use.
+
+    Each thread takes a stack out of the limit, and libgomp ends the process when it cannot start one. Nothing
+    here draws random numbers.
+    """
+    options = {"dtype": torch.float32, "device": "cpu"}
+    with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        images = torch.ones(2 * torch.get_num_threads(), 8, 32, 32, requires_grad=True, **options)
+        kernels = torch.ones(16, 8, 3, 3, requires_grad=True, **options)
+        torch.nn.functional.conv2d(images, kernels).exp().sum().backward()
+        square = torch.ones(512, 512, requires_grad=True, **options)
+        (square @ square).sum().backward()
+
+
+@contextlib.contextmanager
+def _one_primitive_cached() -> Iterator[None]:
+    """Let oneDNN keep one primitive only; it reads this at its first primitive, and never again.
+
+    Each kept primitive holds memory, and each size of micro-batch makes new ones: some 10 to 20 MiB a size.
+    """
+    if _ONEDNN_CACHE in os.environ:
+        yield
+        return
+    os.environ[_ONEDNN_CACHE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ONEDNN_CACHE]

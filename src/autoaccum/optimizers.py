@@ -1,0 +1,105 @@
+"""The optimizer: taken as it is, made from a function or chosen; checked against the model; its learning rate scaled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.records import check_positive_int
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoaccum.notices import Notices
+
+MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer]
+
+_SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+
+
+def resolve(
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None, modules: Iterable[nn.Module], notices: Notices
+) -> torch.optim.Optimizer:
+    """Return the optimizer to step with.
+
+    Args:
+        optimizer: One; a function of the list of trainable parameters that makes one; or None for AdamW(lr=1e-3).
+        modules: The model, and losses that are modules.
+        notices: Where a choice is said.
+
+    Raises:
+        InvalidInputError: No parameter needs a gradient, or the optimizer holds others than the model's.
+    """
+    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
+        raise InvalidInputError(
+            f"none of the model's {len(parameters)} parameters needs a gradient, so there is nothing to train; set "
+            "requires_grad_(True) on those that should learn"
+        )
+    if optimizer is None:
+        notices.say("optimizer: AdamW(lr=1e-3) (optimizer=None)")
+        return torch.optim.AdamW(trainable, lr=1e-3)
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _called(optimizer, trainable)
+    _check(made, set(parameters), trainable)
+    return made
+
+
+def scale_learning_rate(
+    optimizer: torch.optim.Optimizer, rule: str, *, target_batch: int, base_batch: int | None, notices: Notices
+) -> None:
+    """Multiply every group's learning rate once, for a batch that differs from the one it was chosen for.
+
+    Args:
+        optimizer: Its groups are changed.
+        rule: "linear" (Goyal et al. 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky 2014, arXiv:1404.5997).
+        target_batch: Samples an update.
+        base_batch: Samples an update that the learning rate was chosen for.
+        notices: Where the change is said.
+
+    Raises:
+        InvalidInputError: The rule is unknown or `base_batch` is missing.
+    """
+    if rule not in _SCALINGS:
+        raise InvalidInputError(f"lr_scaling={rule!r} is unknown; choose {' or '.join(map(repr, _SCALINGS))}")
+    if base_batch is None:
+        raise InvalidInputError(
+            f"lr_scaling={rule!r} needs base_batch, the batch size that the learning rate was chosen for"
+        )
+    factor = _SCALINGS[rule](target_batch / check_positive_int("base_batch", base_batch))
+    for group in optimizer.param_groups:
+        before = group["lr"]
+        group["lr"] = before * factor
+        # Schedulers made before this call count from initial_lr.
+        if "initial_lr" in group:
+            group["initial_lr"] = group["initial_lr"] * factor
+        notices.say(f"learning rate: {float(before):g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})")
+
+
+def _called(maker: MakesOptimizer, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = maker(trainable) if callable(maker) else maker
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InvalidInputError(
+            f"optimizer={maker!r} is no torch.optim.Optimizer, nor a function of the parameters that returns one"
+        )
+    return made
+
+
+def _check(optimizer: torch.optim.Optimizer, known: set[nn.Parameter], trainable: list[nn.Parameter]) -> None:
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    foreign = held - known
+    if foreign or held.isdisjoint(trainable):
+        raise InvalidInputError(
+            f"the optimizer holds {len(held)} parameters, {len(foreign)} of them not the model's, and "
+            f"{len(held.intersection(trainable))} of the {len(trainable)} that the model trains; make it from this "
+            "model's parameters, or pass a function: optimizer=lambda parameters: torch.optim.Adam(parameters, lr=5e-4)"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidInputError(
+            "LBFGS evaluates the loss several times an update, which a window cut into micro-batches does not allow; "
+            "use a first-order optimizer"
+        )

@@ -1,0 +1,312 @@
+"""The smallest parts of training: one micro-batch forward and backward, and one update from what has accumulated.
+
+Nothing is caught here. `phase` says what was being done when something failed, so that whoever catches it can tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum import devices, optimizers, precision, signals
+from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
+from autoaccum.memory.limits import format_bytes
+from autoaccum.notices import Notices
+from autoaccum.objective import Objective
+from autoaccum.oom import first_line, is_oom
+from autoaccum.transfer import Transfer
+from autoaccum.weighting import Over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from autoaccum.memory.base import MemoryBackend
+    from autoaccum.objective import Factors, Loss, Term
+    from autoaccum.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What became of an update.
+
+    Attributes:
+        grad_norm: Norm of the gradient before clipping, on the device; None where it was not clipped.
+        skipped: Whether the scaler skipped it.
+    """
+
+    grad_norm: Tensor | None
+    skipped: bool
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """What the micro-batches of a window have given so far.
+
+    Attributes:
+        losses: By name, what each micro-batch adds to the window's loss, on the device.
+        pair_weights: By name, the weights of (sum, weight) pairs so far.
+    """
+
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)
+    pair_weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
+
+
+class TrainingStep:
+    """A model, what to minimise, an optimizer and a precision on one device.
+
+    Args:
+        objective: How a batch becomes loss terms.
+        optimizer: Made from the parameters of the objective's modules.
+        precision: In which the forward pass runs.
+        memory: The device.
+        clip_grad_norm: Norm to which the window's gradient is clipped; None leaves it.
+
+    Attributes:
+        phase: What is being done: "transfer", "forward", "backward", "unscale", "clip" or "optimizer".
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        memory: MemoryBackend,
+        *,
+        clip_grad_norm: float | None,
+    ) -> None:
+        self.objective = objective
+        self.optimizer = optimizer
+        self.precision = precision
+        self.memory = memory
+        self.transfer = Transfer(memory.device)
+        self.phase = "transfer"
+        self._clip_grad_norm = clip_grad_norm
+        self._parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
+
+    def clear_gradients(self) -> None:
+        """Let every gradient go, those of parameters that the optimizer does not hold included."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def holds_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
+        """Run one micro-batch forward and backward, adding to the gradients.
+
+        Several losses with forward passes of their own are run one after the other, so that one graph is alive at a
+        time.
+
+        Args:
+            batch: The micro-batch, on the device.
+            samples: Its number of samples.
+            factors: What its losses are multiplied by.
+            into: Where its losses are noted.
+
+        Raises:
+            InvalidInputError: What came out is no loss, or has no graph.
+        """
+        scaler = self.precision.scaler
+        for source in self.objective.sources:
+            self.phase = "forward"
+            with self.precision.autocast():
+                terms, _ = self.objective.terms(source, batch, samples)
+            weighted: list[Tensor] = []
+            for term in terms:
+                factor = self._factor(term, factors, into)
+                if isinstance(factor, float) and factor == 0.0:
+                    continue  # nothing in it counts: the mean over nothing is not a number
+                value = term.value if isinstance(factor, float) and factor == 1.0 else term.value * factor
+                into.losses.setdefault(term.name, []).append(value.detach())
+                weighted.append(value)
+            if not weighted:
+                continue
+            total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+            if not total.requires_grad:
+                raise InvalidInputError(
+                    f"loss {'+'.join(term.name for term in terms)!r} has no gradient: it does not depend on a parameter "
+                    "that needs one; look for .detach(), .item() or torch.no_grad() on the way"
+                )
+            self.phase = "backward"
+            (total if scaler is None else scaler.scale(total)).backward()
+
+    @staticmethod
+    def _factor(term: Term, factors: Factors, into: Accumulated) -> float | Tensor:
+        if term.over is not Over.PAIR or term.name in factors.named:
+            return factors.of(term.name)
+        assert term.weight is not None
+        if factors.alone:
+            return 1.0 / term.weight
+        # The window's total weight is known only when all of it has been seen: until then one that is near enough.
+        into.pair_weights.setdefault(term.name, []).append(term.weight)
+        return factors.provisional
+
+    def update(self, correction: float | Tensor = 1.0) -> Update:
+        """Make one update from the accumulated gradients.
+
+        Args:
+            correction: What the gradients are multiplied by first.
+
+        Raises:
+            StateDamagedError: Memory ran out in the optimizer after it had begun to write.
+        """
+        scaler = self.precision.scaler
+        if not isinstance(correction, float) or correction != 1.0:
+            self.phase = "unscale"
+            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], correction)
+        norm = None
+        if self._clip_grad_norm is not None:
+            if scaler is not None:
+                self.phase = "unscale"
+                scaler.unscale_(self.optimizer)
+            self.phase = "clip"
+            norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_grad_norm).detach()
+        self.phase = "optimizer"
+        with signals.held():
+            written = _Written(self.optimizer)
+            try:
+                skipped = self._step()
+            except Exception as error:
+                if is_oom(error) and not written.undo():
+                    raise StateDamagedError(
+                        "memory ran out inside the optimizer after it had begun to write, so the parameters are part "
+                        f"old, part new ({first_line(error)}); load a checkpoint, and leave more room "
+                        "(a smaller micro_batch, or foreach=False in the optimizer)"
+                    ) from error
+                raise
+        return Update(norm, skipped)
+
+    def _step(self) -> bool:
+        """Step the optimizer; return whether the scaler skipped it."""
+        scaler = self.precision.scaler
+        if scaler is None:
+            self.optimizer.step()
+            return False
+        stepped: list[bool] = []
+        hook = self.optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+        before = scaler.get_scale() if _handles_scale_itself(self.optimizer) else None
+        try:
+            scaler.step(self.optimizer)
+        finally:
+            hook.remove()
+        scaler.update()
+        # A fused optimizer is always called and skips inside its kernel; then only the lowered scale tells.
+        return not stepped if before is None else scaler.get_scale() < before
+
+
+class _Written:
+    """What the optimizer holds before its step, to tell afterwards whether it has begun to write.
+
+    Tensors' version counters tell. Fused kernels do not move them, so for those unmoved counters prove nothing unless
+    the step failed while it was making its state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [(p, p._version) for group in optimizer.param_groups for p in group["params"]]
+        self._state = [
+            (parameter, name, value, value._version if isinstance(value, Tensor) else 0)
+            for parameter, state in optimizer.state.items()
+            for name, value in state.items()
+        ]
+
+    def undo(self) -> bool:
+        """Take back state that was newly made; return whether everything is as it was."""
+        was_complete = len({id(entry[0]) for entry in self._state}) >= sum(p.grad is not None for p, _ in self._parameters)
+        if was_complete and any(group.get("fused") for group in self._optimizer.param_groups):
+            return False
+        if any(parameter._version != version for parameter, version in self._parameters):
+            return False
+        if any(isinstance(value, Tensor) and value._version != version for _, _, value, version in self._state):
+            return False
+        self._optimizer.state.clear()
+        for parameter, name, value, _ in self._state:
+            self._optimizer.state[parameter][name] = value
+        return True
+
+
+def _handles_scale_itself(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def assemble(
+    model: nn.Module,
+    loss: Loss | Sequence[Loss] | None,
+    optimizer: torch.optim.Optimizer | optimizers.MakesOptimizer | None,
+    *,
+    memory: MemoryBackend,
+    precision_name: str,
+    forward: Callable[[nn.Module, Any], Any] | None,
+    loss_reduction: str | None,
+    clip_grad_norm: float | None,
+    notices: Notices,
+) -> TrainingStep:
+    """Check the arguments that `fit`, `find_micro_batch` and `Runner` have in common, move the model and put it together.
+
+    Raises:
+        InvalidInputError: An argument cannot be used.
+        DoesNotFitError: The model itself does not fit on the device; it is where it was.
+    """
+    check_clip(clip_grad_norm)
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model={model!r} is no torch.nn.Module")
+    objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+    chosen = optimizers.resolve(optimizer, objective.modules, notices)
+    how = precision.resolve(precision_name, memory.device, model, notices)
+    _move(objective.modules, chosen, memory)
+    step = TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
+    return step
+
+
+def check_clip(clip_grad_norm: object) -> None:
+    """Check the norm to clip to.
+
+    Raises:
+        InvalidInputError: It is no positive number.
+    """
+    number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
+    if clip_grad_norm is not None and not (number and clip_grad_norm > 0):  # type: ignore[operator]
+        raise InvalidInputError(f"clip_grad_norm={clip_grad_norm!r} must be a positive number, or None")
+
+
+def drop_old_gradients(step: TrainingStep, notices: Notices) -> None:
+    """Let go of gradients from before the call, and say so: they belong to no window."""
+    if step.holds_gradients():
+        notices.say("gradients from before this call are dropped (.grad was not None)")
+        step.clear_gradients()
+
+
+def _move(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> None:
+    homes = {module: home for module in modules if (home := _home(module)) is not None}
+    if all(home == memory.device for home in homes.values()):
+        return
+    failure = ""
+    try:
+        for module in homes:
+            module.to(memory.device)
+        if optimizer.state:
+            # Casts state that was made on the old device to where its parameters are now.
+            optimizer.load_state_dict(optimizer.state_dict())
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        failure = first_line(error)
+    if failure:
+        for module, home in homes.items():
+            module.to(home)
+        memory.release()
+        size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        raise DoesNotFitError(
+            f"the model's parameters take {format_bytes(size)}, and {format_bytes(memory.reading().free_bytes)} are free "
+            f"on {memory.name} ({failure}); end other processes there, or choose a smaller model or another device"
+        )
+
+
+def _home(module: nn.Module) -> torch.device | None:
+    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return None if tensor is None else tensor.device
