@@ -133,8 +133,9 @@ def test_lines_tell_the_plan_and_the_probe_behind_it(lines):
     shown.on_plan(PLAN, step=1, probe=PROBE)
 
     assert file.getvalue() == (
-        "autoaccum: plan from step 1: target batch 100; cut 34+33+33; largest that fits 37, found in 2 trials; "
-        "memory limit 600.0 MiB; memory needed 120.0 MiB and 10.0 MiB a sample\n"
+        "autoaccum: plan from step 1: target batch 100; cut 34+33+33; "
+        "largest that fits 37, found in 2 trials; memory limit 600.0 MiB; "
+        "memory needed 120.0 MiB and 10.0 MiB a sample\n"
     )
 
 
@@ -241,7 +242,8 @@ def test_lines_end_with_a_summary(lines):
     shown.on_fit_end(fit_result())
 
     assert file.getvalue() == (
-        "autoaccum: done: 2 steps, 200 samples in 12.5 s, cut 34+33+33, 1 oom, last loss 0.25, accuracy 0.9375\n"
+        "autoaccum: done: 2 steps, 200 samples in 12.5 s, cut 34+33+33, 1 oom, last loss 0.25, "
+        "accuracy 0.9375\n"
     )
 
 

@@ -175,13 +175,9 @@ class Objective:
                 micro.named[name] = share
         return factors
 
-    def pairs(self) -> list[str]:
-        """Names of the losses that come as (sum, weight) pairs, as far as is known."""
-        return [name for name, how in self._weightings.items() if how.over is Over.PAIR]
-
-    def weigh(self, name: str, batch: Any, samples: int) -> float:
-        """Return what a batch weighs in the mean of the loss of this name."""
-        return self.weighting(name).weigh(samples, target_tensors(batch))
+    def mixes_pairs(self) -> bool:
+        """Whether, as far as is known, some but not all of the losses are (sum, weight) pairs, or several are."""
+        return len(self._weightings) > 1 and any(how.over is Over.PAIR for how in self._weightings.values())
 
     def settle(self, window: Window, sizes: Sequence[int], place: Callable[[Any], Any], mark: Mark) -> None:
         """Find out, where it matters and is not known, what the losses run over.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import devices
@@ -114,8 +113,6 @@ def probe(
     finally:
         step.clear_gradients()
         snapshot.put_back()
-        del snapshot
-        gc.collect()
 
 
 def _search(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum import devices, optimizers, precision, signals
+from autoaccum import optimizers, precision
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
 from autoaccum.memory.limits import format_bytes
 from autoaccum.notices import Notices
@@ -66,6 +66,7 @@ class TrainingStep:
         clip_grad_norm: Norm to which the window's gradient is clipped; None leaves it.
 
     Attributes:
+        parameters: Every parameter of the objective's modules.
         phase: What is being done: "transfer", "forward", "backward", "unscale", "clip" or "optimizer".
     """
 
@@ -85,16 +86,16 @@ class TrainingStep:
         self.transfer = Transfer(memory.device)
         self.phase = "transfer"
         self._clip_grad_norm = clip_grad_norm
-        self._parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
+        self.parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
 
     def clear_gradients(self) -> None:
         """Let every gradient go, those of parameters that the optimizer does not hold included."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters)
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.
@@ -158,27 +159,26 @@ class TrainingStep:
         scaler = self.precision.scaler
         if not isinstance(correction, float) or correction != 1.0:
             self.phase = "unscale"
-            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], correction)
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], correction)
         norm = None
         if self._clip_grad_norm is not None:
             if scaler is not None:
                 self.phase = "unscale"
                 scaler.unscale_(self.optimizer)
             self.phase = "clip"
-            norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_grad_norm).detach()
+            norm = nn.utils.clip_grad_norm_(self.parameters, self._clip_grad_norm).detach()
         self.phase = "optimizer"
-        with signals.held():
-            written = _Written(self.optimizer)
-            try:
-                skipped = self._step()
-            except Exception as error:
-                if is_oom(error) and not written.undo():
-                    raise StateDamagedError(
-                        "memory ran out inside the optimizer after it had begun to write, so the parameters are part "
-                        f"old, part new ({first_line(error)}); load a checkpoint, and leave more room "
-                        "(a smaller micro_batch, or foreach=False in the optimizer)"
-                    ) from error
-                raise
+        written = _Written(self.optimizer)
+        try:
+            skipped = self._step()
+        except Exception as error:
+            if is_oom(error) and not written.undo():
+                raise StateDamagedError(
+                    "memory ran out inside the optimizer after it had begun to write, so the parameters are part old, "
+                    f"part new ({first_line(error)}); load a checkpoint, and leave more room (a smaller micro_batch, or "
+                    "foreach=False in the optimizer)"
+                ) from error
+            raise
         return Update(norm, skipped)
 
     def _step(self) -> bool:

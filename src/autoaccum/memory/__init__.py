@@ -35,19 +35,11 @@ def backend_for(device: torch.device) -> MemoryBackend:
     """
     if device.type == "cpu":
         return Host()
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        found = (
-            "none"
-            if accelerator is None
-            else f"{torch.accelerator.device_count()} of type {accelerator.type}"
-        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count()
+    if accelerator is None or accelerator.type != device.type or (device.index or 0) >= count:
+        found = "none" if accelerator is None else f"{count} of type {accelerator.type}, counted from 0"
         raise InvalidInputError(
-            f"device {str(device)!r} does not exist here (accelerators found: {found}); use 'cpu'"
-        )
-    if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise InvalidInputError(
-            f"device {str(device)!r} does not exist here: {torch.accelerator.device_count()} of type {device.type} "
-            "were found, counted from 0"
+            f"device={str(device)!r} does not exist here; accelerators found: {found}; 'cpu' always is there"
         )
     return Cuda(device) if device.type == "cuda" else Accelerator(device)

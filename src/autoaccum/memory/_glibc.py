@@ -8,9 +8,14 @@ glibc nothing here does anything.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # From <malloc.h>.
 _M_TRIM_THRESHOLD = -1
@@ -24,20 +29,25 @@ _SETTLED_BYTES = 128 * 1024
 _GROWN_MMAP_BYTES = 32 * 1024 * 1024
 _GROWN_TRIM_BYTES = 64 * 1024 * 1024
 
-
-def settle() -> bool:
-    """Make freed blocks of 128 KiB and more go back to the kernel at once; return whether that could be
-    done."""
-    return _set_thresholds(_SETTLED_BYTES, _SETTLED_BYTES)
+_depth = 0
 
 
-def unsettle() -> None:
-    """Set the thresholds that glibc itself arrives at in a training process.
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Make freed blocks of 128 KiB and more go back to the kernel at once, until the outermost context ends.
 
-    They cannot be read, so the values of before cannot be put back, and glibc does not adjust them by itself
-    again.
+    The thresholds cannot be read, so on exit they get the values that glibc itself arrives at in a training
+    process; it does not adjust them by itself again.
     """
-    _set_thresholds(_GROWN_MMAP_BYTES, _GROWN_TRIM_BYTES)
+    global _depth  # noqa: PLW0603 - the allocator is the process's, and so is its state
+    _depth += 1
+    try:
+        _set_thresholds(_SETTLED_BYTES, _SETTLED_BYTES)
+        yield
+    finally:
+        _depth -= 1
+        if _depth == 0:
+            _set_thresholds(_GROWN_MMAP_BYTES, _GROWN_TRIM_BYTES)
 
 
 def trim() -> None:
@@ -47,13 +57,11 @@ def trim() -> None:
         libc.malloc_trim(0)
 
 
-def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> bool:
+def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> None:
     libc = _libc()
-    if libc is None:
-        return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, mmap_bytes)) and bool(
+    if libc is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
         libc.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
-    )
 
 
 @functools.cache

@@ -103,9 +103,9 @@ def _mounts(proc: Path) -> dict[int, tuple[Path, Path]]:
 
 def _read_group(folder: Path, version: int) -> GroupLimit | None:
     if version == 1:
-        limits, usage, cache = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+        limits, usage, cache = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
     else:
-        limits, usage, cache = ("memory.max", "memory.high"), "memory.current", "inactive_file"
+        limits, usage, cache = ["memory.max", "memory.high"], "memory.current", "inactive_file"
     found = [value for name in limits if (value := _number(folder / name)) is not None]
     used = _number(folder / usage)
     if not found or used is None or min(found) >= _NO_LIMIT_BYTES:

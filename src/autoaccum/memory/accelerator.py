@@ -1,5 +1,4 @@
-"""Any other accelerator, as far as PyTorch can ask it: XPU, MPS and what registers itself with
-torch.accelerator.
+"""Any other accelerator, as far as PyTorch can ask it: XPU, MPS, or one of torch.accelerator.
 
 Each module of PyTorch names the same things differently or not at all, and some only in newer versions. What
 cannot be counted is None, what cannot be limited is refused, and everything else works.
@@ -40,8 +39,7 @@ class Accelerator(MemoryBackend):
         self._entered = False
 
     def reading(self) -> MemoryReading:
-        """Return what the device tells; where it tells nothing, the host's memory, which such devices
-        share."""
+        """Return what the device tells; else the host's memory, which such devices share."""
         used = self._used()
         free, total = self._free_and_total(used)
         room = free if self._limit_bytes is None else min(free, self._limit_bytes - used)
@@ -123,8 +121,9 @@ class Accelerator(MemoryBackend):
             )
         if limit_bytes < 1 or limit_bytes < used:
             raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} on the {self.name} is below the {format_bytes(used)} that "
-                "this process already holds there; raise memory_limit, which counts the model too, or free tensors"
+                f"a limit of {format_bytes(limit_bytes)} on the {self.name} is below the "
+                f"{format_bytes(used)} that this process already holds there; raise memory_limit (it counts "
+                "the model too), or free tensors"
             )
         asked = self._function("get_per_process_memory_fraction")
         # torch.mps cannot be asked; 1.7 of the recommended size is its documented default.

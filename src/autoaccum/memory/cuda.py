@@ -131,8 +131,9 @@ class Cuda(MemoryBackend):
         reserved = torch.cuda.memory_reserved(self.device)
         if limit_bytes < reserved:
             raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} on {self.name} is below the {format_bytes(reserved)} that "
-                "this process already holds there; raise memory_limit, which counts the model too, or free tensors"
+                f"a limit of {format_bytes(limit_bytes)} on {self.name} is below the "
+                f"{format_bytes(reserved)} that this process already holds there; raise memory_limit (it counts "
+                "the model too), or free tensors"
             )
 
     @contextlib.contextmanager

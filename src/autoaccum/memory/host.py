@@ -13,6 +13,7 @@ step, is what keeps the process off it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import mmap
 import os
@@ -36,8 +37,7 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# How long what the machine has free is believed. Asking takes some 100 microseconds, a micro-step may take
-# less.
+# How long what the machine has free is believed: asking takes 0.2 ms, which a short micro-step would notice.
 _FREE_BELIEVED_S = 0.1
 _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
@@ -67,15 +67,14 @@ class Host(MemoryBackend):
         self._data_then, self._resident_then = _held()
 
     def reading(self) -> MemoryReading:
-        """Return free memory by the tightest of: the machine, its control groups, the limits of the
-        process."""
+        """Return what is free by the tightest of: machine, control groups, limits of the process."""
         machine = psutil.virtual_memory()
         data, resident = _held()
-        bounds = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
-        bounds += _process_limits()
+        groups = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
+        frees = [machine.available, *(limit - used for limit, used in [*groups, *_process_limits()])]
         return MemoryReading(
-            total_bytes=min([machine.total, *(limit for limit, _ in bounds)]),
-            free_bytes=max(0, min([machine.available, *(limit - used for limit, used in bounds)])),
+            total_bytes=min([machine.total, *(limit for limit, _ in groups)]),
+            free_bytes=max(0, min(frees)),
             used_bytes=max(0, data - self._data_then),
             others_bytes=max(0, machine.total - machine.available - resident),
             limit_bytes=self._limit_bytes,
@@ -86,12 +85,10 @@ class Host(MemoryBackend):
         """Hold the process to what it holds now plus `limit_bytes`.
 
         Args:
-            limit_bytes: The limit beyond what is held now; a limit that holds anyway and is tighter stays in
-            force.
+            limit_bytes: The limit, beyond what is held now; one that holds anyway and is tighter stays in force.
 
         Raises:
-            InvalidInputError: The limit is not positive, the process already reached the limit that holds
-            anyway,
+            InvalidInputError: The limit is not positive, the process has already reached one that holds anyway,
                 the system cannot enforce one, or another context of this backend is still open.
         """
         if self._entered:
@@ -164,7 +161,7 @@ class Host(MemoryBackend):
         """Do nothing: operations are done when they return."""
 
     def total_for_fraction(self) -> int:
-        """Return the memory of the machine, or of the tightest control group or process limit below it."""
+        """Return the memory of the machine, or of the tightest control group below it."""
         return self.reading().total_bytes
 
     @contextlib.contextmanager
@@ -174,8 +171,7 @@ class Host(MemoryBackend):
             self._begin()
             yield
             return
-        _glibc.settle()
-        try:
+        with _glibc.settled():
             with _one_primitive_cached():
                 _warm_up()
             self._begin()
@@ -185,8 +181,8 @@ class Host(MemoryBackend):
             if bound <= self._data_then:
                 raise InvalidInputError(
                     f"a limit of {format_bytes(limit_bytes)} leaves no memory: this process already holds "
-                    f"{format_bytes(self._data_then)} of the {format_bytes(bound)} that its RLIMIT_DATA allows; "
-                    "raise that limit (ulimit -d)"
+                    f"{format_bytes(self._data_then)} of the {format_bytes(bound)} that its RLIMIT_DATA "
+                    "allows; raise that limit (ulimit -d)"
                 )
             resource.setrlimit(resource.RLIMIT_DATA, (bound, before[1]))
             self._rlimit_before, self._limit_bytes = before, bound - self._data_then
@@ -195,16 +191,14 @@ class Host(MemoryBackend):
             finally:
                 self._rlimit_before = self._limit_bytes = None
                 resource.setrlimit(resource.RLIMIT_DATA, before)
-        finally:
-            _glibc.unsettle()
 
     def _refuse(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
             raise InvalidInputError(f"a limit of {limit_bytes} bytes on the {self.name} leaves no memory")
         if resource is None or _linux.status_bytes("VmData") is None:
             raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced on this system: that "
-                "takes Linux (RLIMIT_DATA and /proc/self/status); leave memory_limit out, or set micro_batch"
+                f"a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced here: "
+                "that takes Linux (RLIMIT_DATA and /proc/self/status); leave memory_limit out, or set micro_batch"
             )
 
     def _begin(self) -> None:
@@ -216,7 +210,8 @@ class Host(MemoryBackend):
     def _out_of_memory(self, wanted: int, free: int, limit: int | None) -> torch.OutOfMemoryError:
         allowed = "" if limit is None else f" of the limit of {format_bytes(limit)}"
         return torch.OutOfMemoryError(
-            f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} are free."
+            f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} "
+            "are free."
         )
 
 
@@ -243,7 +238,7 @@ def _process_limits() -> Iterator[tuple[int, int]]:
 def _machine_free() -> int:
     """Return what the machine and the control groups of this process have free."""
     groups = (group.limit_bytes - group.used_bytes for group in _linux.group_limits())
-    return max(0, min([psutil.virtual_memory().available, *groups]))
+    return max(0, min([int(psutil.virtual_memory().available), *groups]))
 
 
 def _can_map(n_bytes: int) -> bool:
@@ -262,13 +257,13 @@ def _warm_up() -> None:
     Each thread takes a stack out of the limit, and libgomp ends the process when it cannot start one. Nothing
     here draws random numbers.
     """
-    options = {"dtype": torch.float32, "device": "cpu"}
+    ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        images = torch.ones(2 * torch.get_num_threads(), 8, 32, 32, requires_grad=True, **options)
-        kernels = torch.ones(16, 8, 3, 3, requires_grad=True, **options)
-        torch.nn.functional.conv2d(images, kernels).exp().sum().backward()
-        square = torch.ones(512, 512, requires_grad=True, **options)
-        (square @ square).sum().backward()
+        images = ones(2 * torch.get_num_threads(), 8, 32, 32)
+        kernels = ones(16, 8, 3, 3)
+        torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
+        square = ones(512, 512)
+        torch.autograd.backward((square @ square).sum())
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _key(storage: torch.UntypedStorage) -> int:
     # The address of PyTorch's own record, by which its own weak references tell storages apart; it is given
     # to another storage only after this one has died, and then it has been forgotten.
-    return storage._cdata  # noqa: SLF001 - there is no public name for it
+    return int(storage._cdata)  # noqa: SLF001 - there is no public name for it
 
 
 def _out_of_memory(name: str, wanted: int, allowed: int, live: int) -> torch.OutOfMemoryError:

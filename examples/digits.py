@@ -1,0 +1,53 @@
+"""The demo: a ResNet-18 learns scanned digits with batches of 100, in memory that 100 do not fit.
+
+    autoaccum fit examples/digits.py
+
+scikit-learn brings the 1,797 scans, 8 x 8 pixels each; they are scaled up to 64 x 64. A fifth of them is kept
+for the evaluation after each epoch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torchvision
+from sklearn.datasets import load_digits
+from torch.nn.functional import interpolate
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import autoaccum
+
+# ResNet-18's step of 100 such images does not fit in either, one of about half as many does. What it takes
+# differs: in a card's memory the parameters, CUDA's libraries and their work space count too, on the host
+# they do not.
+LIMIT_ON_THE_HOST = "400MiB"
+LIMIT_ON_A_CARD = "400MiB"
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the fraction of digits that were recognised."""
+    return (outputs.argmax(dim=1) == targets).float().mean()
+
+
+def job(
+    side: int = 64, epochs: int = 3, target_batch: int = 100, memory_limit: str | None = None
+) -> autoaccum.Job:
+    """Return the job; `side` is the images' in pixels."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = interpolate(images, size=(side, side), mode="bilinear").expand(-1, 3, -1, -1)
+    data = TensorDataset(images, torch.tensor(digits.target))
+    training, validation = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+    updates = epochs * -(-len(training) // target_batch)
+    return autoaccum.Job(
+        torchvision.models.resnet18(num_classes=10),
+        DataLoader(training, batch_size=target_batch, shuffle=True),
+        target_batch,
+        torch.nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates),
+        epochs=epochs,
+        memory_limit=memory_limit or (LIMIT_ON_A_CARD if torch.cuda.is_available() else LIMIT_ON_THE_HOST),
+        val_loader=DataLoader(validation, batch_size=target_batch),
+        metrics={"accuracy": accuracy},
+        seed=0,
+    )

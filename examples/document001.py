@@ -1,0 +1,32 @@
+"""Document 001: an effective batch of 1024 as four micro-batches of 256.
+
+    autoaccum fit examples/document001.py
+
+Here the cut is known beforehand, so it is given, and nothing is probed: each micro-batch's activations are
+released after its backward pass, the update comes after the fourth, and then the gradients are released. (The
+document's loop clears the gradients inside the window and feeds it one batch four times; a window is four
+batches.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autoaccum
+
+
+def job(micro_batch: int = 256, accumulation_steps: int = 4, windows: int = 5) -> autoaccum.Job:
+    """Return the job; the loader's batches are the micro-batches."""
+    target_batch = accumulation_steps * micro_batch
+    samples = windows * target_batch
+    data = TensorDataset(torch.randn(samples, 20), torch.randint(5, (samples,)))
+    return autoaccum.Job(
+        nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)),
+        DataLoader(data, batch_size=micro_batch, shuffle=True),
+        target_batch,
+        nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.001),
+        micro_batch=micro_batch,
+    )

@@ -1,0 +1,37 @@
+"""Document 002: one large batch from the loader, sliced; with a loss that is a mean, or a sum.
+
+    autoaccum fit examples/document002.py
+    autoaccum fit examples/document002.py:summed
+
+A mean has to be divided among the slices and a sum must not be. That is read from the loss, so the two
+functions differ in nothing but `reduction` and the learning rate: a sum over N samples has N times the
+gradient, so it gets a rate N times smaller, and both train alike. From pinned memory, slices travel to a card
+while the one before computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autoaccum
+
+
+def job(target_batch: int = 128, windows: int = 5, reduction: str = "mean", lr: float = 0.1) -> autoaccum.Job:
+    """Return the job whose loss is a mean."""
+    samples = windows * target_batch
+    data = TensorDataset(torch.randn(samples, 3, 8, 8), torch.randint(10, (samples,)))
+    return autoaccum.Job(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 10)),
+        DataLoader(data, batch_size=target_batch, pin_memory=torch.cuda.is_available()),
+        target_batch,
+        nn.CrossEntropyLoss(reduction=reduction),
+        lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        micro_batch=target_batch // 4,
+    )
+
+
+def summed(target_batch: int = 128, windows: int = 5) -> autoaccum.Job:
+    """Return the job whose loss is a sum."""
+    return job(target_batch, windows, reduction="sum", lr=0.1 / target_batch)

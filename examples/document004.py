@@ -1,0 +1,47 @@
+"""Document 004: mixed precision with a gradient scaler inside the accumulation; batches that are dicts.
+
+    autoaccum fit examples/document004.py
+
+`forward` says which part of a batch the model is given, and the loss gets the whole batch. With fp16 the loss
+is scaled, gradients are unscaled before they are clipped, and the scaler is updated once a window, the last
+and shorter one included. (The document's loop never clears its gradients.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import autoaccum
+
+Batch = dict[str, torch.Tensor]
+
+
+def forward(model: nn.Module, data: Batch) -> torch.Tensor:
+    """Return the model's outputs for a batch."""
+    outputs: torch.Tensor = model(data["image"])
+    return outputs
+
+
+def loss(outputs: torch.Tensor, data: Batch) -> torch.Tensor:
+    """Return the batch's mean loss."""
+    return cross_entropy(outputs, data["label"])
+
+
+def job(target_batch: int = 32, samples: int = 80, side: int = 8) -> autoaccum.Job:
+    """Return the job."""
+    data: Any = [{"image": torch.randn(3, side, side), "label": i % 10} for i in range(samples)]
+    return autoaccum.Job(
+        nn.Sequential(nn.Flatten(), nn.Linear(3 * side * side, 32), nn.ReLU(), nn.Linear(32, 10)),
+        DataLoader(data, batch_size=target_batch // 2),
+        target_batch,
+        loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        forward=forward,
+        precision="fp16",
+        clip_grad_norm=1.0,
+    )

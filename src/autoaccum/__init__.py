@@ -1,0 +1,64 @@
+"""Automatic batch-size planning and training that survives running out of memory.
+
+    result = autoaccum.fit(model, loader, target_batch=100)
+"""
+
+from autoaccum.batches import Window, windows
+from autoaccum.callbacks import Callback
+from autoaccum.errors import (
+    AutoaccumError,
+    CheckpointError,
+    DeviceLostError,
+    DoesNotFitError,
+    InvalidInputError,
+    RankFailedError,
+    StateDamagedError,
+)
+from autoaccum.fit import fit
+from autoaccum.jobs.job import Job
+from autoaccum.loggers import JSONLinesLog, TensorBoardLog
+from autoaccum.memory.simulated import Simulated
+from autoaccum.oom import is_oom
+from autoaccum.planner import plan
+from autoaccum.probe import find_micro_batch
+from autoaccum.records import (
+    Evaluation,
+    FitResult,
+    MemoryEvent,
+    MemoryReading,
+    Plan,
+    ProbeResult,
+    StepReport,
+    Trial,
+)
+from autoaccum.runner import Runner
+
+__all__ = [
+    "AutoaccumError",
+    "Callback",
+    "CheckpointError",
+    "DeviceLostError",
+    "DoesNotFitError",
+    "Evaluation",
+    "FitResult",
+    "InvalidInputError",
+    "JSONLinesLog",
+    "Job",
+    "MemoryEvent",
+    "MemoryReading",
+    "Plan",
+    "ProbeResult",
+    "RankFailedError",
+    "Runner",
+    "Simulated",
+    "StateDamagedError",
+    "StepReport",
+    "TensorBoardLog",
+    "Trial",
+    "Window",
+    "find_micro_batch",
+    "fit",
+    "is_oom",
+    "plan",
+    "windows",
+]

@@ -1,0 +1,221 @@
+"""Goes through validation data: mean loss and metrics, every sample counted once, in a cut of its own."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.batches import Window
+from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.objective import is_pair, target_tensors
+from autoaccum.oom import first_line, is_oom, is_too_large, let_go
+from autoaccum.planner import shrink
+from autoaccum.probe import does_not_fit_text
+from autoaccum.records import Evaluation, MemoryEvent
+from autoaccum.state import Mark, evaluation_mode
+from autoaccum.weighting import Over
+
+if TYPE_CHECKING:
+    from autoaccum.objective import Term
+    from autoaccum.step import TrainingStep
+
+Metric = Callable[[Any, Any], Any]
+
+
+class Evaluator:
+    """Evaluates with the model and loss of a training step, which it leaves as they are.
+
+    The size in which batches are cut is found by failure alone and kept from one evaluation to the next; training's cut
+    is another's and not touched.
+
+    Args:
+        step: The training step.
+        metrics: One metric, several, or several by name. A metric is a callable of (outputs, targets) whose values are
+            averaged over the samples, or an object with `update`, `compute` and `reset` (as torchmetrics').
+        on_oom: Called each time memory runs out.
+
+    Raises:
+        InvalidInputError: A metric is neither.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
+        on_oom: Callable[[MemoryEvent], None] = lambda _: None,
+    ) -> None:
+        self._step = step
+        self._metrics = [_counted(name, metric, step.memory.device) for name, metric in _named(metrics).items()]
+        self._on_oom = on_oom
+        self._max_size: int | None = None
+
+    def run(self, batches: Iterable[Any]) -> Evaluation:
+        """Go through `batches` once, without gradients; modes and random state of a failed attempt are put back.
+
+        Raises:
+            InvalidInputError: There is no batch, or the model gives no loss in evaluation mode.
+            DoesNotFitError: Not even one sample fits.
+        """
+        started = time.perf_counter()
+        totals = _Totals()
+        for metric in self._metrics:
+            metric.reset()
+        mark = Mark(self._step.objective.modules, self._step.memory.device)
+        with evaluation_mode(self._step.objective.modules), torch.no_grad():
+            for batch in batches:
+                self._one_batch(Window([batch]), totals, mark)
+        if not totals.samples:
+            raise InvalidInputError("the validation loader gave no samples, so there is nothing to evaluate")
+        values = {name: value for metric in self._metrics for name, value in metric.result().items()}
+        return Evaluation(totals.mean(), values, totals.samples, time.perf_counter() - started)
+
+    def _one_batch(self, window: Window, totals: _Totals, mark: Mark) -> None:
+        start = 0
+        while start < window.samples:
+            size = min(self._max_size or window.samples, window.samples - start)
+            mark.take()
+            kept = [metric.state() for metric in self._metrics]
+            failure = None
+            try:
+                found = self._one_cut(window.cut(start, start + size), size)
+            except Exception as error:
+                if not (is_oom(error) or is_too_large(error)):
+                    raise
+                failure = MemoryEvent("evaluate", size, first_line(error))
+                let_go(error)
+            if failure is None:
+                totals.add(found, size)
+                start += size
+                continue
+            mark.put_back()
+            for metric, state in zip(self._metrics, kept, strict=True):
+                metric.put_back(state)
+            self._step.memory.release()
+            self._on_oom(failure)
+            self._max_size = shrink(window.samples, size)
+            if self._max_size is None:
+                raise DoesNotFitError(does_not_fit_text(self._step, None, failure.message))
+
+    def _one_cut(self, cut: Any, size: int) -> list[tuple[str, Tensor, float | Tensor]]:
+        """Return for each loss its name, its sum and its weight over the cut."""
+        objective = self._step.objective
+        batch = self._step.transfer.place(cut)
+        found = []
+        outputs: Any = None
+        with self._step.precision.autocast():
+            for source in objective.sources:
+                terms, outputs = objective.terms(source, batch, size)
+                found += [(term.name, *self._sum_and_weight(term, cut, size)) for term in terms]
+            if self._metrics and outputs is None:
+                outputs = objective.outputs(batch)
+        targets = batch[1] if is_pair(batch) else batch
+        for metric in self._metrics:
+            metric.update(outputs, targets, size)
+        return found
+
+    def _sum_and_weight(self, term: Term, cut: Any, size: int) -> tuple[Tensor, float | Tensor]:
+        if term.over is Over.PAIR:
+            assert term.weight is not None
+            return term.value, term.weight
+        how = self._step.objective.weighting(term.name)
+        if how.over is Over.SUM:
+            return term.value, float(size)
+        weight = how.weigh(size, target_tensors(cut))
+        # Where nothing counts the mean is not a number, and adds nothing.
+        return (term.value * weight if weight else torch.zeros_like(term.value)), weight
+
+
+class _Totals:
+    def __init__(self) -> None:
+        self.samples = 0
+        self._sums: dict[str, Tensor | float] = defaultdict(float)
+        self._weights: dict[str, Tensor | float] = defaultdict(float)
+
+    def add(self, found: list[tuple[str, Tensor, float | Tensor]], samples: int) -> None:
+        self.samples += samples
+        for name, total, weight in found:
+            self._sums[name] = self._sums[name] + total.double()
+            self._weights[name] = self._weights[name] + weight
+
+    def mean(self) -> float:
+        return sum(float(total) / float(self._weights[name]) for name, total in self._sums.items())
+
+
+class _Averaged:
+    """A plain callable, averaged over the samples."""
+
+    def __init__(self, name: str, function: Metric) -> None:
+        self._name = name
+        self._function = function
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum: Any = 0.0
+        self._samples = 0
+
+    def update(self, outputs: Any, targets: Any, samples: int) -> None:
+        value = self._function(outputs, targets)
+        if isinstance(value, Tensor) and value.dim():
+            value = value.double().mean()
+        self._sum = self._sum + value * samples
+        self._samples += samples
+
+    def result(self) -> dict[str, float]:
+        return {self._name: float(self._sum) / self._samples}
+
+    def state(self) -> Any:
+        return self._sum, self._samples
+
+    def put_back(self, state: Any) -> None:
+        self._sum, self._samples = state
+
+
+class _Stateful:
+    """An object that keeps its own count, as torchmetrics' do."""
+
+    def __init__(self, name: str, metric: Any, device: torch.device) -> None:
+        self._name = name
+        self._metric = metric.to(device) if hasattr(metric, "to") else metric
+
+    def reset(self) -> None:
+        self._metric.reset()
+
+    def update(self, outputs: Any, targets: Any, samples: int) -> None:  # noqa: ARG002 - it counts for itself
+        self._metric.update(outputs, targets)
+
+    def result(self) -> dict[str, float]:
+        value = self._metric.compute()
+        if isinstance(value, Mapping):
+            return {f"{self._name}/{key}": float(part) for key, part in value.items()}
+        return {self._name: float(value)}
+
+    def state(self) -> Any:
+        # Tensors are updated in place; what a list holds is not, but lists grow.
+        kept: Mapping[str, Any] = getattr(self._metric, "metric_state", {})
+        return {name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in kept.items()}
+
+    def put_back(self, state: Any) -> None:
+        for name, value in state.items():
+            setattr(self._metric, name, value)
+
+
+def _named(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> dict[str, Metric]:
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping):
+        return dict(metrics)
+    several = metrics if isinstance(metrics, list | tuple) else [metrics]
+    return {getattr(metric, "__name__", type(metric).__name__): metric for metric in several}
+
+
+def _counted(name: str, metric: Any, device: torch.device) -> _Averaged | _Stateful:
+    if all(hasattr(metric, method) for method in ("update", "compute", "reset")):
+        return _Stateful(name, metric, device)
+    if not callable(metric):
+        raise InvalidInputError(f"metric {name!r} is {metric!r}; pass a callable of (outputs, targets) or a torchmetrics object")
+    return _Averaged(name, metric)
