@@ -1,6 +1,6 @@
 """Automatic batch-size planning and training that survives running out of memory.
 
-    result = autoaccum.fit(model, loader, target_batch=100)
+result = autoaccum.fit(model, loader, target_batch=100)
 """
 
 from autoaccum.batches import Window, windows

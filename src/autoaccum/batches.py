@@ -60,10 +60,12 @@ class Piece:
         """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
         if start == 0 and stop == self.samples:
             return self.batch
-        return self._rebuild([
-            leaf[start:stop] if cuttable else leaf
-            for leaf, cuttable in zip(self._leaves, self._cuttable, strict=True)
-        ])
+        return self._rebuild(
+            [
+                leaf[start:stop] if cuttable else leaf
+                for leaf, cuttable in zip(self._leaves, self._cuttable, strict=True)
+            ]
+        )
 
     def joins(self, other: Piece) -> bool:
         """Whether the samples of both can stand in one batch: same nesting, types, trailing shapes, same rest."""
@@ -364,9 +366,9 @@ def _rebuild_foreign(kind: _ForeignType, values: Iterable[Any]) -> Any:
 
 
 optree.register_pytree_node(
-    _Foreign,
-    lambda node: (node.values, node.kind),
-    _rebuild_foreign,
+    _Foreign,  # type: ignore[arg-type]
+    lambda node: (node.values, node.kind),  # type: ignore[attr-defined]
+    _rebuild_foreign,  # type: ignore[arg-type]
     namespace=_NAMESPACE,
 )
 
@@ -383,7 +385,7 @@ def _with_foreign_mappings(batch: Any) -> Any:
         return batch
     return optree.tree_map(
         lambda leaf: _with_foreign_mappings(leaf) if _is_foreign(leaf) else leaf,
-        batch,
+        batch,  # type: ignore[arg-type]
         is_leaf=_is_plain_sequence,
         none_is_leaf=True,
         namespace=_NAMESPACE,
@@ -427,11 +429,13 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
     if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be cut by samples; pad or densify it")
-    hidden = not isinstance(leaf, Tensor) and any(_holds_tensor(value) for value in getattr(leaf, "__dict__", {}).values())
+    hidden = not isinstance(leaf, Tensor) and any(
+        _holds_tensor(value) for value in getattr(leaf, "__dict__", {}).values()
+    )
     if hidden:
         raise InvalidInputError(
-            f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; let the loader "
-            "yield tensors in tuples, lists or mappings"
+            f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; let the "
+            "loader yield tensors in tuples, lists or mappings"
         )
 
 

@@ -127,9 +127,7 @@ def fit_command(
         ),
     ],
     *,
-    target_batch: Annotated[
-        int | None, typer.Option(help="Samples an optimizer update is made from.")
-    ] = None,
+    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
     epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
     memory_limit: Annotated[
@@ -138,9 +136,7 @@ def fit_command(
     ] = None,
     micro_batch: Annotated[
         Any,
-        typer.Option(
-            parser=_auto_or_number, metavar="auto|N", help="Samples on the device at once; auto: what fits."
-        ),
+        typer.Option(parser=_auto_or_number, metavar="auto|N", help="Samples on the device at once; auto: what fits."),
     ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1.")] = None,

@@ -209,7 +209,7 @@ def _named(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> 
         return {}
     if isinstance(metrics, Mapping):
         return dict(metrics)
-    several = metrics if isinstance(metrics, list | tuple) else [metrics]
+    several: Sequence[Any] = metrics if isinstance(metrics, list | tuple) else [metrics]
     return {getattr(metric, "__name__", type(metric).__name__): metric for metric in several}
 
 
@@ -217,5 +217,7 @@ def _counted(name: str, metric: Any, device: torch.device) -> _Averaged | _State
     if all(hasattr(metric, method) for method in ("update", "compute", "reset")):
         return _Stateful(name, metric, device)
     if not callable(metric):
-        raise InvalidInputError(f"metric {name!r} is {metric!r}; pass a callable of (outputs, targets) or a torchmetrics object")
+        raise InvalidInputError(
+            f"metric {name!r} is {metric!r}; pass a callable of (outputs, targets) or a torchmetrics object"
+        )
     return _Averaged(name, metric)

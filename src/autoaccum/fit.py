@@ -81,13 +81,13 @@ def fit(
         loader: Any iterable of batches, of whatever size. A batch is (inputs, targets), which calls `model(inputs)`; a
             mapping, which calls `model(**batch)`; or anything else, which calls `model(batch)`.
         target_batch: Samples an update is made from.
-        loss: A callable of (outputs, targets), or of (outputs, batch) where a batch is no pair, that returns a scalar, a
-            vector of per-sample losses, a (sum, weight) pair, or a mapping of those; or a list of callables of (model,
+        loss: A callable of (outputs, targets), or of (outputs, batch) where a batch is no pair, that returns a scalar,
+            a vector of per-sample losses, a (sum, weight) pair, or a mapping of those; or a list of callables of (model,
             batch), each run and back-propagated by itself. None: the model's own loss, else cross entropy for
             whole-number targets and mean squared error for floating ones.
         optimizer: An optimizer over the model's parameters, or a function of them that makes one. None: AdamW(lr=1e-3).
-        scheduler: A learning-rate scheduler, or a function of the optimizer that makes one. ReduceLROnPlateau moves with
-            each evaluation's loss.
+        scheduler: A learning-rate scheduler, or a function of the optimizer that makes one. ReduceLROnPlateau moves
+            with each evaluation's loss.
         scheduler_interval: "step": the scheduler moves after every update; "epoch": after every epoch.
         epochs: Times to go through the loader. None: 1, or as many as `max_steps` takes.
         max_steps: Windows after which to stop.
@@ -247,7 +247,7 @@ class _Fit(Callback):
                 callback.on_fit_end(result)
         return result
 
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - as the base has it
         """Note the plan."""
         self._plans.append((step, plan))
 
@@ -396,7 +396,9 @@ def _check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | 
 
 def _check_iterable(name: str, loader: Any) -> None:
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise InvalidInputError(f"{name}={loader!r} cannot be iterated over; pass a DataLoader, or any iterable of batches")
+        raise InvalidInputError(
+            f"{name}={loader!r} cannot be iterated over; pass a DataLoader, or any iterable of batches"
+        )
 
 
 def _seed(seed: int) -> None:

@@ -158,9 +158,7 @@ class JSONLinesLog(_OneStepLate):
                 f"the log {str(self.path)!r} cannot be opened for writing ({error.strerror}); "
                 "pass a path in a folder that you may write to"
             ) from error
-        self._write(
-            "fit_start", {"epochs": epochs, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch}
-        )
+        self._write("fit_start", {"epochs": epochs, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch})
 
     def on_trial(self, trial: Trial) -> None:
         """Write the trial."""

@@ -20,7 +20,7 @@ class Notices:
     def say(self, text: str, *, key: str | None = None) -> None:
         """Print `text` unless something was said under the same `key` (by default the text itself) before."""
         if self._said.setdefault(key or text, text) is text and not self.silent:
-            print(f"autoaccum: {text}", file=sys.stderr, flush=True)
+            print(f"autoaccum: {text}", file=sys.stderr, flush=True)  # noqa: T201 - what it is for
 
     @property
     def texts(self) -> tuple[str, ...]:

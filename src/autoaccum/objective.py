@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,9 @@ class Objective:
         self._open: dict[str, list[Weighting]] = {}
         self._attempts = 0
         self._default: Over | None = None
-        self._said = None if loss_reduction is None else Weighting(Over.SUM if loss_reduction == "sum" else Over.SAMPLES)
+        self._said = (
+            None if loss_reduction is None else Weighting(Over.SUM if loss_reduction == "sum" else Over.SAMPLES)
+        )
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
         else:
@@ -154,7 +156,7 @@ class Objective:
         """Return the model's outputs for a batch, for metrics."""
         return self._forward(self.model, batch)
 
-    # --- weights -----------------------------------------------------------------------------------------------------
+    # --- weights -------------------------------------------------------------------------------------------------------
 
     def weighting(self, name: str) -> Weighting:
         """What the loss of this name runs over, as far as is known; samples where nothing is."""
@@ -212,9 +214,7 @@ class Objective:
             return False
         if not self._attempts:
             return not self._weightings
-        return any(
-            not _alike([self._shares(how, window, sizes) for how in found]) for found in self._open.values()
-        )
+        return any(not _alike([self._shares(how, window, sizes) for how in found]) for found in self._open.values())
 
     def _ask(self, window: Window, place: Callable[[Any], Any]) -> None:
         sample = _telling_samples(window)
@@ -253,8 +253,8 @@ class Objective:
             self._open.pop(name)
             self._know(name, Weighting(Over.SAMPLES))
             self._notices.say(
-                f"loss {name!r}: what it runs over could not be found out (batch-coupled, or random in evaluation mode);"
-                " micro-batches weigh by their samples. A (sum, weight) pair or loss_reduction= says it exactly"
+                f"loss {name!r}: what it runs over could not be found out (batch-coupled, or random in evaluation "
+                "mode); micro-batches weigh by their samples. A (sum, weight) pair or loss_reduction= says it exactly"
             )
             return
         self._open[name] = [how for how in self._open[name] if how in fitting]
@@ -306,7 +306,9 @@ class Objective:
     def _one_of_several(self, name: str, loss: Loss) -> Callable[[Any], tuple[dict[str, Any], Any]]:
         def run(batch: Any) -> tuple[dict[str, Any], Any]:
             raw = loss(self.model, batch)
-            return ({f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}), None
+            return (
+                {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}
+            ), None
 
         return run
 
@@ -360,16 +362,17 @@ def is_pair(batch: Any) -> bool:
 
 def target_tensors(batch: Any) -> dict[str, Tensor]:
     """Return the tensors in a batch that are targets, by name."""
-    if is_pair(batch):
-        targets = batch[1]
-        if isinstance(targets, Tensor):
-            return {"": targets} if targets.dim() else {}
-        named = targets.items() if isinstance(targets, Mapping) else enumerate(targets) if isinstance(targets, list | tuple) else ()
-    elif isinstance(batch, Mapping):
-        named = ((name, value) for name, value in batch.items() if any(word in str(name) for word in _TARGET_WORDS))
-    else:
-        named = ()
-    return {str(name): value for name, value in named if isinstance(value, Tensor) and value.dim()}
+    return {str(name): value for name, value in _named_targets(batch) if isinstance(value, Tensor) and value.dim()}
+
+
+def _named_targets(batch: Any) -> Iterable[tuple[Any, Any]]:
+    if not is_pair(batch):
+        items = batch.items() if isinstance(batch, Mapping) else ()
+        return [(name, value) for name, value in items if any(word in str(name) for word in _TARGET_WORDS)]
+    targets = batch[1]
+    if isinstance(targets, Mapping):
+        return targets.items()
+    return enumerate(targets) if isinstance(targets, list | tuple) else [("", targets)]
 
 
 def weights_of(how: Weighting, window: Window, sizes: Sequence[int]) -> list[float]:
@@ -396,7 +399,12 @@ def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
         )
     if is_pair(raw) and isinstance(raw[0], Tensor):
         total, weight = raw
-        return Term(name, total.sum(), Over.PAIR, weight.detach().sum() if isinstance(weight, Tensor) else float(weight))
+        return Term(
+            name,
+            total.sum(),
+            Over.PAIR,
+            weight.detach().sum() if isinstance(weight, Tensor) else float(weight),
+        )
     raise InvalidInputError(
         f"loss {name!r} is {_describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
         "pair, with its graph (no .item(), .detach() or float())"
@@ -428,8 +436,8 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
     if (not classes_second and not classes_last) or outputs.shape[1 if classes_second else -1] == 1:
         raise InvalidInputError(
             f"no loss can be chosen for outputs of shape {tuple(outputs.shape)} and whole-number targets of shape "
-            f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; pass "
-            "loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
+            f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
+            "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
         )
     return (cross_entropy if classes_second else cross_entropy_of_last), Over.COUNTED
 
@@ -483,7 +491,9 @@ def _telling_samples(window: Window) -> Any:
     counts = _counts(looked_at)
     by_count = sorted(range(len(counts)), key=counts.__getitem__)
     counting = [index for index in by_count if counts[index]] or by_count
-    return batches.chosen(looked_at, list(dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]]))[:3])
+    return batches.chosen(
+        looked_at, list(dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]]))[:3]
+    )
 
 
 def _counts(batch: Any) -> list[int]:

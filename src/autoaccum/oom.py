@@ -55,9 +55,7 @@ OOM_SIGNS = (
         "pytorch c10/cuda/CUDAException.cpp: what passes the caching allocator by, pinned memory",
     ),
     Sign(r"cudaErrorMemoryAllocation", "CUDA", "CUDA runtime, by the name of error 2; seen from extensions"),
-    Sign(
-        r"memory mapping failed with OOM", "CUDA", "strings of libc10_cuda (torch 2.15): expandable segments"
-    ),
+    Sign(r"memory mapping failed with OOM", "CUDA", "strings of libc10_cuda (torch 2.15): expandable segments"),
     Sign(
         r"would exceed allowed memory",
         "cudaMallocAsync",
@@ -100,9 +98,7 @@ OOM_SIGNS = (
         "pytorch aten/src/ATen/native/cudnn/Conv_v7.cpp; issue 101 of marqo-ai/marqo",
     ),
     Sign(r"HIP out of memory", "HIP", "issue 138002 of pytorch/pytorch"),
-    Sign(
-        r"HIP error: out of memory|hipErrorOutOfMemory", "HIP", "pytorch, the HIP form of CUDAException.cpp"
-    ),
+    Sign(r"HIP error: out of memory|hipErrorOutOfMemory", "HIP", "pytorch, the HIP form of CUDAException.cpp"),
     Sign(
         r"(HIPBLAS|HIPSOLVER|HIPSPARSE)_STATUS_ALLOC_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed",
         "HIP libraries",
@@ -150,9 +146,7 @@ OOM_SIGNS = (
         "oneDNN",
         "issue 914 of oneDNN: the scratchpad is taken at execution",
     ),
-    Sign(
-        r"std::bad_alloc|\bbad allocation\b", "CPU", "C++ operator new, as torch passes it on (two spellings)"
-    ),
+    Sign(r"std::bad_alloc|\bbad allocation\b", "CPU", "C++ operator new, as torch passes it on (two spellings)"),
 )
 
 TOO_LARGE_SIGNS = (
@@ -186,9 +180,7 @@ TOO_LARGE_SIGNS = (
         "any",
         "pytorch aten/src/ATen/EmptyTensor.cpp; raised here by a size beyond 2**63",
     ),
-    Sign(
-        r"Invalid buffer size", "MPS", "issue 141909 of pytorch/pytorch: one buffer beyond what Metal allows"
-    ),
+    Sign(r"Invalid buffer size", "MPS", "issue 141909 of pytorch/pytorch: one buffer beyond what Metal allows"),
     Sign(r"needs to be less than 2\*\*32 elements", "MPS", "issue 141909 of pytorch/pytorch"),
 )
 

@@ -1,4 +1,4 @@
-"""The optimizer: taken as it is, made from a function or chosen; checked against the model; its learning rate scaled."""
+"""The optimizer: taken as it is, made from a function or chosen, and checked; its learning rate scaled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def resolve(
 
 
 def scale_learning_rate(
-    optimizer: torch.optim.Optimizer, rule: str, *, target_batch: int, base_batch: int | None, notices: Notices
+    optimizer: torch.optim.Optimizer,
+    rule: str,
+    *,
+    target_batch: int,
+    base_batch: int | None,
+    notices: Notices,
 ) -> None:
     """Multiply every group's learning rate once, for a batch that differs from the one it was chosen for.
 
@@ -77,7 +82,9 @@ def scale_learning_rate(
         # Schedulers made before this call count from initial_lr.
         if "initial_lr" in group:
             group["initial_lr"] = group["initial_lr"] * factor
-        notices.say(f"learning rate: {float(before):g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})")
+        notices.say(
+            f"learning rate: {float(before):g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})"
+        )
 
 
 def _called(maker: MakesOptimizer, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:

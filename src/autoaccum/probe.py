@@ -150,10 +150,14 @@ def does_not_fit_text(step: TrainingStep, limit_bytes: int | None, message: str 
     allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
     found = f" ({message})" if message else ""
     remedies = [] if step.precision.name != "fp32" else ["precision='bf16'"]
-    remedies += ["activation checkpointing (torch.utils.checkpoint)", "shorter or smaller inputs", "an optimizer with less state"]
+    remedies += [
+        "activation checkpointing (torch.utils.checkpoint)",
+        "shorter or smaller inputs",
+        "an optimizer with less state",
+    ]
     if limit_bytes is not None:
         remedies.append("a higher memory_limit")
     return (
-        f"micro_batch=1 does not fit on {step.memory.name}: {format_bytes(reading.free_bytes)}{allowed} are free without "
-        f"the step's activations{found}; try {', or '.join(remedies)}"
+        f"micro_batch=1 does not fit on {step.memory.name}: {format_bytes(reading.free_bytes)}{allowed} are free "
+        f"without the step's activations{found}; try {', or '.join(remedies)}"
     )

@@ -177,9 +177,7 @@ class LineProgress(Callback):
     def on_epoch_end(self, epoch: int) -> None:
         """Write a line: how the epoch ended."""
         if self._tally.report is not None:
-            self._write(
-                f"epoch {epoch} done, {self._tally.position.partition(', ')[2]}: {self._tally.figures()}"
-            )
+            self._write(f"epoch {epoch} done, {self._tally.position.partition(', ')[2]}: {self._tally.figures()}")
         self._restart()
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
@@ -296,9 +294,7 @@ class RichProgress(Callback):
     def _update(self) -> None:
         assert self._bar is not None, "on_fit_start comes first"  # noqa: S101 - guards what cannot happen
         task = self._bar.tasks[0].id
-        self._bar.update(
-            task, completed=self._tally.steps, description=self._tally.position.partition(",")[0]
-        )
+        self._bar.update(task, completed=self._tally.steps, description=self._tally.position.partition(",")[0])
         self._status = Text(self._tally.figures(), style="dim")
 
     def _picture(self) -> RenderableType:
@@ -349,9 +345,7 @@ def _evaluation_text(evaluation: Evaluation, epoch: int) -> str:
 def _summary_text(result: FitResult) -> str:
     last = f", last loss {result.history[-1].loss:.4g}" if result.history else ""
     metrics = "".join(
-        f", {name} {value:.4g}"
-        for evaluation in result.evaluations[-1:]
-        for name, value in evaluation.metrics.items()
+        f", {name} {value:.4g}" for evaluation in result.evaluations[-1:] for name, value in evaluation.metrics.items()
     )
     return (
         f"done: {result.steps} steps, {result.samples} samples in {result.elapsed_s:.1f} s, "

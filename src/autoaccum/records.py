@@ -6,12 +6,14 @@ it only when they are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 class _HasItem(Protocol):
@@ -30,7 +32,7 @@ class DeviceScalar:
         """Return the number, waiting for the device the first time."""
         if not isinstance(self._value, float):
             value = self._value
-            self._value = float(value if isinstance(value, int) else value.item())  # type: ignore[union-attr]
+            self._value = float(value if isinstance(value, int) else value.item())
         return self._value
 
     def __repr__(self) -> str:

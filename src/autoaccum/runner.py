@@ -156,8 +156,8 @@ class Runner:
         """Make one update from one window.
 
         Args:
-            window: One batch, or a sequence of the loader's batches (what `autoaccum.windows` yields, a `Window`, a list
-                of batches). It need not have the plan's number of samples.
+            window: One batch, or a sequence of the loader's batches (what `autoaccum.windows` yields, a `Window`,
+                a list of batches). It need not have the plan's number of samples.
 
         Returns:
             What was done; `report.loss` waits for the device when it is read.
@@ -271,8 +271,8 @@ class Runner:
         for name, weight in weights.items():
             if weight == 0.0:
                 raise InvalidInputError(
-                    f"the (sum, weight) pairs {name!r} of this window of {window.samples} samples have weight 0 together, "
-                    "so their mean does not exist; leave such samples out"
+                    f"the (sum, weight) pairs {name!r} of this window of {window.samples} samples have weight 0 "
+                    "together, so their mean does not exist; leave such samples out"
                 )
         return dict(weights)
 
@@ -281,8 +281,8 @@ class Runner:
         values = {name: scalar.read() for name, scalar in losses.items()}
         if not all(map(math.isfinite, values.values())):
             raise InvalidInputError(
-                f"the loss is not finite from the start ({', '.join(f'{name}={value}' for name, value in values.items())});"
-                " look for NaN in the inputs, log(0) or a division by 0 in the loss, or too large initial weights"
+                f"the loss is not finite from the start ({', '.join(f'{name}={value}' for name, value in "
+                "values.items())}); look for NaN in the inputs, log(0) or a division by 0 in the loss, or too large initial weights"
             )
         if not self._step.holds_gradients():
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
@@ -307,7 +307,7 @@ class Runner:
         for callback in self._callbacks:
             callback.on_oom(event, step=self._done + 1)
         if event.size is None:
-            # Unscaling, clipping and the optimizer do not depend on the cut: with the caches let go it is tried once more.
+            # Unscaling, clipping and the optimizer do not depend on the cut: once more, with the caches let go.
             if len(events) > 1 and events[-2].size is None:
                 raise DoesNotFitError(
                     f"the {event.phase} step does not fit on {self._memory.name} even with no activations alive "
@@ -329,7 +329,7 @@ class Runner:
         return self._peak_bytes
 
 
-def _total(values: Sequence[Tensor], correction: float | Tensor) -> DeviceScalar:
+def _total(values: list[Tensor], correction: float | Tensor) -> DeviceScalar:
     total = values[0] if len(values) == 1 else torch.stack(values).sum()
     return DeviceScalar(total if isinstance(correction, float) and correction == 1.0 else total * correction)
 
@@ -340,8 +340,8 @@ def _correction(window: Window, accumulated: Accumulated) -> float | Tensor:
         return 1.0
     if len(accumulated.losses) > 1:
         raise InvalidInputError(
-            f"losses {', '.join(map(repr, accumulated.losses))}: a (sum, weight) pair beside other losses whose weight is "
-            "not known beforehand"
+            f"losses {', '.join(map(repr, accumulated.losses))}: a (sum, weight) pair beside other losses whose weight "
+            "is not known beforehand"
         )
     (weights,) = accumulated.pair_weights.values()
     total = sum(weights)
@@ -349,7 +349,7 @@ def _correction(window: Window, accumulated: Accumulated) -> float | Tensor:
         return window.samples / total
     if float(total) == 0.0:
         raise InvalidInputError(
-            f"the (sum, weight) pairs of this window of {window.samples} samples have weight 0 together, so the mean over "
-            "it does not exist; leave such samples out"
+            f"the (sum, weight) pairs of this window of {window.samples} samples have weight 0 together, so the mean "
+            "over it does not exist; leave such samples out"
         )
     return window.samples / float(total)

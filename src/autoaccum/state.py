@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 
 class _NumpyState:
@@ -39,7 +41,7 @@ class _NumpyState:
 
     @staticmethod
     def _fingerprint() -> bytes | None:
-        generator = np.random.get_bit_generator()
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not isinstance(generator, np.random.MT19937):
             return None
         return ctypes.string_at(generator.ctypes.state_address, _NumpyState._STATE_BYTES)
@@ -125,8 +127,9 @@ class Mark:
                     owner[name] = buffer
                     if buffer is None or copy is None or buffer._version == version:
                         continue
-                    # A buffer may have been resized in place; its copy has the shape that it had.
-                    buffer.set_(copy.clone()) if buffer.shape != copy.shape else buffer.copy_(copy)
+                    if buffer.shape != copy.shape:
+                        buffer.resize_(copy.shape)  # the model resized it in place
+                    buffer.copy_(copy)
                     kept[name] = (buffer, copy, buffer._version)
         self._random.put_back()
 
@@ -150,7 +153,9 @@ class Snapshot:
         everything = _unique([*trained, *(p for module in modules for p in module.parameters())])
         self._gradients = [(p, None if p.grad is None else (p.grad, _aside(p.grad.detach()))) for p in everything]
         self._state = {
-            parameter: {name: (value, _aside(value) if isinstance(value, Tensor) else value) for name, value in kept.items()}
+            parameter: {
+                name: (value, _aside(value) if isinstance(value, Tensor) else value) for name, value in kept.items()
+            }
             for parameter, kept in optimizer.state.items()
         }
         self._settings = [
@@ -162,15 +167,13 @@ class Snapshot:
         with torch.no_grad():
             for parameter, value in self._values:
                 parameter.copy_(value)
-            for parameter, kept in self._gradients:
-                parameter.grad = None if kept is None else kept[0]
-                if kept is not None:
-                    kept[0].copy_(kept[1])
-            for parameter in [known for known in self._optimizer.state if known not in self._state]:
-                del self._optimizer.state[parameter]
-            for parameter, state in self._state.items():
-                now = self._optimizer.state[parameter]
-                now.clear()
+            for parameter, gradient in self._gradients:
+                parameter.grad = None if gradient is None else gradient[0]
+                if gradient is not None:
+                    gradient[0].copy_(gradient[1])
+            self._optimizer.state.clear()
+            for holder, state in self._state.items():
+                now = self._optimizer.state[holder]
                 for name, (value, aside) in state.items():
                     now[name] = value
                     if isinstance(value, Tensor):

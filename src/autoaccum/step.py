@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from autoaccum import optimizers, precision
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
 from autoaccum.memory.limits import format_bytes
-from autoaccum.notices import Notices
 from autoaccum.objective import Objective
 from autoaccum.oom import first_line, is_oom
 from autoaccum.transfer import Transfer
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from autoaccum.memory.base import MemoryBackend
+    from autoaccum.notices import Notices
     from autoaccum.objective import Factors, Loss, Term
     from autoaccum.precision import Precision
 
@@ -130,11 +130,11 @@ class TrainingStep:
             total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
             if not total.requires_grad:
                 raise InvalidInputError(
-                    f"loss {'+'.join(term.name for term in terms)!r} has no gradient: it does not depend on a parameter "
-                    "that needs one; look for .detach(), .item() or torch.no_grad() on the way"
+                    f"loss {'+'.join(term.name for term in terms)!r} has no gradient: it does not depend on a "
+                    "parameter that needs one; look for .detach(), .item() or torch.no_grad() on the way"
                 )
             self.phase = "backward"
-            (total if scaler is None else scaler.scale(total)).backward()
+            (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _factor(term: Term, factors: Factors, into: Accumulated) -> float | Tensor:
@@ -175,8 +175,8 @@ class TrainingStep:
             if is_oom(error) and not written.undo():
                 raise StateDamagedError(
                     "memory ran out inside the optimizer after it had begun to write, so the parameters are part old, "
-                    f"part new ({first_line(error)}); load a checkpoint, and leave more room (a smaller micro_batch, or "
-                    "foreach=False in the optimizer)"
+                    f"part new ({first_line(error)}); load a checkpoint, and leave more room (a smaller micro_batch, "
+                    "or foreach=False in the optimizer)"
                 ) from error
             raise
         return Update(norm, skipped)
@@ -217,7 +217,9 @@ class _Written:
 
     def undo(self) -> bool:
         """Take back state that was newly made; return whether everything is as it was."""
-        was_complete = len({id(entry[0]) for entry in self._state}) >= sum(p.grad is not None for p, _ in self._parameters)
+        was_complete = len({id(entry[0]) for entry in self._state}) >= sum(
+            p.grad is not None for p, _ in self._parameters
+        )
         if was_complete and any(group.get("fused") for group in self._optimizer.param_groups):
             return False
         if any(parameter._version != version for parameter, version in self._parameters):
@@ -246,7 +248,7 @@ def assemble(
     clip_grad_norm: float | None,
     notices: Notices,
 ) -> TrainingStep:
-    """Check the arguments that `fit`, `find_micro_batch` and `Runner` have in common, move the model and put it together.
+    """Check what `fit`, `find_micro_batch` and `Runner` have in common, move the model and put a step together.
 
     Raises:
         InvalidInputError: An argument cannot be used.
@@ -259,8 +261,7 @@ def assemble(
     chosen = optimizers.resolve(optimizer, objective.modules, notices)
     how = precision.resolve(precision_name, memory.device, model, notices)
     _move(objective.modules, chosen, memory)
-    step = TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
-    return step
+    return TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
 
 
 def check_clip(clip_grad_norm: object) -> None:
@@ -302,8 +303,8 @@ def _move(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, memory
         memory.release()
         size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
         raise DoesNotFitError(
-            f"the model's parameters take {format_bytes(size)}, and {format_bytes(memory.reading().free_bytes)} are free "
-            f"on {memory.name} ({failure}); end other processes there, or choose a smaller model or another device"
+            f"the model's parameters take {format_bytes(size)}, and {format_bytes(memory.reading().free_bytes)} are "
+            f"free on {memory.name} ({failure}); end other processes there, or choose a smaller model or another device"
         )
 
 

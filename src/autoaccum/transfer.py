@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 from autoaccum.batches import map_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator, Sequence
+
     from autoaccum.batches import Window
 
 
@@ -23,7 +24,7 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def place(self, batch: Any) -> Any:
         """Return the batch with its tensors on the device; one that is there already is passed on as it is."""
@@ -31,7 +32,7 @@ class Transfer:
         asynchronous = self._device.type != "cpu"
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=asynchronous), batch)
 
-    def feed(self, window: Window, sizes: Sequence[int]) -> Iterator[Any]:
+    def feed(self, window: Window, sizes: Sequence[int]) -> Generator[Any, None, None]:
         """Yield the micro-batches of a window on the device, the next one on its way while one is used.
 
         Args:

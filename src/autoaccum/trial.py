@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ from autoaccum.records import Trial
 from autoaccum.step import Accumulated
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from autoaccum.step import TrainingStep
 
 
