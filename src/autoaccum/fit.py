@@ -82,8 +82,8 @@ def fit(
             mapping, which calls `model(**batch)`; or anything else, which calls `model(batch)`.
         target_batch: Samples an update is made from.
         loss: A callable of (outputs, targets), or of (outputs, batch) where a batch is no pair, that returns a scalar,
-            a vector of per-sample losses, a (sum, weight) pair, or a mapping of those; or a list of callables of (model,
-            batch), each run and back-propagated by itself. None: the model's own loss, else cross entropy for
+            a vector of per-sample losses, a (sum, weight) pair, or a mapping of those; or a list of callables of
+            (model, batch), each run and back-propagated by itself. None: the model's own loss, else cross entropy for
             whole-number targets and mean squared error for floating ones.
         optimizer: An optimizer over the model's parameters, or a function of them that makes one. None: AdamW(lr=1e-3).
         scheduler: A learning-rate scheduler, or a function of the optimizer that makes one. ReduceLROnPlateau moves

@@ -156,7 +156,7 @@ class Objective:
         """Return the model's outputs for a batch, for metrics."""
         return self._forward(self.model, batch)
 
-    # --- weights -------------------------------------------------------------------------------------------------------
+    # --- weights ------------------------------------------------------------------------------------------------------
 
     def weighting(self, name: str) -> Weighting:
         """What the loss of this name runs over, as far as is known; samples where nothing is."""
@@ -292,7 +292,7 @@ class Objective:
             )
         self._know(_LOSS, how)
 
-    # --- calling the model and the loss --------------------------------------------------------------------------------
+    # --- calling the model and the loss -------------------------------------------------------------------------------
 
     def _from_callables(self, losses: Sequence[Loss]) -> tuple[Source, ...]:
         if not losses or not all(map(callable, losses)):

@@ -280,9 +280,10 @@ class Runner:
         """Refuse a loss that is not a number from the start, before the first update spreads it."""
         values = {name: scalar.read() for name, scalar in losses.items()}
         if not all(map(math.isfinite, values.values())):
+            found = ", ".join(f"{name}={value}" for name, value in values.items())
             raise InvalidInputError(
-                f"the loss is not finite from the start ({', '.join(f'{name}={value}' for name, value in "
-                "values.items())}); look for NaN in the inputs, log(0) or a division by 0 in the loss, or too large initial weights"
+                f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division by 0 "
+                "in the loss, or too large initial weights"
             )
         if not self._step.holds_gradients():
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
@@ -291,10 +292,10 @@ class Runner:
         """Put everything back as it was before the window; return what happened if it was lack of memory."""
         if oom.is_device_lost(error):
             raise DeviceLostError(
-                f"{self._memory.name} can no longer be used by this process ({oom.first_line(error)}); start a new process"
+                f"{self._memory.name} can no longer be used by this process ({oom.first_line(error)}); start a new one"
             ) from error
         with signals.held():
-            self._step.clear_gradients()
+            self._step.abandon()
             self._mark.put_back()
         if not (oom.is_oom(error) or oom.is_too_large(error)):
             return None

@@ -93,6 +93,13 @@ class TrainingStep:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def abandon(self) -> None:
+        """Forget a window that has not become an update: its gradients, and how far the scaler had come with them."""
+        self.clear_gradients()
+        if self.precision.scaler is not None:
+            # Without a public way: otherwise the next unscale_() is refused as the second one.
+            self.precision.scaler._per_optimizer_states.clear()
+
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self.parameters)
