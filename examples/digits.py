@@ -19,8 +19,8 @@ import autoaccum
 # ResNet-18's step of 100 such images does not fit in either, one of about half as many does. What it takes
 # differs: in a card's memory the parameters, CUDA's libraries and their work space count too, on the host
 # they do not.
-LIMIT_ON_THE_HOST = "400MiB"
-LIMIT_ON_A_CARD = "400MiB"
+LIMIT_ON_THE_HOST = "220MiB"
+LIMIT_ON_A_CARD = "220MiB"
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -28,9 +28,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(dim=1) == targets).float().mean()
 
 
-def job(
-    side: int = 64, epochs: int = 3, target_batch: int = 100, memory_limit: str | None = None
-) -> autoaccum.Job:
+def job(side: int = 64, epochs: int = 3, target_batch: int = 100, memory_limit: str | None = None) -> autoaccum.Job:
     """Return the job; `side` is the images' in pixels."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -6,6 +6,10 @@ import math
 import sys
 
 import pytest
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.loggers import JSONLinesLog, TensorBoardLog
+from autoaccum.records import DeviceScalar
 from record_examples import (
     EVALUATION,
     MIB,
@@ -18,10 +22,6 @@ from record_examples import (
     fit_result,
     step_report,
 )
-
-from autoaccum.errors import InvalidInputError
-from autoaccum.loggers import JSONLinesLog, TensorBoardLog
-from autoaccum.records import DeviceScalar
 
 
 def started(log):
@@ -229,10 +229,7 @@ def scalars(log_dir):
     """The scalars in the event files of a folder, as {name: [(step, value), ...]}."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reader = accumulator.EventAccumulator(str(log_dir)).Reload()
-    return {
-        name: [(event.step, event.value) for event in reader.Scalars(name)]
-        for name in reader.Tags()["scalars"]
-    }
+    return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
 
 
 def test_tensorboard_gets_the_scalars_that_are_documented(tmp_path):

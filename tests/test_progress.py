@@ -5,13 +5,13 @@ import re
 import sys
 
 import pytest
-from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 from rich.console import Console
 
 from autoaccum import progress as progress_module
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 from autoaccum.progress import LineProgress, RichProgress, format_cut, progress_for
+from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 
 
 @pytest.fixture
@@ -122,8 +122,7 @@ def test_lines_tell_each_trial_with_its_verdict(lines):
         shown.on_trial(trial)
 
     assert file.getvalue() == (
-        "autoaccum: trial of 100: does not fit, 0.50 s\n"
-        "autoaccum: trial of 37: fits, peak 500.0 MiB, 0.25 s\n"
+        "autoaccum: trial of 100: does not fit, 0.50 s\nautoaccum: trial of 37: fits, peak 500.0 MiB, 0.25 s\n"
     )
 
 
@@ -222,9 +221,7 @@ def test_lines_tell_the_epoch_and_the_evaluation(lines):
 
     epoch_line, evaluation_line = file.getvalue().splitlines()
     assert epoch_line.startswith("autoaccum: epoch 1 done, step 15/45: loss 0.25, ")
-    assert evaluation_line == (
-        "autoaccum: evaluation after epoch 1: loss 0.5, accuracy 0.9375 (360 samples, 1.5 s)"
-    )
+    assert evaluation_line == ("autoaccum: evaluation after epoch 1: loss 0.5, accuracy 0.9375 (360 samples, 1.5 s)")
 
 
 def test_a_skipped_update_is_told(lines):
@@ -242,8 +239,7 @@ def test_lines_end_with_a_summary(lines):
     shown.on_fit_end(fit_result())
 
     assert file.getvalue() == (
-        "autoaccum: done: 2 steps, 200 samples in 12.5 s, cut 34+33+33, 1 oom, last loss 0.25, "
-        "accuracy 0.9375\n"
+        "autoaccum: done: 2 steps, 200 samples in 12.5 s, cut 34+33+33, 1 oom, last loss 0.25, accuracy 0.9375\n"
     )
 
 

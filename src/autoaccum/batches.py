@@ -18,6 +18,7 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.records import check_positive_int
@@ -50,7 +51,7 @@ class Piece:
     def __init__(self, batch: Any) -> None:
         self.batch = batch
         self._leaves, self._spec = optree.tree_flatten(
-            _with_foreign_mappings(batch), is_leaf=_is_plain_sequence, none_is_leaf=True, namespace=_NAMESPACE
+            _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
         )
         self.samples = _count(self._leaves, batch)
         self._cuttable = [_runs_along_the_batch(leaf, self.samples) for leaf in self._leaves]
@@ -266,22 +267,27 @@ def as_window(given: Any) -> Window:
     Raises:
         InvalidInputError: It cannot be told what is meant, or there is nothing in it that can be cut.
     """
-    if isinstance(given, Window):
-        return given
+    window = given if isinstance(given, Window) else Window(_batches_in(given))
+    if not window.samples:
+        raise InvalidInputError("the window holds 0 samples, so it makes no update; leave empty batches out")
+    return window
+
+
+def _batches_in(given: Any) -> Iterable[Any]:
     if isinstance(given, Iterator):
-        return Window(given)
+        return given
     if not isinstance(given, list) or not given or not all(_is_batch_itself(item) for item in given):
-        return Window([given])
+        return [given]
     if len(given) == _PAIR:
         first, second = (Piece(item) for item in given)
         if first.samples == second.samples and not first.resembles(second):
-            return Window([given])
+            return [given]
         if first.samples == second.samples:
             raise InvalidInputError(
                 "a list of two batches of the same form may be two batches or the inputs and targets of one; say "
                 "which: autoaccum.Window([first, second]) for two batches, a tuple (inputs, targets) for one"
             )
-    return Window(given)
+    return given
 
 
 def count(batch: Any) -> int:
@@ -294,8 +300,14 @@ def count(batch: Any) -> int:
 
 
 def repeated(batch: Any, samples: int) -> Any:
-    """Return a batch of `samples` samples, made of those of `batch` over and over, in order."""
+    """Return a batch of `samples` samples, made of those of `batch` over and over, in order.
+
+    Raises:
+        InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
+    """
     piece = Piece(batch)
+    if not piece.samples:
+        raise InvalidInputError(f"a batch of 0 samples ({_shapes(batch)}) has nothing to try; pass one with samples")
     whole, rest = divmod(samples, piece.samples)
     spans = [_Span(piece, 0, piece.samples)] * whole
     if rest:
@@ -315,7 +327,7 @@ def map_tensors(function: Any, batch: Any) -> Any:
     return optree.tree_map(
         lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf,
         _with_foreign_mappings(batch),
-        is_leaf=_is_plain_sequence,
+        is_leaf=_is_whole,
         none_is_leaf=True,
         namespace=_NAMESPACE,
     )
@@ -356,13 +368,24 @@ class _Foreign:
 
 def _rebuild_foreign(kind: _ForeignType, values: Iterable[Any]) -> Any:
     items = dict(zip(kind.keys, values, strict=True))
-    made = copy.copy(kind.prototype)
     try:
+        made = _copied(kind.prototype)
         for key, value in items.items():
             made[key] = value  # type: ignore[index]
     except TypeError:  # a read-only mapping: its type has to take a dict
         return type(kind.prototype)(items)  # type: ignore[call-arg]
+    # Attributes that say the same as an item (batch.labels beside batch["labels"]) have to follow it.
+    attributes = getattr(made, "__dict__", {})
+    attributes.update((name, items[name]) for name in attributes.keys() & items.keys())
     return made
+
+
+def _copied(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a copy that holds the same values and can be written to without a trace in the original."""
+    if isinstance(mapping, dict) or hasattr(mapping, "__copy__"):
+        return copy.copy(mapping)
+    # A shallow copy of a mapping around a dict of its own would write into the original's.
+    return copy.deepcopy(mapping, {id(value): value for value in mapping.values()})
 
 
 optree.register_pytree_node(
@@ -386,14 +409,16 @@ def _with_foreign_mappings(batch: Any) -> Any:
     return optree.tree_map(
         lambda leaf: _with_foreign_mappings(leaf) if _is_foreign(leaf) else leaf,
         batch,  # type: ignore[arg-type]
-        is_leaf=_is_plain_sequence,
+        is_leaf=_is_whole,
         none_is_leaf=True,
         namespace=_NAMESPACE,
     )
 
 
-def _is_plain_sequence(node: Any) -> bool:
-    """Whether a list or tuple is data (a list of file names) and not a level of the nesting."""
+def _is_whole(node: Any) -> bool:
+    """Whether a sequence is data (a list of file names, a PackedSequence) and not a level of the nesting."""
+    if isinstance(node, PackedSequence):
+        return True
     return type(node) in (list, tuple) and not any(_holds_tensor(item) for item in node)
 
 
@@ -429,19 +454,24 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
     if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be cut by samples; pad or densify it")
-    hidden = not isinstance(leaf, Tensor) and any(
-        _holds_tensor(value) for value in getattr(leaf, "__dict__", {}).values()
-    )
-    if hidden:
+    if not isinstance(leaf, Tensor) and (isinstance(leaf, PackedSequence) or any(map(_holds_tensor, _inside(leaf)))):
         raise InvalidInputError(
             f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; let the "
             "loader yield tensors in tuples, lists or mappings"
         )
 
 
+def _inside(leaf: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, those in slots included."""
+    yield from getattr(leaf, "__dict__", {}).values()
+    for kind in type(leaf).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        yield from (getattr(leaf, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+
+
 def _shapes(batch: Any) -> str:
     paths, leaves, _ = optree.tree_flatten_with_path(
-        _with_foreign_mappings(batch), is_leaf=_is_plain_sequence, none_is_leaf=True, namespace=_NAMESPACE
+        _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
     )
     named = [
         f"{'/'.join(map(str, path)) or 'batch'}: {tuple(leaf.shape)}"

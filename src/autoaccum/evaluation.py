@@ -78,10 +78,11 @@ class Evaluator:
         start = 0
         while start < window.samples:
             size = min(self._max_size or window.samples, window.samples - start)
-            mark.take()
-            kept = [metric.state() for metric in self._metrics]
+            kept = None
             failure = None
             try:
+                mark.take()
+                kept = [metric.state() for metric in self._metrics]
                 found = self._one_cut(window.cut(start, start + size), size)
             except Exception as error:
                 if not (is_oom(error) or is_too_large(error)):
@@ -92,9 +93,10 @@ class Evaluator:
                 totals.add(found, size)
                 start += size
                 continue
-            mark.put_back()
-            for metric, state in zip(self._metrics, kept, strict=True):
-                metric.put_back(state)
+            if kept is not None:
+                mark.put_back()
+                for metric, state in zip(self._metrics, kept, strict=True):
+                    metric.put_back(state)
             self._step.memory.release()
             self._on_oom(failure)
             self._max_size = shrink(window.samples, size)

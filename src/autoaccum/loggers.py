@@ -205,7 +205,7 @@ class JSONLinesLog(_OneStepLate):
         self._write_line("step", {"epoch": epoch, **fields}, at_s=at_s)
 
     def _write_line(self, event: str, fields: dict[str, Any], *, at_s: float) -> None:
-        assert self._file is not None, "on_fit_start comes first"  # noqa: S101 - guards what cannot happen
+        assert self._file is not None, "on_fit_start comes first"
         line = json.dumps({"event": event, "time": at_s, **fields}, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()

@@ -19,7 +19,11 @@ class Notices:
 
     def say(self, text: str, *, key: str | None = None) -> None:
         """Print `text` unless something was said under the same `key` (by default the text itself) before."""
-        if self._said.setdefault(key or text, text) is text and not self.silent:
+        key = text if key is None else key
+        if key in self._said:
+            return
+        self._said[key] = text
+        if not self.silent:
             print(f"autoaccum: {text}", file=sys.stderr, flush=True)  # noqa: T201 - what it is for
 
     @property

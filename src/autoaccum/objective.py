@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -194,20 +195,19 @@ class Objective:
             place: Moves a batch to the device.
             mark: Taken and put back here.
         """
-        if not self._must_ask(window, sizes):
-            return
-        self._attempts += 1
-        mark.take()
-        try:
-            with evaluation_mode(self.modules), torch.no_grad():
-                self._ask(window, place)
-        except Exception as error:
-            # A model may give no loss in evaluation mode (torchvision's detectors give boxes): no reason to stop.
-            if oom.is_oom(error) or oom.is_device_lost(error):
-                raise
-            self._give_up(oom.first_line(error))
-        finally:
-            mark.put_back()
+        while self._must_ask(window, sizes):
+            self._attempts += 1
+            mark.take()
+            try:
+                with evaluation_mode(self.modules), torch.no_grad():
+                    self._ask(_telling_samples(window, self._attempts), place)
+            except Exception as error:
+                # A model may give no loss in evaluation mode (torchvision's detectors give boxes): no reason to stop.
+                if oom.is_oom(error) or oom.is_device_lost(error):
+                    raise
+                self._give_up(oom.first_line(error))
+            finally:
+                mark.put_back()
 
     def _must_ask(self, window: Window, sizes: Sequence[int]) -> bool:
         if len(sizes) == 1 or self._attempts >= _ATTEMPTS:
@@ -216,8 +216,7 @@ class Objective:
             return not self._weightings
         return any(not _alike([self._shares(how, window, sizes) for how in found]) for found in self._open.values())
 
-    def _ask(self, window: Window, place: Callable[[Any], Any]) -> None:
-        sample = _telling_samples(window)
+    def _ask(self, sample: Any, place: Callable[[Any], Any]) -> None:
         parts = [batches.chosen(sample, [0])]
         rest = batches.count(sample) - 1
         if rest:
@@ -240,14 +239,13 @@ class Objective:
         if name not in self._open:
             self._open[name] = weighting.candidates(targets[0])
         values = [float(piece.value) for piece in pieces]
-        if len(values) != len(parts) or not all(map(math.isfinite, [*values, float(whole.value)])):
+        if len(values) != len(parts) or not math.isfinite(float(whole.value)):
             return
         tolerance = _TOLERANCE.get(whole.value.dtype, _HALF_TOLERANCE)
         misfits = {}
         for how in self._open[name]:
             weights = [how.weigh(batches.count(part), named) for part, named in zip(parts, targets, strict=True)]
-            if all(weights):
-                misfits[how] = weighting.misfit(how, float(whole.value), values, weights)
+            misfits[how] = weighting.misfit(how, float(whole.value), values, weights)
         fitting = sorted((how for how, off in misfits.items() if off <= tolerance), key=misfits.__getitem__)
         if not fitting:
             self._open.pop(name)
@@ -479,28 +477,30 @@ def _alike(lists: Sequence[Sequence[float]]) -> bool:
     )
 
 
-def _telling_samples(window: Window) -> Any:
+def _telling_samples(window: Window, attempt: int) -> Any:
     """Choose up to three samples that stand in one batch: one in which few targets count, one of many, one of none.
 
-    With the first alone and the others together, every candidate gives another answer (where the samples can tell).
+    With the first alone and the others together, every candidate gives another answer (where the samples can tell). A
+    later attempt chooses by chance, but the same in every run.
     """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
     start = sum(groups[:largest])
     looked_at = window.cut(start, start + min(groups[largest], _LOOKED_AT))
     counts = _counts(looked_at)
+    if attempt > 1:
+        return batches.chosen(looked_at, random.Random(attempt).sample(range(len(counts)), min(len(counts), 3)))
     by_count = sorted(range(len(counts)), key=counts.__getitem__)
     counting = [index for index in by_count if counts[index]] or by_count
-    return batches.chosen(
-        looked_at, list(dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]]))[:3]
-    )
+    telling = dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]])
+    return batches.chosen(looked_at, list(telling)[:3])
 
 
 def _counts(batch: Any) -> list[int]:
-    """Return for each sample how many of its targets count, those that a shift leaves out not included."""
+    """Return for each sample how many of its targets count, with and without the shift by one."""
     counts = torch.zeros(batches.count(batch), dtype=torch.long)
     for targets in target_tensors(batch).values():
         if not targets.is_floating_point():
-            shifted = targets[..., 1:] if targets.dim() > 1 else targets.unsqueeze(-1)
-            counts += (shifted != weighting.IGNORE_INDEX).flatten(1).sum(1).cpu()
+            counting = (targets != weighting.IGNORE_INDEX).reshape(len(targets), -1).cpu()
+            counts += counting.sum(1) + counting[:, 1:].sum(1)
     return counts.tolist()

@@ -116,7 +116,7 @@ class _Tally:
 
     def figures(self) -> str:
         """Such as "loss 0.412, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device."""
-        assert self.report is not None, "figures are drawn after a step"  # noqa: S101 - guards what cannot happen
+        assert self.report is not None, "figures are drawn after a step"
         elapsed_s = max(time.monotonic() - self._since, 1e-9)
         parts = [
             f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
@@ -292,7 +292,7 @@ class RichProgress(Callback):
         self._last_draw = time.monotonic()
 
     def _update(self) -> None:
-        assert self._bar is not None, "on_fit_start comes first"  # noqa: S101 - guards what cannot happen
+        assert self._bar is not None, "on_fit_start comes first"
         task = self._bar.tasks[0].id
         self._bar.update(task, completed=self._tally.steps, description=self._tally.position.partition(",")[0])
         self._status = Text(self._tally.figures(), style="dim")

@@ -177,7 +177,8 @@ class MemoryEvent:
     """Memory ran out once.
 
     Attributes:
-        phase: What was being done: "transfer", "forward", "backward", "unscale", "clip", "optimizer" or "evaluate".
+        phase: What was being done: "set aside" (of buffers), "transfer", "forward", "backward", "unscale",
+            "clip", "optimizer" or "evaluate".
         size: Samples in the micro-batch; None where no micro-batch was at work.
         message: The first line of the device's own message.
     """

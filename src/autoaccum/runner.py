@@ -146,6 +146,7 @@ class Runner:
         self._bytes_per_sample = bytes_per_sample
         self._mark = Mark(step.objective.modules, step.memory.device)
         self._evaluator: Evaluator | None = None
+        self._size: int | None = None
         self._done = 0
         self._peak_bytes: int | None = None
         self._peak_read_at = -math.inf
@@ -174,14 +175,17 @@ class Runner:
         while True:
             sizes = self._cut(window)
             failure = None
-            self._mark.take()
             before = self._done
+            marked = False
             try:
+                self._step.phase, self._size = "set aside", None
+                self._mark.take()
+                marked = True
                 losses, update = self._attempt(window, sizes)
             except BaseException as error:
                 if self._done > before:
                     raise  # an interrupt that waited for the update
-                failure = self._undo(error)
+                failure = self._undo(error, marked=marked)
                 if failure is None:
                     raise
                 oom.let_go(error)
@@ -224,7 +228,6 @@ class Runner:
         step = self._step
         step.phase = "forward"
         step.objective.settle(window, sizes, step.transfer.place, self._mark)
-        self._size: int | None = None
         factors = self._factors(window, sizes)
         accumulated = Accumulated()
         with closing(step.transfer.feed(window, sizes)) as feed:
@@ -282,13 +285,13 @@ class Runner:
         if not all(map(math.isfinite, values.values())):
             found = ", ".join(f"{name}={value}" for name, value in values.items())
             raise InvalidInputError(
-                f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division by 0 "
-                "in the loss, or too large initial weights"
+                f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division "
+                "by 0 in the loss, or too large initial weights"
             )
         if not self._step.holds_gradients():
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
 
-    def _undo(self, error: BaseException) -> MemoryEvent | None:
+    def _undo(self, error: BaseException, *, marked: bool) -> MemoryEvent | None:
         """Put everything back as it was before the window; return what happened if it was lack of memory."""
         if oom.is_device_lost(error):
             raise DeviceLostError(
@@ -296,7 +299,8 @@ class Runner:
             ) from error
         with signals.held():
             self._step.abandon()
-            self._mark.put_back()
+            if marked:
+                self._mark.put_back()
         if not (oom.is_oom(error) or oom.is_too_large(error)):
             return None
         return MemoryEvent(self._step.phase, self._size, oom.first_line(error))
@@ -347,7 +351,7 @@ def _correction(window: Window, accumulated: Accumulated) -> float | Tensor:
     (weights,) = accumulated.pair_weights.values()
     total = sum(weights)
     if isinstance(total, Tensor) and total.device.type != "cpu":
-        return window.samples / total
+        return window.samples / total.to(torch.float64)
     if float(total) == 0.0:
         raise InvalidInputError(
             f"the (sum, weight) pairs of this window of {window.samples} samples have weight 0 together, so the mean "

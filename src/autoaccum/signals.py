@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,12 +31,14 @@ def held() -> Iterator[None]:
 
     # A handler that ends the process outright, or none of Python's, has nothing to be put back to.
     handlers = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
-    for number in handlers:
-        signal.signal(number, keep)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for late in arrived:
-            signal.raise_signal(late)
+    # Whatever one handler raises (KeyboardInterrupt), the other signal still arrives.
+    with ExitStack() as delivered:
+        try:
+            for number in handlers:
+                signal.signal(number, keep)
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for late in reversed(arrived):  # the last one pushed is called first
+                delivered.callback(signal.raise_signal, late)

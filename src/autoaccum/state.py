@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,11 +78,29 @@ class RandomState:
         self._numpy.put_back()
 
 
+# Kernels like BatchNorm's write their statistics without moving the version counter, so small buffers are copied
+# every time. Larger ones (masks, position tables) are far too large for statistics, and copied when the counter moves.
+_ALWAYS_COPIED_ELEMENTS = 65_536
+
+
+@dataclass(slots=True)
+class _KeptBuffer:
+    """A buffer as it was: the tensor itself, since a model may put another in its place, and what it held."""
+
+    buffer: Tensor | None
+    copy: Tensor | None = None
+    version: int = 0
+
+    def may_differ(self) -> bool:
+        return self.buffer is not None and (
+            self.buffer.numel() <= _ALWAYS_COPIED_ELEMENTS or self.buffer._version != self.version
+        )
+
+
 class Mark:
     """Buffers and random state at one moment.
 
-    Buffers are copied on their device, at first all and afterwards only those that were written since, which tensor
-    version counters tell; a mask that never changes is copied once.
+    Buffers are copied on their device: small ones every time, large ones when they were written.
 
     Args:
         modules: Modules whose buffers may change (the model, and losses that are modules).
@@ -90,32 +109,33 @@ class Mark:
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         self._owners = [part._buffers for module in modules for part in module.modules() if part._buffers]
-        self._kept: list[dict[str, tuple[Tensor | None, Tensor | None, int]]] = [{} for _ in self._owners]
+        self._kept: list[dict[str, _KeptBuffer]] = [{} for _ in self._owners]
         self._random = RandomState(device)
 
     def take(self) -> None:
         """Keep buffers and random state as they are now."""
         self._random.take()
-        old_copies: list[Tensor] = []
-        moved: list[Tensor] = []
+        copies: list[Tensor] = []
+        sources: list[Tensor] = []
         for owner, kept in zip(self._owners, self._kept, strict=True):
             for name, buffer in owner.items():
-                if buffer is None:
-                    kept[name] = (None, None, 0)
-                    continue
-                known, copy, version = kept.get(name, (None, None, -1))
-                if known is buffer and version == buffer._version:
-                    continue
-                if known is buffer and copy is not None and copy.shape == buffer.shape:
-                    old_copies.append(copy)
-                    moved.append(buffer.detach())
-                else:
-                    copy = buffer.detach().clone()
-                kept[name] = (buffer, copy, buffer._version)
+                known = kept.get(name)
+                if (
+                    known is None
+                    or known.buffer is not buffer
+                    or known.copy is None
+                    or known.copy.shape != buffer.shape
+                ):
+                    copy = None if buffer is None else buffer.detach().clone()
+                    kept[name] = _KeptBuffer(buffer, copy, 0 if buffer is None else buffer._version)
+                elif known.may_differ():
+                    copies.append(known.copy)
+                    sources.append(buffer.detach())
+                    known.version = buffer._version
             for name in kept.keys() - owner.keys():
                 del kept[name]
-        if moved:
-            torch._foreach_copy_(old_copies, moved)
+        if copies:
+            torch._foreach_copy_(copies, sources)
 
     def put_back(self) -> None:
         """Set buffers and random state to what they were at `take`."""
@@ -123,15 +143,20 @@ class Mark:
             for owner, kept in zip(self._owners, self._kept, strict=True):
                 for name in owner.keys() - kept.keys():
                     del owner[name]
-                for name, (buffer, copy, version) in kept.items():
-                    owner[name] = buffer
-                    if buffer is None or copy is None or buffer._version == version:
-                        continue
-                    if buffer.shape != copy.shape:
-                        buffer.resize_(copy.shape)  # the model resized it in place
-                    buffer.copy_(copy)
-                    kept[name] = (buffer, copy, buffer._version)
+                for name, known in kept.items():
+                    owner[name] = known.buffer
+                    if known.may_differ():
+                        _write_back(known)
         self._random.put_back()
+
+
+def _write_back(known: _KeptBuffer) -> None:
+    assert known.buffer is not None
+    assert known.copy is not None
+    if known.buffer.shape != known.copy.shape:
+        known.buffer.resize_(known.copy.shape)  # the model resized it in place
+    known.buffer.copy_(known.copy)
+    known.version = known.buffer._version
 
 
 class Snapshot:

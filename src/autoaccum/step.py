@@ -126,12 +126,10 @@ class TrainingStep:
                 terms, _ = self.objective.terms(source, batch, samples)
             weighted: list[Tensor] = []
             for term in terms:
-                factor = self._factor(term, factors, into)
-                if isinstance(factor, float) and factor == 0.0:
-                    continue  # nothing in it counts: the mean over nothing is not a number
-                value = term.value if isinstance(factor, float) and factor == 1.0 else term.value * factor
-                into.losses.setdefault(term.name, []).append(value.detach())
-                weighted.append(value)
+                value = self._weighted(term, factors, into)
+                if value is not None:
+                    into.losses.setdefault(term.name, []).append(value.detach())
+                    weighted.append(value)
             if not weighted:
                 continue
             total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
@@ -144,15 +142,19 @@ class TrainingStep:
             (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def _factor(term: Term, factors: Factors, into: Accumulated) -> float | Tensor:
-        if term.over is not Over.PAIR or term.name in factors.named:
-            return factors.of(term.name)
-        assert term.weight is not None
-        if factors.alone:
-            return 1.0 / term.weight
-        # The window's total weight is known only when all of it has been seen: until then one that is near enough.
-        into.pair_weights.setdefault(term.name, []).append(term.weight)
-        return factors.provisional
+    def _weighted(term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
+        """Return what a term adds to the window's loss; None where nothing in it counts."""
+        factor = factors.of(term.name)
+        if term.over is Over.PAIR and term.name not in factors.named:
+            assert term.weight is not None
+            if factors.alone:
+                return term.value / term.weight
+            # The window's weight is known only when all of it has been seen: until then one that is near enough.
+            into.pair_weights.setdefault(term.name, []).append(term.weight)
+            factor = factors.provisional
+        if factor == 0.0:
+            return None  # the mean over nothing is not a number
+        return term.value if factor == 1.0 else term.value * factor
 
     def update(self, correction: float | Tensor = 1.0) -> Update:
         """Make one update from the accumulated gradients.

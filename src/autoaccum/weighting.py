@@ -8,6 +8,7 @@ of w_i. A loss that is a sum needs no weights: its micro-batches are added.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -186,9 +187,13 @@ def misfit(weighting: Weighting, whole: float, parts: Sequence[float], weights: 
     Args:
         weighting: The candidate.
         whole: Loss of the whole batch.
-        parts: Losses of its parts.
-        weights: `Weighting.weigh` of the parts, none of them 0.
+        parts: Losses of its parts; that of a part in which nothing counts may be NaN.
+        weights: `Weighting.weigh` of the parts.
     """
-    rebuilt = sum(share * part for share, part in zip(shares(weighting, weights), parts, strict=True))
+    if not any(weights):
+        return math.inf
+    counting = zip(shares(weighting, weights), parts, strict=True)
+    rebuilt = sum(share * part for share, part in counting if share != 0.0)
     scale = max(abs(whole), abs(rebuilt))
-    return abs(rebuilt - whole) / scale if scale > 0.0 else 0.0
+    off = abs(rebuilt - whole)
+    return off / scale if off > 0.0 else 0.0 if off == 0.0 else math.inf

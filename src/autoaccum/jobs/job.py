@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
     from autoaccum.callbacks import Callback
+    from autoaccum.evaluation import Metric
+    from autoaccum.memory.base import MemoryBackend
+    from autoaccum.objective import Loss
+    from autoaccum.optimizers import MakesOptimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,28 +35,28 @@ class Job:
         target_batch: Samples an optimizer update is made from.
         loss: As for `fit`.
         optimizer: As for `fit`; for a model that a function makes, give a function of its parameters.
-        scheduler: As for `fit`, like all that follow.
+        scheduler: As for `fit`, and so are all that follow.
     """
 
     model: nn.Module | Callable[[], nn.Module]
     loader: Iterable[Any]
     target_batch: int
-    loss: Any = None
-    optimizer: Any = None
+    loss: Loss | Sequence[Loss] | None = None
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None
     scheduler: Any = None
     scheduler_interval: str = "step"
-    epochs: int | None = 1
+    epochs: int | None = None
     max_steps: int | None = None
-    device: str | torch.device | None = None
+    device: str | torch.device | MemoryBackend | None = None
     precision: str = "auto"
     micro_batch: int | str = "auto"
-    memory_limit: int | float | str | None = None
+    memory_limit: float | str | None = None
     clip_grad_norm: float | None = None
     last_window: str = "step"
     lr_scaling: str | None = None
     base_batch: int | None = None
     val_loader: Iterable[Any] | None = None
-    metrics: Mapping[str, Any] | None = None
+    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None
     forward: Callable[[nn.Module, Any], Any] | None = None
     loss_reduction: str | None = None
     callbacks: Sequence[Callback] = ()

@@ -61,9 +61,7 @@ def _split(recipe: str) -> tuple[Path, str]:
         raise InvalidInputError(f"{recipe!r} names no function; write RECIPE.py or RECIPE.py:function")
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
-        raise InvalidInputError(
-            f"the recipe {str(path)!r} {found}; pass the path of a Python file with a job() in it"
-        )
+        raise InvalidInputError(f"the recipe {str(path)!r} {found}; pass the path of a Python file with a job() in it")
     if path.suffix != ".py":
         raise InvalidInputError(f"the recipe {str(path)!r} is no Python file; its name must end in .py")
     return path.resolve(), name
@@ -85,8 +83,8 @@ def _imported(path: Path) -> ModuleType:
     # A name of its own: a recipe called torch.py must not become `torch` for everything imported after it.
     name = f"autoaccum_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, "there is a loader for .py"  # noqa: S101 - guards what cannot happen
-    assert spec.loader is not None  # noqa: S101
+    assert spec is not None, "there is a loader for .py"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Classes that the recipe defines are looked up by this name when they are pickled for a loader's workers.
     sys.modules[name] = module

@@ -43,9 +43,7 @@ class Accelerator(MemoryBackend):
         used = self._used()
         free, total = self._free_and_total(used)
         room = free if self._limit_bytes is None else min(free, self._limit_bytes - used)
-        return MemoryReading(
-            total_bytes=total, free_bytes=max(0, room), used_bytes=used, limit_bytes=self._limit_bytes
-        )
+        return MemoryReading(total_bytes=total, free_bytes=max(0, room), used_bytes=used, limit_bytes=self._limit_bytes)
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
@@ -55,8 +53,7 @@ class Accelerator(MemoryBackend):
             limit_bytes: The limit, what the process holds already included.
 
         Raises:
-            InvalidInputError: The limit is not positive, below what the process holds, cannot be enforced on
-            this
+            InvalidInputError: The limit is not positive, below what the process holds, cannot be enforced on this
                 device, or another context of this backend is still open.
         """
         if self._entered:
@@ -82,11 +79,7 @@ class Accelerator(MemoryBackend):
     def peak_bytes(self) -> int | None:
         """Return the most that was held since `reset_peak`; None where the device does not count it."""
         peak = self._function("max_memory_reserved", "max_memory_allocated")
-        return (
-            None
-            if peak is None or self._function("reset_peak_memory_stats") is None
-            else int(peak(*self._where))
-        )
+        return None if peak is None or self._function("reset_peak_memory_stats") is None else int(peak(*self._where))
 
     def release(self) -> None:
         """Collect cycles and give cached memory back to the device."""
@@ -127,9 +120,7 @@ class Accelerator(MemoryBackend):
             )
         asked = self._function("get_per_process_memory_fraction")
         # torch.mps cannot be asked; 1.7 of the recommended size is its documented default.
-        before = (
-            float(asked(*self._where)) if asked is not None else _DEFAULT_FRACTION.get(self.device.type, 1.0)
-        )
+        before = float(asked(*self._where)) if asked is not None else _DEFAULT_FRACTION.get(self.device.type, 1.0)
         fraction = min(before, limit_bytes / total)
         limit(fraction, *self._where)
         self._limit_bytes = int(fraction * total)

@@ -72,9 +72,8 @@ class Cuda(MemoryBackend):
             limit_bytes: The limit; from the card's whole memory on it changes nothing.
 
         Raises:
-            InvalidInputError: The limit is not positive or below what this process holds and cannot give
-            back, or
-                another context of this backend is still open.
+            InvalidInputError: The limit is not positive, or below what this process holds and cannot give back;
+                or another context of this backend is still open.
         """
         if self._entered:
             raise InvalidInputError(f"{self.name} is already limited; leave that context first")
@@ -132,8 +131,8 @@ class Cuda(MemoryBackend):
         if limit_bytes < reserved:
             raise InvalidInputError(
                 f"a limit of {format_bytes(limit_bytes)} on {self.name} is below the "
-                f"{format_bytes(reserved)} that this process already holds there; raise memory_limit (it counts "
-                "the model too), or free tensors"
+                f"{format_bytes(reserved)} that this process already holds there; raise memory_limit (it "
+                "counts the model too), or free tensors"
             )
 
     @contextlib.contextmanager

@@ -85,11 +85,11 @@ class Host(MemoryBackend):
         """Hold the process to what it holds now plus `limit_bytes`.
 
         Args:
-            limit_bytes: The limit, beyond what is held now; one that holds anyway and is tighter stays in force.
+            limit_bytes: The limit, beyond what is held now; a tighter one that holds anyway stays in force.
 
         Raises:
-            InvalidInputError: The limit is not positive, the process has already reached one that holds anyway,
-                the system cannot enforce one, or another context of this backend is still open.
+            InvalidInputError: The limit is not positive, the process already reached one that holds anyway, the
+                system cannot enforce one, or another context of this backend is still open.
         """
         if self._entered:
             raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
@@ -179,11 +179,7 @@ class Host(MemoryBackend):
             held_anyway = [bound for bound in before if bound != resource.RLIM_INFINITY]
             bound = min([self._data_then + limit_bytes, *held_anyway])
             if bound <= self._data_then:
-                raise InvalidInputError(
-                    f"a limit of {format_bytes(limit_bytes)} leaves no memory: this process already holds "
-                    f"{format_bytes(self._data_then)} of the {format_bytes(bound)} that its RLIMIT_DATA "
-                    "allows; raise that limit (ulimit -d)"
-                )
+                raise self._no_room(limit_bytes, self._data_then, bound)
             resource.setrlimit(resource.RLIMIT_DATA, (bound, before[1]))
             self._rlimit_before, self._limit_bytes = before, bound - self._data_then
             try:
@@ -198,8 +194,20 @@ class Host(MemoryBackend):
         if resource is None or _linux.status_bytes("VmData") is None:
             raise InvalidInputError(
                 f"a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced here: "
-                "that takes Linux (RLIMIT_DATA and /proc/self/status); leave memory_limit out, or set micro_batch"
+                "that takes Linux (RLIMIT_DATA, /proc/self/status); leave memory_limit out, or set micro_batch"
             )
+
+        for bound, held in _process_limits():
+            # Asked before the warm-up, which would run out of memory itself.
+            if held >= bound:
+                raise self._no_room(limit_bytes, held, bound)
+
+    def _no_room(self, limit_bytes: int, held: int, bound: int) -> InvalidInputError:
+        return InvalidInputError(
+            f"a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory: this process already holds "
+            f"{format_bytes(held)} of the {format_bytes(bound)} that its resource limits allow; raise them (ulimit -d, "
+            "ulimit -v)"
+        )
 
     def _begin(self) -> None:
         # Free pages inside the heap would be used first and seen by neither the limit nor the peak.
@@ -210,8 +218,7 @@ class Host(MemoryBackend):
     def _out_of_memory(self, wanted: int, free: int, limit: int | None) -> torch.OutOfMemoryError:
         allowed = "" if limit is None else f" of the limit of {format_bytes(limit)}"
         return torch.OutOfMemoryError(
-            f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} "
-            "are free."
+            f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} are free."
         )
 
 

@@ -30,9 +30,7 @@ _UNIT_BYTES = {"b": 1} | {
 _UNITS_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def parse_limit(
-    limit: float | str | None, backend: MemoryBackend, *, name: str = "memory_limit"
-) -> int | None:
+def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str = "memory_limit") -> int | None:
     """Return the limit in bytes; None stays None, which sets no limit.
 
     Args:
@@ -94,7 +92,5 @@ def _parse_text(name: str, limit: str, backend: MemoryBackend) -> int:
 
 def _fraction(name: str, limit: float | str, fraction: float, backend: MemoryBackend) -> int:
     if not 0 < fraction <= 1:
-        raise InvalidInputError(
-            f"{name}={limit!r} is read as a fraction and must be above 0 and at most 1; {_FORMS}"
-        )
+        raise InvalidInputError(f"{name}={limit!r} is read as a fraction and must be above 0 and at most 1; {_FORMS}")
     return int(fraction * backend.total_for_fraction())

@@ -50,9 +50,7 @@ class Simulated(MemoryBackend):
         self._capacity_bytes = 0
         self._capacity_bytes = parse_limit(capacity, self, name="capacity") or 0
         if not self._capacity_bytes:
-            raise InvalidInputError(
-                f"capacity={capacity!r} is no size; give bytes or a size such as '600MiB'"
-            )
+            raise InvalidInputError(f"capacity={capacity!r} is no size; give bytes or a size such as '600MiB'")
         self.name = f"simulated device of {format_bytes(self._capacity_bytes)}"
         self._ledger: _Ledger | None = None
 
@@ -157,11 +155,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         outputs = {_key(storage): storage for storage in self._storages((result,))}
         # An update in place may have resized a storage that counts already.
-        counted = {
-            key: storage
-            for key, storage in outputs.items()
-            if key not in given or key in self._size_by_storage
-        }
+        counted = {key: storage for key, storage in outputs.items() if key not in given or key in self._size_by_storage}
         self._count(counted)
         return result
 
@@ -198,7 +192,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _key(storage: torch.UntypedStorage) -> int:
     # The address of PyTorch's own record, by which its own weak references tell storages apart; it is given
     # to another storage only after this one has died, and then it has been forgotten.
-    return int(storage._cdata)  # noqa: SLF001 - there is no public name for it
+    return int(storage._cdata)
 
 
 def _out_of_memory(name: str, wanted: int, allowed: int, live: int) -> torch.OutOfMemoryError:

@@ -1,0 +1,94 @@
+# What a person and CI run. It needs make, and a python3 of 3.11 or later with venv; uv is used where it is there.
+#
+# `make demo` and `make test` make .venv on the way, anew whenever pyproject.toml is newer.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VERSIONS := 3.11 3.12 3.13
+
+# Asked by running it: a version manager can have a `uv` on the PATH that does not start.
+ifeq ($(shell uv --version >/dev/null 2>&1 && echo yes),yes)
+new_environment = uv venv --quiet --allow-existing --python $(2) $(1)
+install = uv pip install --python $(1)/bin/python
+build_wheel = uv build --quiet --wheel --out-dir $(1)
+else
+# Dependency groups came with pip 25.1, and an environment begins with whatever its Python brought along. One that uv
+# made has no pip at all.
+new_environment = test -x $(1)/bin/pip || $(2) -m venv $(1); $(1)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+install = $(1)/bin/python -m pip install
+build_wheel = $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(1) .
+endif
+
+.PHONY: help
+help:  ## show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 22
+
+# An environment for development holds all that the demo needs, so the demo is content with either.
+$(VENV)/.for-demo: pyproject.toml
+	$(call new_environment,$(VENV),$(PYTHON))
+	$(call install,$(VENV)) --editable '.[examples]'
+	touch $@
+
+$(VENV)/.for-development: pyproject.toml
+	$(call new_environment,$(VENV),$(PYTHON))
+	$(call install,$(VENV)) --editable . --group dev
+	touch $(VENV)/.for-demo $@
+
+.PHONY: demo
+demo: $(VENV)/.for-demo  ## train a ResNet on scanned digits in memory that the batch does not fit
+	$(BIN)/autoaccum fit examples/digits.py
+
+.PHONY: test
+test: $(VENV)/.for-development  ## run every test
+	$(BIN)/python -m pytest
+
+.PHONY: lint
+lint: $(VENV)/.for-development  ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(VENV)/.for-development  ## check types
+	$(BIN)/mypy
+
+.PHONY: docs
+docs: $(VENV)/.for-development  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+# Outside the checkout, so that nothing but what is in the wheel can be imported.
+.PHONY: wheel-check
+wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty environment
+	rm -rf build/wheel build/empty
+	$(call build_wheel,build/wheel)
+	$(call new_environment,build/empty,$(BIN)/python)
+	$(call install,build/empty) build/wheel/autoaccum-*.whl
+	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/python -c \
+		'import autoaccum; print("imported from", autoaccum.__file__); assert "site-packages" in autoaccum.__file__'
+	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/autoaccum --version
+
+.PHONY: test-all
+test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test on each Python that is here
+
+.PHONY: test-on-%
+test-on-%:
+	@found="$$(command -v python$* || true)"; \
+	"$${found:-false}" --version >/dev/null 2>&1 || found="$$(ls -d "$$(pyenv root 2>/dev/null)"/versions/$*.*/bin/python 2>/dev/null | tail -1)"; \
+	if [ -z "$$found" ]; then echo "Python $* is not on this machine: not tested"; exit 0; fi; \
+	echo "Python $*: $$found"; \
+	$(call new_environment,.venv-$*,$$found); \
+	$(call install,.venv-$*) --editable . --group dev; \
+	.venv-$*/bin/python -m pytest
+
+.PHONY: overhead
+overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand
+	$(BIN)/python benchmarks/overhead.py
+
+.PHONY: host-limit
+host-limit: $(VENV)/.for-development  ## measure what a process goes through that keeps running out of memory
+	$(BIN)/python benchmarks/host_limit.py

@@ -1,0 +1,73 @@
+"""What every test gets: seeded generators, and a guard against whatever would leak into the next test."""
+
+import os
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+# Examples wait for kernels and for the machine's other work: a deadline would only measure that.
+settings.register_profile("autoaccum", deadline=None)
+settings.load_profile("autoaccum")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+# Set by pytest for each phase of a test, and by OpenMP's users (scikit-learn) when they are first imported.
+_FOREIGN_VARIABLES = ("PYTEST_", "KMP_")
+
+
+def process_state():
+    """What a test must leave as it found it, by name."""
+    return {
+        "resource limits": {limit: resource.getrlimit(limit) for limit in _LIMITS},
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN_VARIABLES)},
+        "signal handlers": {number: signal.getsignal(number) for number in _SIGNALS},
+        "default dtype": torch.get_default_dtype(),
+        "torch threads": torch.get_num_threads(),
+        "gradient mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def put_back(state):
+    for limit, bounds in state["resource limits"].items():
+        resource.setrlimit(limit, bounds)
+    for name in os.environ.keys() - state["environment"].keys():
+        if not name.startswith(_FOREIGN_VARIABLES):
+            del os.environ[name]
+    os.environ.update(state["environment"])
+    for number, handler in state["signal handlers"].items():
+        signal.signal(number, handler)
+    torch.set_default_dtype(state["default dtype"])
+    torch.set_num_threads(state["torch threads"])
+    torch.set_grad_enabled(state["gradient mode"])
+    torch.use_deterministic_algorithms(state["deterministic algorithms"])
+
+
+@pytest.fixture(autouse=True)
+def no_leaks():
+    """Fails a test that leaves the process changed, and changes it back so that the next one is not blamed."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    before, threads = process_state(), set(threading.enumerate())
+    yield
+    after = process_state()
+    changed = [name for name in before if before[name] != after[name]]
+    if changed:
+        put_back(before)
+    left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    for thread in left:
+        thread.join(timeout=1)
+    assert not changed, f"left changed: {', '.join(changed)}"
+    assert not any(thread.is_alive() for thread in left), f"left running: {left}"

@@ -1,0 +1,70 @@
+"""What several test files want: small models, loaders that count, states to compare."""
+
+import copy
+
+import torch
+from torch import nn
+
+from autoaccum.memory import backend_for
+from autoaccum.notices import Notices
+from autoaccum.step import assemble
+
+CPU = torch.device("cpu")
+
+
+def classifier(classes=3, features=4):
+    """A network with buffers (BatchNorm) and random masks (Dropout), so that every kind of state is there."""
+    return nn.Sequential(
+        nn.Linear(features, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, classes)
+    ).double()
+
+
+def labelled(samples, classes=3, features=4):
+    """A batch (inputs, targets) in which every sample is another one."""
+    return torch.randn(samples, features, dtype=torch.float64), torch.arange(samples) % classes
+
+
+def batches_of(batch, *sizes):
+    """A pair cut into batches of these sizes."""
+    return list(zip(*(half.split(list(sizes)) for half in batch), strict=True))
+
+
+class CountingLoader:
+    """A loader that counts how many batches were drawn from it, in all epochs together."""
+
+    def __init__(self, batches):
+        self.batches = list(batches)
+        self.drawn = 0
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.drawn += 1
+            yield batch
+
+
+def training_step(model, loss=None, optimizer=None, *, memory=None, precision="fp32", notices=None, **options):
+    """A training step put together as `fit` does, on the CPU unless a memory backend says otherwise."""
+    settings = {"forward": None, "loss_reduction": None, "clip_grad_norm": None} | options
+    return assemble(
+        model,
+        loss,
+        optimizer,
+        memory=memory or backend_for(CPU),
+        precision_name=precision,
+        notices=notices or Notices(silent=True),
+        **settings,
+    )
+
+
+def state_of(model):
+    """A copy of everything in a model that a call must leave alone: values, buffers, gradients and modes."""
+    return {
+        "values": copy.deepcopy(model.state_dict()),
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "modes": [part.training for part in model.modules()],
+    }
+
+
+def assert_bitwise(found, expected):
+    """Same values to the last bit, types and keys included; NaN equals NaN."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,186 @@
+"""Checks of the host backend that lower this process's own limit; run by `run_checks`, one process for many of them.
+
+Each check is a function `check_<name>`; what it returns is printed as JSON and asserted on by the test of that name.
+The process ends at once where one fails badly (a signal), so the tests that use its output fail with what it said.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+_MIB = 2**20
+
+
+def run_checks(*names):
+    """Run checks in one child process and return what each returned, or its traceback as a string."""
+    source = Path(__file__).resolve().parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", __file__, *names],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(source)},
+    )
+    assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-2000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _soft():
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
+def check_exit_puts_the_limit_back(host, torch):
+    before = _soft()
+    with host.limited(200 * _MIB):
+        inside = _soft()
+    try:
+        with host.limited(200 * _MIB):
+            raise KeyError
+    except KeyError:
+        after_exception = _soft()
+    return {"before": before, "inside": inside, "after": _soft(), "after_exception": after_exception}
+
+
+def check_lifted_puts_the_old_limit_in_force(host, torch):
+    before = _soft()
+    with host.limited(200 * _MIB):
+        limited = _soft()
+        try:
+            with host.lifted():
+                lifted = _soft()
+                seen_by_a_process = subprocess.run(
+                    [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_DATA)[0])"],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+                raise KeyError
+        except KeyError:
+            again = _soft()
+    return {
+        "before": before,
+        "limited": limited,
+        "lifted": lifted,
+        "process": int(seen_by_a_process),
+        "again": again,
+    }
+
+
+def check_tighter_limit_of_the_process_stays_in_force(host, torch):
+    held = host.reading().used_bytes  # the backend was made a moment ago
+    old = resource.getrlimit(resource.RLIMIT_DATA)
+    data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (data + 300 * _MIB, old[1]))
+    try:
+        with host.limited(2000 * _MIB):
+            limit = host.reading().limit_bytes
+        free = host.reading().free_bytes
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, old)
+    return {"limit": limit, "free": free, "held": held}
+
+
+def check_process_at_its_own_limit_is_refused(host, torch):
+    with host.limited(None):
+        old = resource.getrlimit(resource.RLIMIT_DATA)
+        data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+    # Lowered between the warm-up and the limit, as a batch system might.
+    resource.setrlimit(resource.RLIMIT_DATA, (data // 2, old[1]))
+    try:
+        with host.limited(100 * _MIB):
+            said = "entered"
+    except Exception as exception:
+        said = f"{type(exception).__name__}: {exception}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, old)
+    return said
+
+
+def check_threads_started_under_a_limit_do_not_end_the_process(host, torch):
+    torch.set_num_threads(4)
+    with host.limited(24 * _MIB):
+        return float((torch.ones(1024, 256) @ torch.ones(256, 64)).sum())
+
+
+def check_twenty_failing_steps_leave_nothing_behind(host, torch):
+    from autoaccum.oom import is_oom, let_go
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3))
+    with host.limited(100 * _MIB):
+        failed = 0
+        used = []
+        for turn in range(20):
+            try:
+                model(torch.ones(32 + turn, 3, 96, 96)).sum().backward()
+            except Exception as exception:
+                failed += is_oom(exception)
+                let_go(exception)
+            model.zero_grad()
+            host.release()
+            used.append(host.reading().used_bytes)
+        model(torch.ones(4, 3, 96, 96)).sum().backward()
+    return {"failed": failed, "left": used[-1] - used[0], "used_mib": [u >> 20 for u in used]}
+
+
+def check_random_state_is_untouched(host, torch):
+    before = torch.get_rng_state()
+    with host.limited(100 * _MIB):
+        pass
+    return bool(torch.equal(before, torch.get_rng_state()))
+
+
+def check_environment_is_as_before(host, torch):
+    before = dict(os.environ)
+    with host.limited(100 * _MIB):
+        return dict(os.environ) == before
+
+
+def check_peak_is_none_where_it_cannot_be_reset(host, torch):
+    from autoaccum.memory import _linux
+
+    _linux.reset_high_water = lambda: False
+    with host.limited(100 * _MIB):
+        return host.peak_bytes()
+
+
+def check_system_without_limits_refuses_one_and_works_without(host, torch):
+    from autoaccum.memory import Host
+    from autoaccum.memory import host as module
+
+    module.resource = None
+    module._linux.status_bytes = lambda *fields: None
+    host = Host()
+    with host.limited(None):
+        host.ensure(_MIB)
+        host.release()
+        reading, peak = host.reading(), host.peak_bytes()
+    try:
+        with host.limited(100 * _MIB):
+            said = "entered"
+    except Exception as exception:
+        said = f"{type(exception).__name__}: {exception}"
+    return {"free": reading.free_bytes, "peak": peak, "said": said}
+
+
+def main(names):
+    import torch
+
+    from autoaccum.memory import Host
+
+    torch.set_num_threads(2)
+    results = {}
+    for name in names:
+        try:
+            results[name] = globals()[f"check_{name}"](Host(), torch)
+        except Exception:
+            results[name] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,181 @@
+"""The CUDA backend without a card: its sums and its order of calls, against a stand-in for torch.cuda's allocator.
+
+What a real card does is tested by test_contract.py where there is one.
+"""
+
+import contextlib
+import os
+import types
+import warnings
+
+import pytest
+import torch
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory import Cuda, backend_for
+from autoaccum.memory import cuda as module
+
+GIB = 2**30
+
+
+class Card:
+    """16 GiB, of which this process reserved 2 (1 of it allocated) and others hold 3."""
+
+    def __init__(self):
+        self.fraction = 1.0
+        self.reserved, self.allocated, self.cached = 2 * GIB, GIB, 0
+        self.calls = []
+
+    def empty_cache(self):
+        self.calls.append("empty_cache")
+        self.reserved -= self.cached
+        self.cached = 0
+
+
+@pytest.fixture
+def card(monkeypatch):
+    card = Card()
+    properties = types.SimpleNamespace(name="NVIDIA Test", total_memory=16 * GIB, uuid="abc")
+    stand_ins = {
+        "current_device": lambda: 1,
+        "get_device_properties": lambda index: properties,
+        "mem_get_info": lambda device: (16 * GIB - 3 * GIB - card.reserved, 16 * GIB),
+        "memory_reserved": lambda device: card.reserved,
+        "memory_allocated": lambda device: card.allocated,
+        "max_memory_reserved": lambda device: 5 * GIB,
+        "get_per_process_memory_fraction": lambda device: card.fraction,
+        "set_per_process_memory_fraction": lambda value, device: setattr(card, "fraction", value),
+        "empty_cache": card.empty_cache,
+        "device": lambda device: contextlib.nullcontext(),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(module.gc, "collect", lambda: card.calls.append("collect"))
+    return card
+
+
+def cuda():
+    return Cuda(torch.device("cuda"))
+
+
+def test_device_without_an_index_is_the_current_one(card):
+    assert cuda().device == torch.device("cuda:1")
+
+
+def test_limit_is_a_fraction_of_the_whole_card_and_put_back_on_an_exception(card):
+    card.fraction = 0.9
+
+    with contextlib.suppress(KeyError), cuda().limited(4 * GIB):
+        inside = card.fraction
+        raise KeyError
+
+    assert inside == 0.25
+    assert card.fraction == 0.9
+
+
+def test_limit_never_widens_one_that_holds_already(card):
+    card.fraction = 0.5
+
+    with cuda().limited(12 * GIB):
+        assert card.fraction == 0.5
+
+
+def test_no_limit_leaves_the_allocator_alone(card):
+    with cuda().limited(None):
+        assert card.fraction == 1.0
+
+
+def test_limit_below_what_the_process_holds_is_refused(card):
+    with pytest.raises(InvalidInputError, match=r"1\.0 GiB on NVIDIA Test is below the 2\.0 GiB"), cuda().limited(GIB):
+        pass
+
+    assert card.fraction == 1.0
+
+
+def test_cached_memory_is_given_back_before_a_limit_is_refused(card):
+    card.cached = GIB
+
+    with cuda().limited(int(1.5 * GIB)):
+        assert card.reserved == GIB
+
+
+def test_reading_counts_what_is_reserved_under_the_limit(card, monkeypatch):
+    monkeypatch.setattr(module, "pynvml", None)
+    backend = cuda()
+
+    with backend.limited(4 * GIB):
+        reading = backend.reading()
+
+    assert (reading.used_bytes, reading.limit_bytes, reading.free_bytes) == (2 * GIB, 4 * GIB, 2 * GIB)
+    assert reading.total_bytes == 16 * GIB
+
+
+def test_free_memory_of_the_driver_counts_where_it_is_less_than_the_limit_leaves(card):
+    backend = cuda()
+
+    with backend.limited(15 * GIB):
+        assert backend.reading().free_bytes == 11 * GIB
+
+
+def test_peak_is_in_the_terms_of_the_limit(card):
+    assert cuda().peak_bytes() == 5 * GIB
+
+
+def test_release_collects_only_where_more_is_alive_than_last_time(card):
+    backend = cuda()
+    backend.release()
+    backend.release()
+
+    assert card.calls == ["collect", "empty_cache", "empty_cache"]
+
+
+def test_missing_nvml_library_costs_no_error_and_no_warning(card, monkeypatch):
+    class NoLibrary:
+        class NVMLError(Exception):
+            pass
+
+        @classmethod
+        def nvmlInit(cls):  # noqa: N802 - NVML's name
+            raise cls.NVMLError
+
+    monkeypatch.setattr(module, "pynvml", NoLibrary)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reading = cuda().reading()
+
+    assert reading.others_bytes is None
+
+
+def test_real_nvml_is_asked_and_may_be_missing(card):
+    # On a machine without the library this is the real failure, on one with it an unknown card.
+    assert cuda().reading().others_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "others"),
+    [
+        ([(os.getpid(), int(2.5 * GIB)), (1, 3 * GIB)], 3.5),
+        ([(1, 3 * GIB)], 4),  # in a container NVML does not show this process: what is reserved is taken for it
+        ([(os.getpid(), None)], 4),  # permission denied
+    ],
+)
+def test_others_hold_what_nvml_counts_less_our_share(card, monkeypatch, shares, others):
+    nvml = types.SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=6 * GIB),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [
+            types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in shares
+        ],
+    )
+    monkeypatch.setattr(module, "pynvml", nvml)
+
+    assert cuda().reading().others_bytes == others * GIB
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta"])
+def test_device_that_does_not_exist_is_named(device):
+    with pytest.raises(InvalidInputError, match=f"device='{device}' does not exist here"):
+        backend_for(torch.device(device))

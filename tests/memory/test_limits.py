@@ -1,0 +1,101 @@
+"""A memory limit as people write it."""
+
+import math
+
+import pytest
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory import Simulated, format_bytes, parse_limit
+
+TOTAL = 1000 * 2**20
+
+
+@pytest.fixture
+def backend():
+    return Simulated(TOTAL)
+
+
+@pytest.mark.parametrize(
+    ("limit", "n_bytes"),
+    [
+        (1, 1),
+        (629145600, 629145600),
+        ("629145600", 629145600),
+        ("12GiB", 12 * 2**30),
+        ("600 MiB", 600 * 2**20),
+        (" 600mib ", 600 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("800M", 800 * 2**20),
+        ("2k", 2048),
+        ("3 TB", 3 * 10**12),
+        ("512B", 512),
+        (".5GiB", 2**29),
+        (0.5, TOTAL // 2),
+        (1.0, TOTAL),
+        ("0.5", TOTAL // 2),
+        ("50%", TOTAL // 2),
+        ("12.5 %", TOTAL // 8),
+    ],
+)
+def test_limit_is_read_as_people_write_it(backend, limit, n_bytes):
+    assert parse_limit(limit, backend) == n_bytes
+
+
+def test_none_sets_no_limit(backend):
+    assert parse_limit(None, backend) is None
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        True,
+        False,
+        0,
+        -1,
+        0.0,
+        -0.5,
+        1.5,
+        12e9,
+        math.nan,
+        math.inf,
+        "12 parsecs",
+        "1.5",
+        "150%",
+        "0%",
+        "-3GiB",
+        "0MiB",
+        "GiB",
+        "",
+        "nan",
+        "1e9",
+        [600],
+        b"600MiB",
+    ],
+)
+def test_unreadable_limit_is_refused_with_its_value_and_the_accepted_forms(backend, limit):
+    with pytest.raises(InvalidInputError) as caught:
+        parse_limit(limit, backend)
+
+    assert f"memory_limit={limit!r}" in str(caught.value)
+    assert "'12GiB'" in str(caught.value)
+
+
+def test_message_names_the_argument_of_the_user():
+    with pytest.raises(InvalidInputError, match="capacity='much'"):
+        Simulated("much")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (int(9.1 * 2**30), "9.1 GiB"),
+        (-600 * 2**20, "-600.0 MiB"),
+        (5 * 2**60, "5120.0 PiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_unit_that_reads_best(n_bytes, text):
+    assert format_bytes(n_bytes) == text
