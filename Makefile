@@ -6,6 +6,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ VERSIONS := 3.11 3.12 3.13
 
 # Asked by running it: a version manager can have a `uv` on the PATH that does not start.
 ifeq ($(shell uv --version >/dev/null 2>&1 && echo yes),yes)
-new_environment = uv venv --quiet --allow-existing --python $(2) $(1)
+new_environment = test -x $(1)/bin/python || uv venv --quiet --python $(2) $(1)
 install = uv pip install --python $(1)/bin/python
 build_wheel = uv build --quiet --wheel --out-dir $(1)
 else
@@ -75,10 +76,9 @@ wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty
 .PHONY: test-all
 test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test on each Python that is here
 
-.PHONY: test-on-%
 test-on-%:
 	@found="$$(command -v python$* || true)"; \
-	"$${found:-false}" --version >/dev/null 2>&1 || found="$$(ls -d "$$(pyenv root 2>/dev/null)"/versions/$*.*/bin/python 2>/dev/null | tail -1)"; \
+	"$${found:-false}" --version >/dev/null 2>&1 || found="$$(ls -d "$$(pyenv root 2>/dev/null)"/versions/$*.*/bin/python 2>/dev/null | tail -1 || true)"; \
 	if [ -z "$$found" ]; then echo "Python $* is not on this machine: not tested"; exit 0; fi; \
 	echo "Python $*: $$found"; \
 	$(call new_environment,.venv-$*,$$found); \

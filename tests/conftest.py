@@ -21,8 +21,8 @@ settings.load_profile("autoaccum")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-# Set by pytest for each phase of a test, and by OpenMP's users (scikit-learn) when they are first imported.
-_FOREIGN_VARIABLES = ("PYTEST_", "KMP_")
+# Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
+_FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
 
 
 def process_state():

@@ -152,6 +152,7 @@ class Window(Sequence[Any]):
         self._spans = tuple(spans)
         self._starts = (0, *itertools.accumulate(span.samples for span in spans))
         self.samples = self._starts[-1]
+        self._groups: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -171,6 +172,11 @@ class Window(Sequence[Any]):
 
     def groups(self) -> list[int]:
         """Sizes of the runs of samples that can stand in one batch, in order."""
+        if self._groups is None:
+            self._groups = self._grouped()
+        return self._groups
+
+    def _grouped(self) -> list[int]:
         sizes = [self._spans[0].samples]
         for before, span in itertools.pairwise(self._spans):
             if span.piece is before.piece or span.piece.joins(before.piece):
@@ -181,6 +187,9 @@ class Window(Sequence[Any]):
 
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as one batch; they must lie within one group."""
+        if len(self._spans) == 1:
+            only = self._spans[0]
+            return only.piece.cut(only.start + start, only.start + stop)
         spans = self._between(start, stop)
         if len(spans) == 1:
             return spans[0].piece.cut(spans[0].start, spans[0].stop)
@@ -405,6 +414,8 @@ def _with_foreign_mappings(batch: Any) -> Any:
     if _is_foreign(batch):
         return _Foreign(_ForeignType(batch), [_with_foreign_mappings(value) for value in batch.values()])
     if isinstance(batch, Tensor) or not isinstance(batch, Mapping | tuple | list):
+        return batch
+    if all(isinstance(item, Tensor) for item in (batch.values() if isinstance(batch, Mapping) else batch)):
         return batch
     return optree.tree_map(
         lambda leaf: _with_foreign_mappings(leaf) if _is_foreign(leaf) else leaf,

@@ -35,6 +35,7 @@ _TARGET_WORDS = ("label", "target")
 # A loss is rebuilt from its parts up to rounding: of the mean itself, and of kernels that differ by batch size.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 _HALF_TOLERANCE = 1e-2
+_BY_SAMPLES = Weighting(Over.SAMPLES)
 # Samples looked at for a choice in which the candidates differ, and windows tried until the best guess stands.
 _LOOKED_AT = 32
 _ATTEMPTS = 8
@@ -169,8 +170,9 @@ class Objective:
         Raises:
             InvalidInputError: No target of the window counts.
         """
-        usual = self._shares(self._said or Weighting(Over.SAMPLES), window, sizes)
-        factors = [Factors(share, 1.0 / window.samples, len(sizes) == 1) for share in usual]
+        alone = len(sizes) == 1
+        usual = self._shares(self._said or _BY_SAMPLES, window, sizes)
+        factors = [Factors(share, 1.0 / window.samples, alone) for share in usual]
         for name, how in self._weightings.items():
             if how.over in (Over.PAIR, Over.VECTOR, Over.SAMPLES):
                 continue
@@ -377,6 +379,8 @@ def weights_of(how: Weighting, window: Window, sizes: Sequence[int]) -> list[flo
     """Return what each micro-batch of a cut weighs."""
     if not how.needs_targets:
         return [float(size) for size in sizes]
+    if len(window.groups()) == 1 and all(how.counts_all(target_tensors(part)) for part in window):
+        return [float(size) for size in sizes]  # the usual case, and far cheaper: all samples weigh the same
     weights, start = [], 0
     for size in sizes:
         parts = window.parts(start, start + size)
@@ -489,7 +493,8 @@ def _telling_samples(window: Window, attempt: int) -> Any:
     looked_at = window.cut(start, start + min(groups[largest], _LOOKED_AT))
     counts = _counts(looked_at)
     if attempt > 1:
-        return batches.chosen(looked_at, random.Random(attempt).sample(range(len(counts)), min(len(counts), 3)))
+        any_three = random.Random(attempt).sample(range(len(counts)), min(len(counts), 3))  # noqa: S311 - no secret
+        return batches.chosen(looked_at, any_three)
     by_count = sorted(range(len(counts)), key=counts.__getitem__)
     counting = [index for index in by_count if counts[index]] or by_count
     telling = dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,7 @@ def scale_learning_rate(
     target_batch: int,
     base_batch: int | None,
     notices: Notices,
+    scheduler: Any = None,
 ) -> None:
     """Multiply every group's learning rate once, for a batch that differs from the one it was chosen for.
 
@@ -65,6 +66,7 @@ def scale_learning_rate(
         target_batch: Samples an update.
         base_batch: Samples an update that the learning rate was chosen for.
         notices: Where the change is said.
+        scheduler: One that was made before this call; it goes on from the scaled rates.
 
     Raises:
         InvalidInputError: The rule is unknown or `base_batch` is missing.
@@ -79,12 +81,16 @@ def scale_learning_rate(
     for group in optimizer.param_groups:
         before = group["lr"]
         group["lr"] = before * factor
-        # Schedulers made before this call count from initial_lr.
+        # Schedulers that are made after this call begin at initial_lr where there is one.
         if "initial_lr" in group:
             group["initial_lr"] = group["initial_lr"] * factor
         notices.say(
             f"learning rate: {float(before):g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})"
         )
+    # Those made before keep the rates that they began with; a scheduler of schedulers keeps those in turn.
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if hasattr(part, "base_lrs"):
+            part.base_lrs = [rate * factor for rate in part.base_lrs]
 
 
 def _called(maker: MakesOptimizer, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:

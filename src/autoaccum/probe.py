@@ -129,7 +129,13 @@ def _search(
     trials: list[Trial] = []
     while (size := next_size(trials, max_micro_batch, reachable)) is not None:
         line = line_through(trials)
-        trials.append(running.run(size, expected_bytes=0 if line is None else int(line.bytes_per_sample * size)))
+        try:
+            trials.append(running.run(size, expected_bytes=0 if line is None else int(line.bytes_per_sample * size)))
+        except ValueError as error:
+            if size > 1 or not trials:
+                raise
+            # BatchNorm refuses a single value a channel; one sample is tried only because two ran out of memory.
+            raise DoesNotFitError(does_not_fit_text(step, limit_bytes, f"one sample alone is refused: {error}")) from error
         on_trial(trials[-1])
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:

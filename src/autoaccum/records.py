@@ -111,8 +111,14 @@ class Plan:
     micro_batches: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
         check_positive_int("target_batch", self.target_batch)
+        try:
+            object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
+        except TypeError:
+            raise InvalidInputError(
+                f"micro_batches={self.micro_batches!r} is no sequence of sizes; autoaccum.plan(target_batch, "
+                "max_micro_batch) makes one from the largest size"
+            ) from None
         for size in self.micro_batches:
             check_positive_int("each of micro_batches", size)
         if sum(self.micro_batches) != self.target_batch:

@@ -186,6 +186,10 @@ class Runner:
                 if self._done > before:
                     raise  # an interrupt that waited for the update
                 failure = self._undo(error, marked=marked)
+                if failure is None and events and self._size == 1 and isinstance(error, ValueError):
+                    # BatchNorm refuses a single value a channel; one sample was taken only because more ran out.
+                    reason = f"one sample alone is refused: {error}"
+                    raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
                 if failure is None:
                     raise
                 oom.let_go(error)

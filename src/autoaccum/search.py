@@ -21,6 +21,8 @@ SECOND_SIZE = 8
 # How far a line through small sizes is trusted, and by how much a search without a line grows.
 MAX_GROWTH = 16
 GROWTH_WITHOUT_LINE = 4
+# At most this part of the largest size that fits: what is nearer says nothing about the line.
+WELL_BELOW = 0.75
 # The bracket is closed when it is narrower than this part of the answer.
 PRECISION = 0.03
 
@@ -38,11 +40,16 @@ class Line:
 
 
 def line_through(trials: Sequence[Trial]) -> Line | None:
-    """Fit a line to the two largest sizes that fit; None where it does not rise or peaks are not known."""
-    known = sorted({t.size: t.peak_bytes for t in trials if t.fits and t.peak_bytes is not None}.items())[-2:]
+    """Fit a line to the largest size that fits and one well below it; None where it does not rise.
+
+    Peaks that are not known do not count. Through neighbours the line would tell how the allocator rounds.
+    """
+    known = sorted({t.size: t.peak_bytes for t in trials if t.fits and t.peak_bytes is not None}.items())
     if len(known) < 2:  # noqa: PLR2004 - a line takes two points
         return None
-    (small, small_peak), (large, large_peak) = known
+    large, large_peak = known[-1]
+    well_below = [point for point in known if point[0] <= large * WELL_BELOW]
+    small, small_peak = well_below[-1] if well_below else known[0]
     slope = (large_peak - small_peak) / (large - small)
     return Line(small_peak - slope * small, slope) if slope > 0 else None
 
@@ -67,18 +74,35 @@ def next_size(trials: Sequence[Trial], max_size: int, limit_bytes: int | None) -
     line = line_through(trials)
     predicted = line.largest_within(limit_bytes) if line is not None and limit_bytes is not None else None
     if failed:
-        return _within(largest, smallest_failed, predicted)
+        return _within(largest, smallest_failed, predicted, failures=sum(not t.fits for t in trials))
     if predicted is None:
         wanted = SECOND_SIZE if largest < SECOND_SIZE else largest * GROWTH_WITHOUT_LINE
     else:
-        wanted = max(predicted, largest + 1)
+        wanted = max(predicted, largest + _step_beyond(predicted, largest, trials))
     return min(max_size, wanted, max(largest * MAX_GROWTH, SECOND_SIZE))
 
 
-def _within(largest: int, smallest_failed: int, predicted: int | None) -> int:
-    """Return a size inside the bracket: the predicted one where it lies well inside, else the middle."""
+def _step_beyond(predicted: int, largest: int, trials: Sequence[Trial]) -> int:
+    """Return how far to go at least beyond the largest size that fits.
+
+    A little where the prediction led there, to close the bracket. Where the line proved too low, or prediction after
+    prediction gains only a little, twice as far as the last time.
+    """
+    *_, third, second = sorted([0, 0] + [trial.size for trial in trials if trial.fits and trial.size < largest])
+    if second < predicted and third <= largest * WELL_BELOW:
+        return max(1, int(largest * PRECISION))
+    return 2 * (largest - second)
+
+
+def _within(largest: int, smallest_failed: int, predicted: int | None, *, failures: int) -> int:
+    """Return a size inside the bracket: the predicted one where it lies well inside, else the middle.
+
+    Where the prediction itself was the first to fail it was too high by a little: then a little below that.
+    """
     middle = (largest + smallest_failed) // 2
-    near_the_end = largest + max(1, (smallest_failed - largest) // 4)
     if predicted is None:
         return middle
+    if predicted >= smallest_failed and failures == 1:
+        return max(middle, smallest_failed - max(1, int(smallest_failed * PRECISION)))
+    near_the_end = largest + max(1, (smallest_failed - largest) // 4)
     return predicted if near_the_end <= predicted < smallest_failed else middle

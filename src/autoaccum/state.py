@@ -27,25 +27,24 @@ class _NumpyState:
     _STATE_BYTES = 4 * 624 + 4  # the Mersenne twister's key and position
 
     def __init__(self) -> None:
+        self._generator: Any = None
+        self._address = 0
         self._bytes = b""
         self._state: Any = None
 
     def take(self) -> None:
-        now = self._fingerprint()
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is not self._generator:
+            self._generator, self._state = generator, None
+            self._address = generator.ctypes.state_address if isinstance(generator, np.random.MT19937) else 0
+        now = ctypes.string_at(self._address, self._STATE_BYTES) if self._address else b""
         # A second normal variate may lie ready (has_gauss); using it up does not move the twister.
-        if now is None or now != self._bytes or self._state["has_gauss"]:
+        if not now or self._state is None or now != self._bytes or self._state["has_gauss"]:
             self._state = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
-            self._bytes = now or b""
+            self._bytes = now
 
     def put_back(self) -> None:
         np.random.set_state(self._state)  # noqa: NPY002
-
-    @staticmethod
-    def _fingerprint() -> bytes | None:
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if not isinstance(generator, np.random.MT19937):
-            return None
-        return ctypes.string_at(generator.ctypes.state_address, _NumpyState._STATE_BYTES)
 
 
 class RandomState:

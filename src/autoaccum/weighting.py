@@ -80,6 +80,13 @@ class Weighting:
             return float(counts.sum().item())
         return float(self.class_weights[targets[counts].cpu()].sum(dtype=torch.float64).item())
 
+    def counts_all(self, named_targets: Mapping[str, Tensor]) -> bool:
+        """Whether every target counts the same, so that samples of one shape weigh the same."""
+        targets = self._choose(named_targets)
+        if targets is None or self.over is Over.ELEMENTS or targets.is_floating_point():
+            return True
+        return self.class_weights is None and not bool((targets == self.ignore_index).any())
+
     def _choose(self, named_targets: Mapping[str, Tensor]) -> Tensor | None:
         if self.target is not None:
             return named_targets.get(self.target)
@@ -107,7 +114,7 @@ def shares(weighting: Weighting, weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-# What `reduction="mean"` of torch's losses divides by, as their documentation says.
+# What `reduction="mean"` of torch's losses of (outputs, targets) divides by, as their documentation says.
 _MEAN_OF_MODULE: dict[type[nn.Module], Over] = {
     nn.CrossEntropyLoss: Over.COUNTED,
     nn.NLLLoss: Over.COUNTED,
@@ -118,26 +125,16 @@ _MEAN_OF_MODULE: dict[type[nn.Module], Over] = {
     nn.BCELoss: Over.ELEMENTS,
     nn.BCEWithLogitsLoss: Over.ELEMENTS,
     nn.PoissonNLLLoss: Over.ELEMENTS,
-    nn.GaussianNLLLoss: Over.ELEMENTS,
     nn.SoftMarginLoss: Over.ELEMENTS,
     nn.KLDivLoss: Over.ELEMENTS,
     nn.HingeEmbeddingLoss: Over.ELEMENTS,
     nn.MultiLabelMarginLoss: Over.SAMPLES,
     nn.MultiMarginLoss: Over.SAMPLES,
     nn.MultiLabelSoftMarginLoss: Over.SAMPLES,
-    nn.CosineEmbeddingLoss: Over.SAMPLES,
 }
 
 # Losses that compare outputs and targets element by element: torch would broadcast (N, 1) against (N,) to (N, N).
-ELEMENTWISE = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.SoftMarginLoss,
-)
+ELEMENTWISE = tuple(kind for kind, over in _MEAN_OF_MODULE.items() if over is Over.ELEMENTS)
 
 
 def of_loss_module(loss: object) -> Weighting | None:

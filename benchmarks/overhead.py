@@ -1,0 +1,136 @@
+"""What the runner costs beside the hand-written loop of document 002: one large batch, sliced into sub-batches.
+
+Both train the same network on the same windows, in turn, window by window in one process, so that a slow moment of the
+machine meets both. Printed and written: the median ratio of a window's time with its quartiles, and the microseconds
+that the runner adds to a micro-step.
+
+    python benchmarks/overhead.py [--windows 400] [--out benchmarks/results/overhead.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.notices import Notices
+
+MICRO_BATCHES = 4  # the documents' own number of accumulation steps
+# Hidden width and samples a micro-batch; chosen so that a micro-step takes about 0.1, 1 and 10 ms on one core.
+SIZES = {"0.1 ms": (16, 8), "1 ms": (256, 96), "10 ms": (1024, 144)}
+
+
+def network(width):
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def hand_written(model, criterion, optimizer, images, target, sub_batch_size):
+    """Document 002's favourite form, its mean set right, moved as it moves."""
+    device = next(model.parameters()).device
+    optimizer.zero_grad()
+    for step in range(MICRO_BATCHES):
+        part = slice(step * sub_batch_size, (step + 1) * sub_batch_size)
+        outputs = model(images[part].to(device, non_blocking=True))
+        loss = criterion(outputs, target[part].to(device, non_blocking=True))
+        loss = loss / MICRO_BATCHES
+        loss.backward()
+    optimizer.step()
+
+
+def measure(width, sub_batch_size, windows, device):
+    torch.manual_seed(0)
+    by_hand = network(width).to(device)
+    ours = copy.deepcopy(by_hand)
+    criterion = nn.CrossEntropyLoss()
+    samples = MICRO_BATCHES * sub_batch_size
+    images, target = torch.randn(samples, 64), torch.randint(0, 10, (samples,))
+    if device.type == "cuda":
+        images, target = images.pin_memory(), target.pin_memory()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=1e-3)
+    runner = autoaccum.Runner(
+        ours,
+        torch.optim.SGD(ours.parameters(), lr=1e-3),
+        autoaccum.plan(samples, sub_batch_size),
+        loss=criterion,
+        device=device,
+        precision="fp32",
+        notices=Notices(silent=True),
+    )
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def timed(function):
+        started = time.perf_counter()
+        function()
+        wait()
+        return time.perf_counter() - started
+
+    pairs = []
+    for window in range(windows + windows // 10):
+        both = [
+            lambda: hand_written(by_hand, criterion, optimizer, images, target, sub_batch_size),
+            lambda: runner.step((images, target)),
+        ]
+        order = (0, 1) if window % 2 else (1, 0)
+        took = {which: timed(both[which]) for which in order}
+        if window >= windows // 10:  # the first tenth warms up
+            pairs.append((took[0], took[1]))
+    return pairs
+
+
+def summary(pairs):
+    ratios = sorted(ours / by_hand for by_hand, ours in pairs)
+    added = sorted((ours - by_hand) / MICRO_BATCHES * 1e6 for by_hand, ours in pairs)
+    return {
+        "hand_written_ms_per_micro_step": statistics.median(hand for hand, _ in pairs) / MICRO_BATCHES * 1e3,
+        "ratio_median": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "added_us_per_micro_step_median": statistics.median(added),
+        "added_us_per_micro_step_quartiles": [added[len(added) // 4], added[3 * len(added) // 4]],
+    }
+
+
+def processor():
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=400)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # small operators on several threads measure the threads
+    results = {}
+    print("| micro-step | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |")
+    print("|---|---|---|---|")
+    for name, (width, sub_batch_size) in SIZES.items():
+        windows = max(40, options.windows // (10 if name == "10 ms" else 1))
+        found = results[name] = summary(measure(width, sub_batch_size, windows, device))
+        low, high = found["ratio_quartiles"]
+        added_low, added_high = found["added_us_per_micro_step_quartiles"]
+        print(
+            f"| {name} | {found['hand_written_ms_per_micro_step']:.3f} | {found['ratio_median']:.3f} "
+            f"({low:.3f} to {high:.3f}) | {found['added_us_per_micro_step_median']:.1f} "
+            f"({added_low:.1f} to {added_high:.1f}) |"
+        )
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, 1 thread"
+    print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {MICRO_BATCHES} micro-steps a window")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        record = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "results": results}
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,572 @@
+"""Batches of any nesting are counted, cut and joined; a loader's stream becomes windows."""
+
+import types
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import numpy as np
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils import rnn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutput
+
+import autoaccum
+from autoaccum.batches import Piece, Window, as_window, chosen, count, map_tensors, repeated, stream, windows
+from autoaccum.errors import InvalidInputError
+
+Pair = namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024 - the untyped form is what loaders yield
+
+
+class Wrapped(MutableMapping):
+    """A mapping around a dict of its own, as users write them."""
+
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+class WrappedInSlots(Wrapped):
+    __slots__ = ("_items",)
+
+
+class ReadOnly(Mapping):
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+class AttributeDict(dict):
+    """Its items are its attributes too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+@dataclass
+class Record:
+    inputs: torch.Tensor
+
+
+@dataclass(slots=True)
+class SlottedRecord:
+    inputs: torch.Tensor
+
+
+def numbered(samples, start=0, width=2):
+    """Samples that tell which they are: row i is filled with start + i."""
+    return torch.arange(start, start + samples).unsqueeze(1).expand(samples, width).clone()
+
+
+def in_every_nesting(x, y):
+    return {
+        "tensor": x,
+        "tuple": (x, y),
+        "list": [x, y],
+        "namedtuple": Pair(x, y),
+        "dict": {"inputs": x, "labels": y},
+        "dict of unsorted keys": {"z": x, "a": y},
+        "dict of mixed keys": {1: x, "a": y},
+        "OrderedDict": OrderedDict([("z", x), ("a", y)]),
+        "defaultdict": defaultdict(list, {"inputs": x, "labels": y}),
+        "custom mapping": Wrapped({"inputs": x, "labels": y}),
+        "custom mapping in slots": WrappedInSlots({"inputs": x, "labels": y}),
+        "read-only mapping": ReadOnly({"inputs": x, "labels": y}),
+        "mapping proxy": types.MappingProxyType({"inputs": x, "labels": y}),
+        "dict with attributes": AttributeDict(inputs=x, labels=y),
+        "BatchEncoding": BatchEncoding({"input_ids": x, "labels": y}),
+        "ModelOutput": CausalLMOutput(loss=None, logits=x, hidden_states=(y, y)),
+        "deep": {"a": [(x, Pair(y, {"b": BatchEncoding({"input_ids": x})}))], "none": None},
+    }
+
+
+NESTINGS = list(in_every_nesting(None, None))
+
+
+def tensors_in(batch):
+    found = []
+    map_tensors(found.append, batch)
+    return found
+
+
+def rows(batch):
+    """Which samples a batch holds, by the first column of its first tensor."""
+    return tensors_in(batch)[0][:, 0].tolist()
+
+
+# --- cutting and joining ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", NESTINGS)
+def test_cut_keeps_the_nesting_and_takes_its_samples_from_every_tensor(kind):
+    batch = in_every_nesting(numbered(5), numbered(5, 10))[kind]
+    expected = [tensor[1:3] for tensor in tensors_in(batch)]
+
+    cut = Piece(batch).cut(1, 3)
+
+    assert type(cut) is type(batch)
+    assert len(tensors_in(cut)) == len(expected)
+    assert all(map(torch.equal, tensors_in(cut), expected))
+
+
+@pytest.mark.parametrize("kind", NESTINGS)
+def test_cut_leaves_the_batch_as_it_was(kind):
+    batch = in_every_nesting(numbered(5), numbered(5, 10))[kind]
+    before = tensors_in(batch)
+
+    Piece(batch).cut(1, 3)
+
+    assert all(one is other for one, other in zip(tensors_in(batch), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", NESTINGS)
+def test_joined_cuts_are_the_batch_again(kind):
+    batch = in_every_nesting(numbered(5), numbered(5, 10))[kind]
+    piece = Piece(batch)
+
+    joined = Window([piece.cut(0, 2), piece.cut(2, 3), piece.cut(3, 5)]).joined()
+
+    assert type(joined) is type(batch)
+    assert all(map(torch.equal, tensors_in(joined), tensors_in(batch)))
+
+
+def test_keys_keep_their_order():
+    batch = {"z": numbered(4), "a": numbered(4)}
+
+    assert list(Piece(batch).cut(0, 2)) == ["z", "a"]
+
+
+def test_attributes_of_a_mapping_follow_its_items():
+    plain, output = AttributeDict(inputs=numbered(4)), CausalLMOutput(logits=numbered(4))
+
+    assert Piece(plain).cut(0, 1).inputs.shape == (1, 2)
+    assert Piece(output).cut(0, 1).logits.shape == (1, 2)
+
+
+def test_default_of_a_defaultdict_is_kept():
+    cut = Piece(defaultdict(list, inputs=numbered(4))).cut(0, 2)
+
+    assert cut["unknown"] == []
+
+
+def test_cut_tensors_are_views():
+    inputs = numbered(4)
+
+    cut = Piece(inputs).cut(1, 3)
+
+    assert cut.data_ptr() == inputs[1].data_ptr()
+
+
+def test_whole_batch_is_handed_on_as_the_object_it_is():
+    batch = Wrapped({"inputs": numbered(4)})
+
+    assert Piece(batch).cut(0, 4) is batch
+
+
+def test_data_beside_tensors_is_cut_where_it_is_as_long_as_the_batch():
+    batch = {
+        "inputs": numbered(3),
+        "names": ["a", "b", "c"],
+        "pair": ("left", "right"),
+        "boxes": np.arange(6).reshape(3, 2),
+        "anchors": np.arange(4),
+        "temperature": 0.5,
+        "scale": torch.tensor(2.0),
+        "note": "abc",
+        "nothing": None,
+    }
+
+    cut = Piece(batch).cut(1, 3)
+
+    assert cut["names"] == ["b", "c"]
+    assert cut["boxes"].tolist() == [[2, 3], [4, 5]]
+    for name in ("pair", "anchors", "temperature", "scale", "note", "nothing"):
+        assert cut[name] is batch[name]
+
+
+def test_data_beside_tensors_is_joined():
+    def batch(start):
+        return {"inputs": numbered(2, start), "names": [f"{start}", f"{start + 1}"], "boxes": np.array([start, 0])}
+
+    joined = Window([batch(0), batch(2)]).joined()
+
+    assert joined["names"] == ["0", "1", "2", "3"]
+    assert joined["boxes"].tolist() == [0, 0, 2, 0]
+
+
+# --- what is no batch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), [], {}, "text", 7, None, ["a", "b"], np.zeros(3), torch.tensor(1.0)])
+def test_batch_without_a_tensor_of_samples_is_refused_by_its_type(batch):
+    with pytest.raises(InvalidInputError, match=rf"{type(batch).__name__} holds no tensor.*default_collate"):
+        count(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(3)), ["0: (4, 2)", "1: (3,)"]),
+        ({"inputs": torch.zeros(4), "masks": [torch.zeros(4), torch.zeros(5, 1)]}, ["inputs: (4,)", "masks/1: (5, 1)"]),
+        ([torch.zeros(2, 5), torch.zeros(3, 5)], ["0: (2, 5)", "1: (3, 5)"]),
+    ],
+)
+def test_tensors_of_unequal_first_size_are_refused_with_their_shapes(batch, shapes):
+    with pytest.raises(InvalidInputError) as caught:
+        count(batch)
+
+    assert all(shape in str(caught.value) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(4).to_sparse_csr(), "sparse_csr"),
+        (lambda: rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)]), "PackedSequence"),
+        (lambda: rnn.pack_sequence([torch.zeros(4, 2)]), "PackedSequence"),
+        (lambda: Record(torch.zeros(4)), "Record"),
+        (lambda: SlottedRecord(torch.zeros(4)), "SlottedRecord"),
+        (lambda: types.SimpleNamespace(boxes=[torch.zeros(4)]), "SimpleNamespace"),
+    ],
+    ids=["coo", "csr", "packed", "packed alone", "dataclass", "dataclass in slots", "namespace"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_what_cannot_be_cut_is_refused_by_its_kind(make, name):
+    hidden = make()
+
+    with pytest.raises(InvalidInputError, match=rf"holds a {name}.*cannot be cut"):
+        count((torch.zeros(4), hidden))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensor_is_refused():
+    batch = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
+
+    with pytest.raises(InvalidInputError, match="nested tensor.*pad"):
+        count((torch.zeros(2), batch))
+
+
+def test_objects_without_tensors_are_passed_on():
+    box = types.SimpleNamespace(name="a")
+
+    assert Piece((torch.zeros(4), box)).cut(0, 2)[1] is box
+
+
+# --- pieces beside each other ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 4)),
+        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64)),
+        ((torch.zeros(2), 0.5), (torch.zeros(2), 0.6)),
+        ((torch.zeros(2), torch.tensor(1)), (torch.zeros(2), torch.tensor(2))),
+        ((torch.zeros(2), np.zeros((2, 3))), (torch.zeros(2), np.zeros((2, 4)))),
+        ((torch.zeros(2), ["a", "b"]), (torch.zeros(2), ("a", "b"))),
+        ((torch.zeros(2), np.zeros(5)), (torch.zeros(2), np.ones(5))),
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}),
+        (BatchEncoding({"a": torch.zeros(2)}), BatchEncoding({"b": torch.zeros(2)})),
+        (Wrapped({"a": torch.zeros(2)}), {"a": torch.zeros(2)}),
+        (torch.zeros(2), (torch.zeros(2),)),
+    ],
+    ids=[
+        "trailing shape",
+        "type",
+        "scalar",
+        "tensor scalar",
+        "array shape",
+        "list and tuple",
+        "array that is no sample",
+        "keys",
+        "keys of a mapping",
+        "mapping",
+        "nesting",
+    ],
+)
+def test_unlike_pieces_are_never_joined(one, other):
+    window = Window([one, other])
+
+    assert window.groups() == [2, 2]
+    assert window.joined() is window
+
+
+def test_cut_runs_across_pieces():
+    window = Window([numbered(3), numbered(1, 3), numbered(4, 4)])
+
+    assert [rows(window.cut(*span)) for span in [(0, 2), (2, 5), (1, 8), (3, 4), (7, 8)]] == [
+        [0, 1],
+        [2, 3, 4],
+        [1, 2, 3, 4, 5, 6, 7],
+        [3],
+        [7],
+    ]
+
+
+def test_parts_are_the_same_samples_unjoined():
+    window = Window([numbered(3), numbered(1, 3), numbered(4, 4)])
+
+    assert [(rows(part), samples) for part, samples in window.parts(2, 6)] == [([2], 1), ([3], 1), ([4, 5], 2)]
+
+
+def test_window_is_a_sequence_of_its_pieces():
+    window = Window([numbered(3), numbered(2, 3)])
+
+    assert len(window) == 2
+    assert [rows(piece) for piece in window] == [[0, 1, 2], [3, 4]]
+    assert rows(window[-1]) == [3, 4]
+    assert [rows(piece) for piece in window[:1]] == [[0, 1, 2]]
+    assert repr(window) == "Window(5 samples in 2 pieces)"
+
+
+@given(data=st.data(), pieces=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2)), min_size=1, max_size=8))
+def test_any_cut_within_a_group_holds_the_samples_asked_for(data, pieces):
+    starts = [sum(samples for samples, _ in pieces[:index]) for index in range(len(pieces) + 1)]
+    window = Window([numbered(samples, start, width) for (samples, width), start in zip(pieces, starts, strict=False)])
+    groups = window.groups()
+    group = data.draw(st.integers(0, len(groups) - 1))
+    begin = sum(groups[:group])
+    start = data.draw(st.integers(begin, begin + groups[group]))
+    stop = data.draw(st.integers(start, begin + groups[group]))
+
+    parts = window.parts(start, stop)
+
+    assert sum(groups) == window.samples == starts[-1]
+    assert [row for part, _ in parts for row in rows(part)] == list(range(start, stop))
+    if stop > start:
+        assert rows(window.cut(start, stop)) == list(range(start, stop))
+
+
+# --- a loader's stream -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "target", "expected"),
+    [
+        ([4] * 3, 4, [4, 4, 4]),
+        ([3] * 4, 5, [5, 5, 2]),
+        ([10, 10], 4, [4] * 5),
+        ([10, 10, 5], 6, [6, 6, 6, 6, 1]),
+        ([1] * 5, 2, [2, 2, 1]),
+        ([2], 100, [2]),
+        ([3, 0, 3], 4, [4, 2]),
+        ([0, 0], 4, []),
+        ([], 4, []),
+    ],
+)
+def test_windows_hold_the_target_whatever_the_loader_yields(sizes, target, expected):
+    batches = [numbered(size) for size in sizes]
+
+    assert [len(window) for window in windows(batches, target)] == expected
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=12), target=st.integers(1, 12), widths=st.lists(st.integers(1, 2)))
+def test_every_sample_is_in_one_window_and_in_order(sizes, target, widths):
+    widths = (widths + [1] * len(sizes))[: len(sizes)]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    loader = [numbered(*each) for each in zip(sizes, starts, widths, strict=True)]
+
+    made = [as_window(window) for window in windows(loader, target)]
+
+    assert [row for window in made for part in window for row in rows(part)] == list(range(sum(sizes)))
+    assert all(window.samples == target for window in made[:-1])
+    for window in made:
+        assert all(len({part.shape[1] for part, _ in window.parts(*span)}) == 1 for span in spans_of(window.groups()))
+
+
+def spans_of(sizes):
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return list(zip([0, *stops], stops, strict=False))
+
+
+@pytest.mark.parametrize(("last", "expected"), [("step", [4, 4, 2]), ("drop", [4, 4])])
+def test_shorter_rest_is_stepped_or_dropped(last, expected):
+    assert [len(window) for window in windows([numbered(10)], 4, last_window=last)] == expected
+
+
+@pytest.mark.parametrize("kind", NESTINGS)
+def test_window_has_the_nesting_of_the_loader(kind):
+    loader = [in_every_nesting(numbered(3, start), numbered(3, start))[kind] for start in (0, 3)]
+
+    (window,) = windows(loader, 6)
+
+    assert type(window) is type(loader[0])
+    assert rows(window) == [0, 1, 2, 3, 4, 5]
+
+
+def test_batches_of_unequal_length_come_as_a_window_of_pieces():
+    first, second = windows([numbered(3, width=2), numbered(3, 3, width=4)], 4)
+
+    assert isinstance(first, autoaccum.Window)
+    assert first.groups() == [3, 1]
+    assert rows(second) == [4, 5]
+
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(10).view(10, 1))
+
+
+def test_loaders_of_every_style_are_read():
+    data = numbered(10)
+    loaders = [
+        DataLoader(TensorDataset(data), batch_size=3),
+        DataLoader(TensorDataset(data), batch_size=3, drop_last=False, num_workers=0),
+        DataLoader(Counting(), batch_size=3),
+        (batch for batch in data.split(3)),
+        data.split(3),
+    ]
+
+    read = [[row for window in windows(loader, 4) for row in rows(window)] for loader in loaders]
+
+    assert read == [list(range(10))] * len(loaders)
+
+
+def test_loader_is_read_only_as_far_as_a_window_needs():
+    drawn = []
+
+    def loader():
+        for start in range(0, 12, 2):
+            drawn.append(start)
+            yield numbered(2, start)
+
+    next(windows(loader(), 4))
+
+    assert drawn == [0, 2]
+
+
+def test_stream_does_not_copy_what_it_regroups():
+    data = numbered(6)
+
+    (first, _) = stream([data], 3)
+
+    assert first[0].data_ptr() == data.data_ptr()
+
+
+@pytest.mark.parametrize("target", [0, -1, 2.0, True, "4", None])
+def test_target_that_is_no_positive_int_is_refused_before_the_loader_is_touched(target):
+    with pytest.raises(InvalidInputError, match=f"target_batch.*{target}"):
+        windows(None, target)
+
+
+def test_unknown_last_window_is_refused_with_the_known_ones():
+    with pytest.raises(InvalidInputError, match="last_window='skip'.*'step' or 'drop'"):
+        windows([], 4, last_window="skip")
+
+
+# --- what a user calls a window --------------------------------------------------------------------------------------
+
+X, Y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("given_window", "pieces"),
+    [
+        (X, 1),
+        ((X, Y), 1),
+        ([X, Y], 1),
+        ([X, X], 1),
+        ([X, X, X], 1),
+        ({"inputs": X}, 1),
+        ([(X, Y)], 1),
+        ([(X, Y)] * 3, 3),
+        ([[X, Y]] * 3, 3),
+        ([{"inputs": X}] * 3, 3),
+        ([(X, Y), (X[:2], Y[:2])], 2),
+        ([{"inputs": X}, {"inputs": X[:1]}], 2),
+        ([{"image": X}, {"label": Y}], 1),
+        ([(X, X), {"label": Y}], 1),
+        (((X, Y), (X, Y)), 1),
+        (iter([(X, Y), (X, Y)]), 2),
+        (Window([(X, Y), (X, Y)]), 2),
+        (next(stream([(X, Y), (X, Y)], 6)), 2),
+    ],
+    ids=str,
+)
+def test_what_is_given_as_a_window_is_one_batch_or_a_sequence_of_them(given_window, pieces):
+    assert len(as_window(given_window)) == pieces
+
+
+@pytest.mark.parametrize("pair", [[(X, Y), (X, Y)], [{"a": X}, {"a": X}], [[X, Y], [X, Y]]], ids=["pairs", "dicts", "lists"])
+def test_list_of_two_batches_of_one_form_is_refused_as_ambiguous(pair):
+    with pytest.raises(InvalidInputError, match=r"autoaccum\.Window\(\[first, second\]\).*tuple \(inputs, targets\)"):
+        as_window(pair)
+
+
+@pytest.mark.parametrize(
+    "empty", [(X[:0], Y[:0]), [(X[:0], Y[:0])] * 3, Window([X[:0]])], ids=["batch", "batches", "window"]
+)
+def test_window_without_samples_is_refused(empty):
+    with pytest.raises(InvalidInputError, match="0 samples"):
+        as_window(empty)
+
+
+@pytest.mark.parametrize("nothing", [[], (), iter([]), [[]], None])
+def test_window_without_batches_is_refused(nothing):
+    with pytest.raises(InvalidInputError, match="holds no tensor|at least one batch"):
+        as_window(nothing)
+
+
+# --- samples over again, samples picked ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [(1, [0]), (3, [0, 1, 2]), (4, [0, 1, 2, 0]), (7, [0, 1, 2, 0, 1, 2, 0])],
+)
+def test_batch_is_repeated_to_any_size(samples, expected):
+    assert rows(repeated((numbered(3), torch.zeros(3)), samples)) == expected
+
+
+def test_nothing_cannot_be_repeated():
+    with pytest.raises(InvalidInputError, match=r"0 samples \(batch: \(0, 2\)\)"):
+        repeated(torch.zeros(0, 2), 4)
+
+
+@pytest.mark.parametrize("indices", [[0], [2, 0], [1, 1, 2]])
+def test_samples_are_chosen_in_the_order_asked_for(indices):
+    assert rows(chosen({"inputs": numbered(3), "names": ["a", "b", "c"]}, indices)) == indices
+
+
+def test_function_is_applied_to_every_tensor_and_nothing_else():
+    batch = {"inputs": (torch.ones(2), ["a", "b"]), "more": BatchEncoding({"ids": torch.ones(2)}), "scale": 3}
+
+    doubled = map_tensors(lambda tensor: tensor * 2, batch)
+
+    assert [tensor.tolist() for tensor in tensors_in(doubled)] == [[2.0, 2.0], [2.0, 2.0]]
+    assert doubled["inputs"][1] == ["a", "b"]
+    assert doubled["scale"] == 3
+    assert isinstance(doubled["more"], BatchEncoding)
+
+
+def test_taking_batches_apart_does_not_change_how_others_use_optree():
+    assert optree.tree_leaves(Wrapped({"a": 1})) == optree.tree_leaves(Wrapped({"a": 1}), namespace="another")

@@ -1,0 +1,64 @@
+"""The device that was asked for, or what there is."""
+
+import pytest
+import torch
+from helpers import CPU
+from torch import nn
+
+from autoaccum import devices
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory import Host, Simulated
+from autoaccum.notices import Notices
+
+without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+
+
+@pytest.fixture
+def notices():
+    return Notices(silent=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", CPU, torch.device("cpu", 0)], ids=str)
+def test_host_is_found_under_all_its_names(device, notices):
+    backend = devices.resolve(device, nn.Linear(1, 1), notices)
+
+    assert isinstance(backend, Host)
+    assert backend.device == CPU
+    assert notices.texts == ()
+
+
+def test_backend_stands_for_its_device(notices):
+    backend = Simulated("1MiB")
+
+    assert devices.resolve(backend, nn.Linear(1, 1), notices) is backend
+
+
+@without_accelerator
+@pytest.mark.parametrize("model", [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, device="meta")], ids=["host", "none", "meta"])
+def test_without_accelerator_the_host_is_chosen_and_said(model, notices):
+    backend = devices.resolve(None, model, notices)
+
+    assert backend.device == CPU
+    assert notices.texts == ("device: cpu (device=None)",)
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:x", "cpu:-2", 1.5, object()], ids=repr)
+def test_device_that_torch_does_not_know_is_refused_with_what_there_is(device, notices):
+    with pytest.raises(InvalidInputError) as caught:
+        devices.resolve(device, nn.Linear(1, 1), notices)
+
+    assert f"device={device!r}" in str(caught.value)
+    assert "this machine has 'cpu'" in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "xpu", "meta", torch.device("cuda", 99)], ids=str)
+def test_device_that_is_not_there_is_refused_with_what_there_is(device, notices):
+    with pytest.raises(InvalidInputError, match=f"device='{device}' is not there; this machine has 'cpu'"):
+        devices.resolve(device, nn.Linear(1, 1), notices)
+
+
+@without_accelerator
+@pytest.mark.parametrize("device", ["cuda", 0, 1], ids=repr)
+def test_accelerator_that_is_not_there_is_refused(device, notices):
+    with pytest.raises(InvalidInputError, match="this machine has 'cpu'$"):
+        devices.resolve(device, nn.Linear(1, 1), notices)

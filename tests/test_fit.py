@@ -1,0 +1,556 @@
+"""`fit` from end to end: what a user may pass, and what comes of it."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import autoaccum
+
+def classification(samples=64, classes=3):
+    torch.manual_seed(0)
+    inputs = torch.randn(samples, 8)
+    return inputs, inputs[:, :classes].argmax(1)
+
+
+def classifier(classes=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, classes))
+
+
+def loader_of(*tensors, batch_size=16, **options):
+    return DataLoader(TensorDataset(*tensors), batch_size=batch_size, **options)
+
+
+def quiet_fit(model, loader, target_batch, **options):
+    return autoaccum.fit(model, loader, target_batch, progress=False, **{"device": "cpu", **options})
+
+
+def losses(result):
+    return [report.loss for report in result.history]
+
+
+class Recorder(autoaccum.Callback):
+    """Notes what it is told, in order."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_fit_start(self, **_):
+        self.events.append("start")
+
+    def on_trial(self, trial):
+        self.events.append("trial")
+
+    def on_plan(self, plan, *, step, probe):
+        self.events.append(("plan", step, plan.micro_batches))
+
+    def on_step(self, report, *, epoch):
+        self.events.append(("step", report.step, epoch))
+
+    def on_oom(self, event, *, step):
+        self.events.append(("oom", event.phase, event.size, step))
+
+    def on_epoch_end(self, epoch):
+        self.events.append(("epoch", epoch))
+
+    def on_evaluation(self, evaluation, *, epoch, step):
+        self.events.append(("evaluation", epoch, step))
+
+    def on_fit_end(self, result):
+        self.events.append(("end", result is not None))
+
+
+# --- what may be passed -----------------------------------------------------------------------------------------------
+
+
+def test_pair_batches_with_whole_number_targets_learn_to_classify():
+    result = quiet_fit(classifier(), loader_of(*classification()), 32, epochs=30)
+
+    assert result.steps == 60
+    assert result.samples == 64 * 30
+    assert losses(result)[-1] < losses(result)[0] - 0.1
+
+
+def test_pair_batches_with_floating_targets_learn_to_regress():
+    inputs, _ = classification()
+    targets = inputs @ torch.randn(8, 2)
+
+    result = quiet_fit(nn.Linear(8, 2), loader_of(inputs, targets), 32, epochs=30, optimizer=sgd(0.1))
+
+    assert losses(result)[-1] < 0.1 * losses(result)[0]
+
+
+def sgd(rate, **options):
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate, **options)
+
+
+class Own(nn.Module):
+    """A model that takes names and returns its own loss in one of several ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.body = classifier()
+
+    def forward(self, inputs, labels=None):
+        logits = self.body(inputs)
+        loss = nn.functional.cross_entropy(logits, labels) if labels is not None else None
+        if self.how == "attribute":
+            return type("Output", (), {"loss": loss, "logits": logits})()
+        return {"scalar": loss, "mapping": {"loss": loss, "logits": logits}}[self.how]
+
+
+@pytest.mark.parametrize("how", ["scalar", "attribute", "mapping"])
+def test_model_that_returns_its_own_loss_is_taken_at_its_word(how):
+    inputs, labels = classification()
+    batches = [{"inputs": inputs[i : i + 16], "labels": labels[i : i + 16]} for i in range(0, 64, 16)]
+
+    result = quiet_fit(Own(how), batches, 32, epochs=10, micro_batch=10)
+
+    assert losses(result)[-1] < losses(result)[0]
+
+
+def test_loss_wins_over_the_models_own_and_gets_what_the_model_does_not_take():
+    inputs, labels = classification()
+    batches = [{"inputs": inputs, "labels": labels, "weights": torch.ones(64)}]
+    seen = []
+
+    def mine(outputs, batch):
+        seen.append(set(batch))
+        return (outputs["logits"].square().mean(1) * batch["weights"]).mean()
+
+    quiet_fit(Own("mapping"), batches, 64, loss=mine, micro_batch=64)
+
+    assert seen == [{"inputs", "labels", "weights"}]
+
+
+def test_mapping_of_losses_from_the_model_is_added_and_reported_by_name():
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = classifier()
+
+        def forward(self, batch):
+            outputs = self.body(batch)
+            return {"box": outputs.square().mean(), "score": outputs.abs().mean()}
+
+    result = quiet_fit(Detector(), [torch.randn(16, 8)] * 2, 16, micro_batch=5)
+
+    report = result.history[0]
+    assert set(report.losses) == {"box", "score"}
+    assert report.loss == pytest.approx(sum(report.losses.values()))
+
+
+def test_transformers_model_and_batch_encoding_train_and_weigh_by_tokens():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 40, (10, 12))
+    labels = tokens.clone()
+    for row in range(10):
+        labels[row, row + 2 :] = -100
+    batch = transformers.BatchEncoding({"input_ids": tokens, "labels": labels})
+    full = copy.deepcopy(model)
+    expected = full(**batch).loss.item()
+
+    result = quiet_fit(model, [batch], 10, micro_batch=3, precision="fp32")
+
+    assert result.history[0].micro_batches == (3, 3, 2, 2)
+    assert losses(result) == pytest.approx([expected], rel=1e-5)
+
+
+def test_forward_overrides_the_conventions():
+    inputs, labels = classification()
+    batches = [{"image": inputs, "label": labels}]
+
+    result = quiet_fit(
+        classifier(),
+        batches,
+        64,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=lambda outputs, batch: nn.functional.cross_entropy(outputs, batch["label"]),
+        micro_batch=20,
+    )
+
+    assert result.history[0].micro_batches == (16, 16, 16, 16)
+
+
+def test_bare_tensor_batches_call_the_model_with_them():
+    class Auto(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+
+        def forward(self, batch):
+            return (self.body(batch) - batch).square().mean()
+
+    result = quiet_fit(Auto(), [torch.randn(20, 8)], 20, micro_batch=7)
+
+    assert result.history[0].micro_batches == (7, 7, 6)
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 20, 50, 64])
+def test_loaders_batch_size_does_not_matter(batch_size):
+    data = classification()
+    reference = classifier()
+    quiet_fit(reference, loader_of(*data, batch_size=20), 20, micro_batch=8, optimizer=sgd(0.1))
+    model = classifier()
+
+    result = quiet_fit(model, loader_of(*data, batch_size=batch_size), 20, micro_batch=8, optimizer=sgd(0.1))
+
+    assert [report.samples for report in result.history] == [20, 20, 20, 4]
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_last_window_can_be_left_out():
+    result = quiet_fit(classifier(), loader_of(*classification()), 20, last_window="drop", micro_batch=20, epochs=2)
+
+    assert [report.samples for report in result.history] == [20, 20, 20] * 2
+
+
+def test_iterable_dataset_without_a_length_trains():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            generator = torch.Generator().manual_seed(0)
+            for _ in itertools.count():
+                inputs = torch.randn(8, generator=generator)
+                yield inputs, inputs[:3].argmax()
+
+    result = quiet_fit(classifier(), DataLoader(Endless(), batch_size=6), 10, max_steps=4, micro_batch=4)
+
+    assert [report.micro_batches for report in result.history] == [(4, 3, 3)] * 4
+
+
+def test_max_steps_alone_lifts_epochs():
+    result = quiet_fit(classifier(), loader_of(*classification()), 32, max_steps=5, micro_batch=32)
+
+    assert result.steps == 5
+
+
+def test_max_steps_and_epochs_end_at_whichever_comes_first():
+    result = quiet_fit(classifier(), loader_of(*classification()), 32, max_steps=5, epochs=2, micro_batch=32)
+
+    assert result.steps == 4
+
+
+def test_generator_is_read_once_and_the_early_end_is_said(capsys):
+    inputs, labels = classification()
+
+    result = autoaccum.fit(
+        classifier(), ((inputs[i : i + 8], labels[i : i + 8]) for i in range(0, 64, 8)), 32, epochs=3, micro_batch=32,
+        device="cpu", progress="lines",
+    )  # fmt: skip
+
+    assert result.steps == 2
+    assert "gave nothing in epoch 2" in capsys.readouterr().err
+
+
+# --- learning rate, schedulers, precision -----------------------------------------------------------------------------
+
+
+def test_scheduler_moves_once_an_update():
+    optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=1.0)
+
+    quiet_fit(
+        model,
+        loader_of(*classification()),
+        32,
+        epochs=2,
+        micro_batch=10,
+        optimizer=optimizer,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5**4)
+
+
+def test_scheduler_can_move_once_an_epoch():
+    optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    quiet_fit(
+        model, loader_of(*classification()), 32, epochs=3, micro_batch=32, optimizer=optimizer, scheduler=scheduler,
+        scheduler_interval="epoch",
+    )  # fmt: skip
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5**3)
+
+
+def test_plateau_scheduler_moves_with_each_evaluation():
+    optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
+    # No loss is ever 10 times better than the best so far.
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=10.0)
+    data = loader_of(*classification())
+
+    quiet_fit(model, data, 32, epochs=3, micro_batch=32, optimizer=optimizer, scheduler=scheduler, val_loader=data)
+
+    assert scheduler.last_epoch == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**3)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_learning_rate_is_scaled_once_and_said(rule, factor, capsys):
+    optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
+
+    autoaccum.fit(
+        model, loader_of(*classification()), 32, optimizer=optimizer, lr_scaling=rule, base_batch=8, micro_batch=32,
+        device="cpu", epochs=2,
+    )  # fmt: skip
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * factor)
+    assert capsys.readouterr().err.count(f"({rule}, 8 -> 32)") == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains(precision):
+    torch.manual_seed(0)
+
+    result = quiet_fit(classifier(), loader_of(*classification()), 32, epochs=8, precision=precision, micro_batch=20)
+
+    assert losses(result)[-1] < losses(result)[0]
+
+
+def test_window_that_the_scaler_skips_counts_as_done_and_the_scheduler_stays():
+    inputs, labels = classification()
+    optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=1.0)
+    before = copy.deepcopy(model.state_dict())
+
+    result = quiet_fit(
+        model,
+        [(inputs, labels)],
+        64,
+        precision="fp16",
+        optimizer=optimizer,
+        loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets) * 1e4,  # overflows when scaled
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        micro_batch=32,
+        loss_reduction="mean",
+    )
+
+    assert [report.skipped for report in result.history] == [True]
+    assert result.steps == 1
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_frozen_batchnorm_stays_in_the_mode_that_the_user_gave_it():
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].eval()
+    data = loader_of(*classification())
+
+    quiet_fit(model, data, 32, micro_batch=20, val_loader=data)
+
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+    assert torch.equal(model[1].running_mean, torch.zeros(4))
+
+
+def test_old_gradients_are_dropped_and_said_once(capsys):
+    model = classifier()
+    model(torch.randn(2, 8)).sum().backward()
+
+    autoaccum.fit(model, loader_of(*classification()), 32, micro_batch=32, device="cpu")
+
+    assert capsys.readouterr().err.count("gradients from before this call are dropped") == 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_seed_makes_two_runs_equal():
+    results = [
+        quiet_fit(classifier(), loader_of(*classification(), shuffle=True), 20, seed=3, micro_batch=7) for _ in range(2)
+    ]
+
+    assert losses(results[0]) == losses(results[1])
+
+
+# --- evaluation, callbacks, messages ----------------------------------------------------------------------------------
+
+
+def test_validation_runs_each_epoch_with_metrics():
+    data = loader_of(*classification())
+
+    result = quiet_fit(
+        classifier(), data, 32, epochs=3, micro_batch=32, val_loader=data,
+        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()},
+    )  # fmt: skip
+
+    assert [evaluation.samples for evaluation in result.evaluations] == [64] * 3
+    assert 0.0 <= result.evaluations[-1].metrics["accuracy"] <= 1.0
+
+
+def test_callbacks_are_told_in_order():
+    recorder = Recorder()
+    data = loader_of(*classification())
+
+    quiet_fit(classifier(), data, 64, epochs=2, micro_batch=40, val_loader=data, callbacks=[recorder])
+
+    assert recorder.events == [
+        "start",
+        ("plan", 1, (32, 32)),
+        ("step", 1, 1),
+        ("epoch", 1),
+        ("evaluation", 1, 1),
+        ("step", 2, 2),
+        ("epoch", 2),
+        ("evaluation", 2, 2),
+        ("end", True),
+    ]
+
+
+def test_error_in_a_callback_arrives_unchanged_and_ends_the_call():
+    mine = RuntimeError("mine")
+
+    class Broken(Recorder):
+        def on_step(self, report, *, epoch):
+            raise mine
+
+    broken = Broken()
+
+    with pytest.raises(RuntimeError) as caught:
+        quiet_fit(classifier(), loader_of(*classification()), 32, micro_batch=32, callbacks=[broken])
+
+    assert caught.value is mine
+    assert broken.events[-1] == ("end", False)
+
+
+def test_every_choice_is_said_once_and_only_on_stderr(capfd):
+    autoaccum.fit(classifier(), loader_of(*classification()), 32, epochs=3)
+
+    out, err = capfd.readouterr()
+    assert out == ""
+    for choice in ("device:", "optimizer: AdamW", "precision: fp32", "loss: cross_entropy"):
+        assert err.count(choice) == 1, choice
+
+
+# --- when memory runs out ---------------------------------------------------------------------------------------------
+
+
+class Heavy(nn.Module):
+    """Needs close to 64 KiB a sample in the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 16 * 1024)
+        self.head = nn.Linear(16 * 1024, 3)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs))
+
+
+def test_probe_plans_what_fits_and_trains_in_it():
+    data = classification(100)
+
+    result = quiet_fit(
+        Heavy(), loader_of(*data), 100, device=autoaccum.Simulated("12MiB"), optimizer=sgd(0.01), epochs=2
+    )
+
+    assert 1 < result.plan.accum_steps <= 4
+    assert result.oom_events == 0
+    assert result.history[0].samples == 100
+
+
+def test_memory_that_runs_out_while_training_shrinks_the_cut_and_loses_nothing():
+    inputs, labels = classification(100)
+    seen = []
+
+    def remembering(outputs, targets):
+        seen.append(targets)
+        return nn.functional.cross_entropy(outputs, targets)
+
+    recorder = Recorder()
+    reference = Heavy()
+    model = copy.deepcopy(reference)
+
+    result = quiet_fit(
+        model, loader_of(inputs, labels), 50, device=autoaccum.Simulated("6MiB"), micro_batch=50, optimizer=sgd(0.01),
+        loss=remembering, loss_reduction="mean", callbacks=[recorder],
+    )  # fmt: skip
+
+    assert result.oom_events > 0
+    assert [step for step, _ in result.plans] == [1] * len(result.plans)
+    assert result.samples == 100
+    quiet_fit(
+        reference, loader_of(inputs, labels), 50, micro_batch=result.plan.micro_batch, optimizer=sgd(0.01),
+        loss=nn.functional.cross_entropy, loss_reduction="mean",
+    )  # fmt: skip
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert [event[0] for event in recorder.events if event[0] in ("oom", "step")][-2:] == ["step", "step"]
+
+
+def test_one_sample_that_does_not_fit_is_said_with_what_to_try():
+    model = Heavy()
+    before = copy.deepcopy(model.state_dict())
+
+    with pytest.raises(autoaccum.DoesNotFitError, match=r"micro_batch=1 .*free.*try"):
+        quiet_fit(model, loader_of(*classification()), 32, device=autoaccum.Simulated("64KiB"))
+
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_loaders_own_error_is_the_loaders_whatever_it_says():
+    inputs, labels = classification()
+    mine = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def batches():
+        yield inputs[:32], labels[:32]
+        raise mine
+
+    recorder = Recorder()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_fit(classifier(), batches(), 32, micro_batch=32, callbacks=[recorder])
+
+    assert caught.value is mine
+    assert not any(event[0] == "oom" for event in recorder.events)
+    assert ("step", 1, 1) in recorder.events
+
+
+class Breaks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 40:
+            raise MemoryError("worker")
+        return torch.zeros(8), 0
+
+
+def test_workers_error_is_the_loaders():
+    with pytest.raises(MemoryError, match="worker"):
+        quiet_fit(classifier(), DataLoader(Breaks(), batch_size=8, num_workers=1), 16, micro_batch=16)
+
+
+def test_several_losses_hold_one_graph_at_a_time():
+    """Document 003: two losses back-propagated one by one need less than their sum does."""
+
+    def first(model, batch):
+        return model(batch[0]).square().mean()
+
+    def second(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def together(model, batch):
+        return first(model, batch) + second(model, batch)
+
+    data = classification(40)
+    peaks = {}
+    for name, loss in {"one by one": [first, second], "together": [together]}.items():
+        device = autoaccum.Simulated("64MiB")
+        result = quiet_fit(Heavy(), loader_of(*data), 40, micro_batch=40, loss=loss, device=device, optimizer=sgd(0.01))
+        peaks[name] = result.history[0].peak_bytes
+
+    graph_bytes = 40 * 16 * 1024 * 4
+    assert peaks["one by one"] < peaks["together"] - 0.5 * graph_bytes

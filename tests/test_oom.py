@@ -1,0 +1,265 @@
+"""Which exceptions mean that memory ran out, and what is let go of afterwards."""
+
+import errno
+import weakref
+
+import pytest
+import torch
+
+from autoaccum.errors import DoesNotFitError
+from autoaccum.oom import (
+    DEVICE_LOST_SIGNS,
+    OOM_SIGNS,
+    TOO_LARGE_SIGNS,
+    first_line,
+    is_device_lost,
+    is_oom,
+    is_too_large,
+    let_go,
+)
+
+# Messages as the libraries write them, numbers and paths changed; every row of the table is met by one of them.
+OOM_MESSAGES = [
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA driver error: out of memory",
+    "parallel_for failed: cudaErrorMemoryAllocation: out of memory",
+    "expandable_segments: memory mapping failed with OOM on device 0",
+    "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated: 7.2 GiB",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "HIP out of memory. Tried to allocate 3.31 GiB. GPU 0 has a total capacity of 128.00 GiB",
+    "HIP error: out of memory",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "miopenStatusAllocFailed",
+    "XPU out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 16.50 GiB.",
+    "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
+    "MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: 27.20 GiB).",
+    "NCCL error in: NCCLUtils.hpp:328, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 6291456 bytes",
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)",
+    "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 5 bytes.",
+    "unable to mmap 4096 bytes from file </torch_1_2>: Cannot allocate memory (12)",
+    "could not create a primitive",
+    "could not create a primitive descriptor for the convolution forward propagation primitive. Run workload with "
+    "environment variable ONEDNN_VERBOSE=all to get additional diagnostic information.",
+    "could not create a memory",
+    "could not create a memory object",
+    "could not execute a primitive",
+    "std::bad_alloc",
+    "bad allocation",
+]
+TOO_LARGE_MESSAGES = [
+    "Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true, but got false.",
+    "input tensor must fit into 32-bit index math",
+    "CUDA error: invalid configuration argument",
+    "nonzero is not supported for tensors with more than INT_MAX elements",
+    "Integer out of range (3000000000)",
+    "value (4294967296) is too large to fit into a MKL_INT (int)",
+    "Storage size calculation overflowed with sizes=[4611686018427387904, 8]",
+    "numel: integer multiplication overflow",
+    "Invalid buffer size: 19.45 GB",
+    "Output size of the matrix multiplication is larger than currently supported by the MPS backend: 72250,72250, "
+    "needs to be less than 2**32 elements",
+]
+DEVICE_LOST_MESSAGES = [
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: misaligned address",
+    "CUDA error: an illegal instruction was encountered",
+    "CUDA error: invalid program counter",
+    "CUDA error: uncorrectable ECC error encountered",
+    "CUDA error: the launch timed out and was terminated",
+    "CUDA error: unknown error",
+    "Native API failed. Native API returns: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
+]
+OTHER_MESSAGES = [
+    "out of resource: shared memory, Required: 180224, Hardware limit: 101376. Reducing block sizes may help.",
+    "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
+    "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1",
+    "could not create a memory descriptor from blob",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
+    "cuDNN error: CUDNN_STATUS_BAD_PARAM",
+    "index 5 is out of bounds for dimension 0 with size 3",
+    "my replay buffer is out of memory slots",
+    "",
+]
+
+
+def raised(exception):
+    try:
+        raise exception
+    except type(exception) as caught:
+        return caught
+
+
+@pytest.mark.parametrize("message", OOM_MESSAGES)
+def test_message_of_lack_of_memory_is_recognised(message):
+    exception = RuntimeError(message)
+
+    assert is_oom(exception)
+    assert not is_too_large(exception)
+    assert not is_device_lost(exception)
+
+
+@pytest.mark.parametrize("message", TOO_LARGE_MESSAGES)
+def test_size_that_a_kernel_refuses_is_told_apart(message):
+    exception = RuntimeError(message)
+
+    assert is_too_large(exception)
+    assert not is_oom(exception)
+
+
+@pytest.mark.parametrize("message", DEVICE_LOST_MESSAGES)
+def test_lost_device_is_recognised(message):
+    exception = RuntimeError(message)
+
+    assert is_device_lost(exception)
+    assert not is_oom(exception)
+    assert not is_too_large(exception)
+
+
+@pytest.mark.parametrize("message", OTHER_MESSAGES)
+def test_other_message_is_none_of_the_three(message):
+    exception = RuntimeError(message)
+
+    assert not is_oom(exception)
+    assert not is_too_large(exception)
+    assert not is_device_lost(exception)
+
+
+@pytest.mark.parametrize(
+    ("sign", "messages"),
+    [(sign, OOM_MESSAGES) for sign in OOM_SIGNS]
+    + [(sign, TOO_LARGE_MESSAGES) for sign in TOO_LARGE_SIGNS]
+    + [(sign, DEVICE_LOST_MESSAGES) for sign in DEVICE_LOST_SIGNS],
+    ids=lambda value: value.pattern if hasattr(value, "pattern") else "",
+)
+def test_every_row_has_an_origin_and_is_met_by_a_message(sign, messages):
+    assert sign.device
+    assert sign.seen
+    assert any(sign.matches(message) for message in messages)
+
+
+@pytest.mark.parametrize(
+    "exception", [torch.OutOfMemoryError("?"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")]
+)
+def test_type_is_enough(exception):
+    assert is_oom(exception)
+
+
+def test_accelerator_error_is_asked_by_its_message():
+    assert is_oom(torch.AcceleratorError("CUDA error: out of memory"))
+    assert is_device_lost(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+
+
+def test_allocation_that_no_machine_can_satisfy_is_oom():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**44)
+
+    assert is_oom(caught.value)
+
+
+def test_size_beyond_64_bits_is_too_large():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, 8)
+
+    assert is_too_large(caught.value)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, TypeError, Exception])
+def test_words_of_somebody_else_are_no_lack_of_memory(kind):
+    assert not is_oom(kind("CUDA out of memory"))
+
+
+def test_exception_raised_from_lack_of_memory_is_lack_of_memory():
+    wrapper = ValueError("this step failed")
+    wrapper.__cause__ = torch.OutOfMemoryError()
+
+    assert is_oom(wrapper)
+
+
+def test_exception_raised_while_handling_lack_of_memory_is_its_own():
+    wrapper = ValueError("a bug in the handler")
+    wrapper.__context__ = torch.OutOfMemoryError()
+
+    assert not is_oom(wrapper)
+
+
+def test_own_conclusion_from_lack_of_memory_is_not_tried_again():
+    conclusion = DoesNotFitError("not even one sample fits")
+    conclusion.__cause__ = torch.OutOfMemoryError()
+
+    assert not is_oom(conclusion)
+
+
+def test_causes_that_form_a_circle_end():
+    one, two = ValueError("one"), ValueError("two")
+    one.__cause__, two.__cause__ = two, one
+
+    assert not is_oom(one)
+
+
+def test_first_line_is_short_and_alone():
+    assert first_line(RuntimeError("\n  CUDA error: out of memory \nmore")) == "CUDA error: out of memory"
+    assert first_line(MemoryError()) == "MemoryError"
+    long = first_line(RuntimeError("x" * 500))
+    assert len(long) == 200
+    assert long.endswith("…")
+
+
+def pin(bound, how):
+    """Raise with a tensor in a local variable of the frame that fails."""
+    activation = torch.ones(8)
+    bound.append(weakref.ref(activation))
+    if how == "plain":
+        raise torch.OutOfMemoryError
+    try:
+        pin(bound, "plain")
+    except torch.OutOfMemoryError as inner:
+        if how == "cause":
+            raise RuntimeError from inner
+        if how == "group":
+            raise ExceptionGroup("two", [inner, ValueError()]) from None
+        raise RuntimeError  # noqa: B904 - the context is what is tested
+
+
+@pytest.mark.parametrize("how", ["plain", "cause", "context", "group"])
+def test_letting_go_frees_what_the_frames_hold(how):
+    bound = []
+    try:
+        pin(bound, how)
+    except Exception as exception:
+        kept = exception
+    pinned = [reference() is not None for reference in bound]
+
+    let_go(kept)
+
+    assert all(pinned)
+    assert all(reference() is None for reference in bound)
+
+
+def test_letting_go_keeps_the_lines_of_the_traceback():
+    kept = raised(torch.OutOfMemoryError("?"))
+
+    let_go(kept)
+
+    assert kept.__traceback__ is not None
+
+
+def test_letting_go_of_a_circle_ends():
+    one, two = raised(ValueError("one")), raised(ValueError("two"))
+    one.__cause__, two.__context__ = two, one
+
+    let_go(one)

@@ -1,0 +1,193 @@
+"""The optimizer is taken, made or chosen; its learning rate scaled once."""
+
+import pytest
+import torch
+from helpers import CountingLoader, batches_of, classifier, labelled
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import InvalidInputError
+from autoaccum.notices import Notices
+from autoaccum.optimizers import resolve, scale_learning_rate
+
+
+@pytest.fixture
+def notices():
+    return Notices(silent=True)
+
+
+@pytest.fixture
+def model():
+    return classifier()
+
+
+def held_by(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def test_given_optimizer_is_used_as_it_is(model, notices):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert resolve(optimizer, [model], notices) is optimizer
+    assert notices.texts == ()
+
+
+def test_function_gets_the_trainable_parameters_each_once(model, notices):
+    model[0].weight.requires_grad_(False)
+    model.append(model[4])  # a layer that is used twice
+
+    optimizer = resolve(lambda parameters: torch.optim.Adam(parameters, lr=5e-4), [model], notices)
+
+    assert list(map(id, held_by(optimizer))) == [id(p) for p in model.parameters() if p.requires_grad]
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+
+
+def test_class_is_a_function_too(model, notices):
+    assert isinstance(resolve(torch.optim.SGD, [model], notices), torch.optim.SGD)
+
+
+def test_adamw_is_chosen_and_said(model, notices):
+    optimizer = resolve(None, [model], notices)
+
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert notices.texts == ("optimizer: AdamW(lr=1e-3) (optimizer=None)",)
+
+
+def test_parameters_of_a_loss_are_trained_too(model, notices):
+    loss = nn.Linear(2, 2)
+
+    assert {id(p) for p in loss.parameters()} <= {id(p) for p in held_by(resolve(None, [model, loss], notices))}
+
+
+def test_optimizer_over_a_part_of_the_model_is_welcome(model, notices):
+    head = torch.optim.SGD(model[4].parameters(), lr=0.1)
+
+    assert resolve(head, [model], notices) is head
+
+
+def test_frozen_parameters_in_the_optimizer_are_welcome(model, notices):
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert resolve(optimizer, [model], notices) is optimizer
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (lambda model: nn.Linear(2, 2).parameters(), "2 parameters, 2 of them not the model's, and 0 of the 6"),
+        (lambda model: [*model.parameters(), *nn.Linear(2, 2).parameters()], "8 parameters, 2 of them not the model's"),
+        (lambda model: [p.detach().clone() for p in model.parameters()], "6 of them not the model's, and 0 of the 6"),
+    ],
+    ids=["another model", "more than the model", "copies"],
+)
+def test_optimizer_over_other_parameters_is_refused_with_numbers_and_remedy(parameters, text, model, notices):
+    optimizer = torch.optim.SGD(parameters(model), lr=0.1)
+
+    with pytest.raises(InvalidInputError, match=f"{text}.*pass a function"):
+        resolve(optimizer, [model], notices)
+
+
+def test_optimizer_over_frozen_parameters_alone_is_refused(model, notices):
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    with pytest.raises(InvalidInputError, match="0 of the 4 that the model trains"):
+        resolve(optimizer, [model], notices)
+
+
+@pytest.mark.parametrize("modules", [[nn.ReLU()], [nn.Linear(1, 1).requires_grad_(False)]], ids=["none", "frozen"])
+def test_nothing_to_train_is_refused_with_the_remedy(modules, notices):
+    with pytest.raises(InvalidInputError, match=r"needs a gradient.*requires_grad_\(True\)"):
+        resolve(None, modules, notices)
+
+
+@pytest.mark.parametrize("wrong", ["adam", 1e-3, lambda parameters: None, lambda parameters: parameters])
+def test_what_is_no_optimizer_is_refused(wrong, model, notices):
+    with pytest.raises(InvalidInputError, match=r"no torch\.optim\.Optimizer, nor a function"):
+        resolve(wrong, [model], notices)
+
+
+def test_optimizer_that_evaluates_several_times_is_refused(model, notices):
+    with pytest.raises(InvalidInputError, match="LBFGS.*first-order"):
+        resolve(torch.optim.LBFGS(model.parameters()), [model], notices)
+
+
+# --- learning rate ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("linear", [0.4, 4.0]), ("sqrt", [0.2, 2.0])])
+def test_every_group_is_scaled_and_said(rule, expected, model, notices):
+    groups = [{"params": model[0].parameters()}, {"params": model[4].parameters(), "lr": 1.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+
+    scale_learning_rate(optimizer, rule, target_batch=100, base_batch=25, notices=notices)
+
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
+    assert notices.texts[0] == f"learning rate: 0.1 -> {expected[0]:g} ({rule}, 25 -> 100)"
+
+
+def test_tensor_learning_rate_is_scaled_without_writing_into_it(model, notices):
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+
+    scale_learning_rate(optimizer, "linear", target_batch=100, base_batch=25, notices=notices)
+
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.4)
+    assert float(rate) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "base", "text"),
+    [
+        ("cubic", 25, "lr_scaling='cubic'.*'linear' or 'sqrt'"),
+        ("linear", None, "needs base_batch"),
+        ("linear", 0, "base_batch must be at least 1, got 0"),
+        ("sqrt", 2.5, "base_batch must be a whole number, got 2.5"),
+    ],
+)
+def test_unreadable_scaling_is_refused_and_changes_nothing(rule, base, text, model, notices):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(InvalidInputError, match=text):
+        scale_learning_rate(optimizer, rule, target_batch=100, base_batch=base, notices=notices)
+
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100),
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+            ],
+            milestones=[2],
+        ),
+    ],
+    ids=["LambdaLR", "StepLR", "SequentialLR"],
+)
+@pytest.mark.parametrize("made_before", [True, False], ids=["made before", "made by fit"])
+def test_scaled_rate_survives_the_scheduler(make, made_before, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = make(optimizer) if made_before else make
+
+    autoaccum.fit(
+        model,
+        CountingLoader(batches_of(labelled(12), 4, 4, 4)),
+        4,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        lr_scaling="linear",
+        base_batch=2,
+        micro_batch=4,
+        device="cpu",
+        progress=False,
+    )
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)

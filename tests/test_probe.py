@@ -1,0 +1,175 @@
+"""The search for the largest micro-batch: real steps, the right answer, and no trace."""
+
+import copy
+import random
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from faults import FailAt, differences, state_of
+from torch import nn
+
+import autoaccum
+
+
+class Hungry(nn.Module):
+    """Takes 64 KiB a sample for its hidden layer, and has everything that a trial could leave traces in."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 16 * 1024)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(16 * 1024, 4)
+
+    def forward(self, inputs):
+        noise = random.random() + np.random.randn()  # noqa: NPY002, S311
+        return self.norm(self.head(self.drop(self.body(inputs)))) + 0.0 * noise
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(0)
+    return torch.randn(16, 8), torch.randint(0, 4, (16,))
+
+
+def find(model, batch, capacity, **options):
+    return autoaccum.find_micro_batch(
+        model, batch, device=autoaccum.Simulated(capacity), **{"optimizer": sgd, "max_micro_batch": 400, **options}
+    )
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_answer_was_tried_and_three_percent_more_does_not_fit(batch):
+    found = find(Hungry(), batch, "16MiB")
+
+    assert [trial.fits for trial in found.trials if trial.size == found.micro_batch] == [True]
+    more = int(found.micro_batch * 1.03) + 1
+    above = find(Hungry(), batch, "16MiB", max_micro_batch=more)
+    assert not any(trial.size == more and trial.fits for trial in above.trials)
+
+
+def test_line_through_the_peaks_tells_what_a_sample_takes(batch):
+    found = find(Hungry(), batch, "16MiB")
+
+    # Hidden layer, its mask of bytes, dropout's output, and the gradients of both on the way back.
+    assert 2 * 64 * 1024 <= found.bytes_per_sample <= 6 * 64 * 1024
+    assert found.fixed_bytes > 0
+
+
+def test_target_that_fits_takes_three_trials_and_none_fails(batch):
+    found = find(Hungry(), batch, "1GiB", max_micro_batch=100)
+
+    assert found.micro_batch == 100
+    assert len(found.trials) <= 3
+    assert all(trial.fits for trial in found.trials)
+
+
+def test_batchs_own_length_is_the_largest_size_by_default(batch):
+    found = find(Hungry(), batch, "1GiB", max_micro_batch=None)
+
+    assert found.micro_batch == 16
+
+
+def test_no_size_above_the_maximum_is_tried(batch):
+    found = find(Hungry(), batch, "1GiB", max_micro_batch=37)
+
+    assert max(trial.size for trial in found.trials) == 37
+
+
+def test_nothing_fits_is_an_error_that_says_what_to_try(batch):
+    with pytest.raises(autoaccum.DoesNotFitError, match=r"micro_batch=1 .*try"):
+        find(Hungry(), batch, "100KiB")
+
+
+def prepared(batch):
+    """A model in the middle of training: gradients, momentum, statistics, a frozen part, mixed modes."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    model = Hungry()
+    optimizer = sgd(model.parameters())
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    model.drop.eval()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("capacity", ["1GiB", "8MiB", "100KiB"], ids=["all fit", "some fail", "none fits"])
+def test_probe_leaves_no_trace(batch, capacity):
+    model, optimizer = prepared(batch)
+    gradients = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
+    momentum = {parameter: state["momentum_buffer"] for parameter, state in optimizer.state.items()}
+    before = state_of(model, optimizer)
+    attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | bool)}
+    hooks = (len(optimizer._optimizer_step_post_hooks), len(model._forward_hooks))
+
+    try:
+        find(model, batch, capacity, optimizer=optimizer)
+    except autoaccum.DoesNotFitError:
+        assert capacity == "100KiB"
+
+    assert differences(state_of(model, optimizer), before) == []
+    assert all(optimizer.state[parameter]["momentum_buffer"] is kept for parameter, kept in momentum.items())
+    for parameter, (gradient, value) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, value)
+    assert {name: vars(optimizer)[name] for name in attributes} == attributes
+    assert (len(optimizer._optimizer_step_post_hooks), len(model._forward_hooks)) == hooks
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine")], ids=["interrupt", "model's own error"])
+@pytest.mark.parametrize("point", [1, 40, 90])
+def test_probe_that_is_broken_off_leaves_no_trace(batch, error, point):
+    model, optimizer = prepared(batch)
+    before = state_of(model, optimizer)
+    failing = FailAt(point, error=error)
+
+    def loss(outputs, targets):
+        with failing:
+            return nn.functional.cross_entropy(outputs * 1.0, targets) * 1.0
+
+    failing.points = {point % 5 + 1}
+
+    with pytest.raises(type(error)):
+        find(model, batch, "64MiB", optimizer=optimizer, loss=loss)
+
+    assert failing.hits == 1
+    assert differences(state_of(model, optimizer), before) == []
+
+
+def test_caller_sees_the_trials_of_a_real_limit_on_the_host():
+    """The limit is the process's own, and allocations really fail: in a process of its own."""
+    script = textwrap.dedent(
+        """
+        import torch, autoaccum
+        from torch import nn
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        batch = torch.randn(64, 64), torch.randint(0, 4, (64,))
+        found = autoaccum.find_micro_batch(model, batch, max_micro_batch=4000, memory_limit="200MiB",
+                                           optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        print(found)
+        assert 100 < found.micro_batch < 4000, found.micro_batch
+        assert any(not trial.fits for trial in found.trials) or found.trials[-1].size == found.micro_batch
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        again = autoaccum.find_micro_batch(model, batch, max_micro_batch=found.micro_batch, memory_limit="200MiB",
+                                           optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        assert again.micro_batch == found.micro_batch
+        result = autoaccum.fit(model, [batch] * 40, 2560, memory_limit="200MiB", progress=False,
+                               optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        assert result.plan.accum_steps > 1 and result.steps == 1, result
+        """
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr

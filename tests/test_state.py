@@ -1,0 +1,390 @@
+"""What a training step changes is put back bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import CPU, assert_bitwise, classifier, labelled, state_of, training_step
+from torch import nn
+from torch.nn import functional
+
+from autoaccum.probe import probe
+from autoaccum.state import Mark, RandomState, Snapshot, evaluation_mode
+
+LARGE = 70_000  # elements; a buffer of this size is copied only when it was written
+
+
+def draw():
+    """One number of every generator that is kept, and of both kinds where NumPy has two."""
+    return (
+        torch.rand(3).tolist(),
+        random.random(),  # noqa: S311 - Python's generator is what is meant
+        np.random.random(),  # noqa: NPY002 - the global generator is what is meant
+        np.random.standard_normal(),  # noqa: NPY002
+    )
+
+
+# --- random state ----------------------------------------------------------------------------------------------------
+
+
+def test_every_generator_repeats_after_put_back():
+    state = RandomState(CPU)
+    state.take()
+    first = draw()
+
+    state.put_back()
+
+    assert draw() == first
+
+
+@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3])
+def test_normal_variate_that_numpy_has_ready_is_kept(drawn_before):
+    np.random.standard_normal(drawn_before)  # noqa: NPY002 - an odd number leaves the second of a pair ready
+    state = RandomState(CPU)
+    state.take()
+    first = np.random.standard_normal(3).tolist()  # noqa: NPY002
+
+    state.put_back()
+
+    assert np.random.standard_normal(3).tolist() == first  # noqa: NPY002
+
+
+def test_using_up_the_ready_variate_is_noticed_although_the_twister_stands_still():
+    np.random.standard_normal()  # noqa: NPY002
+    state = RandomState(CPU)
+    state.take()
+    np.random.standard_normal()  # noqa: NPY002 - the ready one
+    state.take()
+    first = np.random.standard_normal(2).tolist()  # noqa: NPY002
+
+    state.put_back()
+
+    assert np.random.standard_normal(2).tolist() == first  # noqa: NPY002
+
+
+def test_taking_again_keeps_the_later_state():
+    state = RandomState(CPU)
+    state.take()
+    draw()
+    state.take()
+    later = draw()
+
+    state.put_back()
+
+    assert draw() == later
+
+
+def test_putting_back_twice_gives_the_same_twice():
+    state = RandomState(CPU)
+    state.take()
+    state.put_back()
+    first = draw()
+
+    state.put_back()
+
+    assert draw() == first
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    return classifier()
+
+
+def test_batchnorm_statistics_are_put_back(model):
+    mark = Mark([model], CPU)
+    before = state_of(model)
+    mark.take()
+    model(labelled(5)[0])
+
+    mark.put_back()
+
+    assert_bitwise(state_of(model), before)
+
+
+def test_taking_again_keeps_the_later_statistics(model):
+    mark = Mark([model], CPU)
+    mark.take()
+    model(labelled(5)[0])
+    later = state_of(model)
+    mark.take()
+    model(labelled(5)[0])
+
+    mark.put_back()
+
+    assert_bitwise(state_of(model), later)
+
+
+def test_buffers_of_a_loss_are_put_back_too():
+    loss = nn.BatchNorm1d(3)
+    mark = Mark([classifier(), loss], CPU)
+    mark.take()
+    loss(torch.randn(4, 3))
+
+    mark.put_back()
+
+    assert int(loss.num_batches_tracked) == 0
+
+
+class Holder(nn.Module):
+    """A module whose forward pass does whatever a test wants with its buffers."""
+
+    def __init__(self, elements=4):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(elements))
+        self.register_buffer("absent", None)
+
+
+def assign(holder):
+    holder.seen = holder.seen + 1
+
+
+def add_in_place(holder):
+    holder.seen += 1
+
+
+def write_through_a_view(holder):
+    holder.seen[:2].fill_(3.0)
+
+
+def resize(holder):
+    holder.seen.resize_(2 * holder.seen.numel()).fill_(7.0)
+
+
+def shrink(holder):
+    holder.seen.resize_(2).fill_(7.0)
+
+
+def add(holder):
+    holder.register_buffer("new", torch.ones(2))
+
+
+def remove(holder):
+    del holder.seen
+
+
+def fill_the_absent_one(holder):
+    holder.absent = torch.ones(2)
+
+
+def empty(holder):
+    holder.seen = None
+
+
+CHANGES = [assign, add_in_place, write_through_a_view, resize, shrink, add, remove, fill_the_absent_one, empty]
+
+
+@pytest.mark.parametrize("elements", [4, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_a_model_does_with_its_buffers_is_undone(change, elements):
+    holder = Holder(elements)
+    mark, tensor = Mark([holder], CPU), holder.seen
+    mark.take()
+    change(holder)
+
+    mark.put_back()
+
+    assert dict(holder.named_buffers()).keys() == {"seen"}
+    assert holder.seen is tensor
+    assert holder._buffers["absent"] is None
+    assert_bitwise(holder.seen, torch.zeros(elements))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_a_model_did_with_its_buffers_before_the_second_mark_stays(change):
+    holder = Holder()
+    mark = Mark([holder], CPU)
+    mark.take()
+    change(holder)
+    later = state_of(holder)
+    mark.take()
+    with torch.no_grad():
+        for buffer in holder.buffers():
+            buffer.add_(1)
+
+    mark.put_back()
+
+    assert_bitwise(state_of(holder), later)
+
+
+def test_first_buffer_of_a_module_that_had_none_is_taken_away_again():
+    module = nn.Linear(2, 2)
+    mark = Mark([module], CPU)
+    mark.take()
+    module.register_buffer("cache", torch.ones(2))
+
+    mark.put_back()
+
+    assert not list(module.buffers())
+
+
+def test_second_put_back_undoes_what_came_after_the_first():
+    holder = Holder()
+    mark = Mark([holder], CPU)
+    mark.take()
+    add_in_place(holder)
+    mark.put_back()
+    add_in_place(holder)
+
+    mark.put_back()
+
+    assert_bitwise(holder.seen, torch.zeros(4))
+
+
+def test_large_buffer_that_is_not_written_is_copied_once():
+    holder = Holder(LARGE)
+    mark = Mark([holder], CPU)
+    mark.take()
+    (copy,) = (kept["seen"].copy for kept in mark._kept)
+    copy.fill_(5.0)  # would be overwritten by a second copy
+
+    mark.take()
+
+    assert float(copy[0]) == 5.0
+
+
+def test_buffer_that_needs_a_graph_is_put_back():
+    holder = Holder()
+    weight = torch.ones(4, requires_grad=True)
+    mark = Mark([holder], CPU)
+    mark.take()
+    holder.seen = holder.seen + weight
+    mark.take()
+
+    mark.put_back()
+
+    assert holder.seen.requires_grad
+
+
+# --- everything ------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+def one_update(model, optimizer):
+    inputs, targets = labelled(6)
+    functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def whole_state(model, optimizer):
+    return state_of(model) | {"optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "with state"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_snapshot_puts_back_every_bit(make, warm, model):
+    optimizer = make(list(model.parameters()))
+    if warm:
+        one_update(model, optimizer)
+        one_update(model, optimizer)
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    before = state_copy(model, optimizer)
+    snapshot = Snapshot([model], optimizer, CPU)
+    one_update(model, optimizer)
+    optimizer.zero_grad()
+    one_update(model, optimizer)
+
+    snapshot.put_back()
+
+    assert_bitwise(whole_state(model, optimizer), before)
+    now = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    assert all(one is other for one, other in zip(now, tensors, strict=True))
+
+
+def state_copy(model, optimizer):
+    """A copy that later steps do not write into."""
+    state = whole_state(model, optimizer)
+    state["optimizer"]["state"] = {
+        key: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+        for key, entry in state["optimizer"]["state"].items()
+    }
+    state["optimizer"]["param_groups"] = [dict(group) for group in state["optimizer"]["param_groups"]]
+    return state
+
+
+def test_training_after_put_back_goes_as_if_nothing_had_been(model):
+    optimizer = OPTIMIZERS["Adam"](list(model.parameters()))
+    snapshot = Snapshot([model], optimizer, CPU)
+    one_update(model, optimizer)
+    expected = state_copy(model, optimizer)
+
+    snapshot.put_back()
+
+    one_update(model, optimizer)
+    assert_bitwise(whole_state(model, optimizer), expected)
+
+
+def test_state_that_was_newly_made_is_gone(model):
+    optimizer = OPTIMIZERS["Adam"](list(model.parameters()))
+    snapshot = Snapshot([model], optimizer, CPU)
+    one_update(model, optimizer)
+
+    snapshot.put_back()
+
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_settings_of_the_groups_are_put_back(model):
+    optimizer = OPTIMIZERS["SGD"](list(model.parameters()))
+    snapshot = Snapshot([model], optimizer, CPU)
+    optimizer.param_groups[0].update(lr=5.0, extra="new")
+
+    snapshot.put_back()
+
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert "extra" not in optimizer.param_groups[0]
+
+
+def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_put_back(model):
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    one_update(model, optimizer)
+    before = state_of(model)
+    snapshot = Snapshot([model], optimizer, CPU)
+    one_update(model, optimizer)
+
+    snapshot.put_back()
+
+    assert_bitwise(state_of(model), before)
+
+
+def test_probe_leaves_the_gradient_scaler_as_it_was():
+    model = nn.Linear(4, 3)
+    step = training_step(model, precision="fp16")
+    before = step.precision.scaler.state_dict()
+
+    probe(step, (torch.randn(4, 4), torch.arange(4) % 3), 4, None)
+
+    assert step.precision.scaler.state_dict() == before
+
+
+# --- modes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_submodule_gets_the_mode_it_had(fails, model):
+    model[1].eval()
+    loss = nn.Sequential(nn.Dropout()).eval()
+    before = [part.training for module in (model, loss) for part in module.modules()]
+
+    try:
+        with evaluation_mode([model, loss]):
+            inside = [part.training for module in (model, loss) for part in module.modules()]
+            if fails:
+                raise ValueError  # noqa: TRY301
+    except ValueError:
+        pass
+
+    assert not any(inside)
+    assert [part.training for module in (model, loss) for part in module.modules()] == before

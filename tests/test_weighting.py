@@ -1,0 +1,281 @@
+"""The loss of a window is rebuilt from its micro-batches, whatever the loss runs over."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.weighting import ELEMENTWISE, Over, Weighting, candidates, misfit, of_loss_module, shares
+
+N, C, T = 9, 4, 5
+CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 2.5, 7.0], dtype=torch.float64)
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def real(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=generator())
+
+
+def classes(*shape, padded=None):
+    targets = torch.randint(0, C, shape, generator=generator())
+    if padded is not None:
+        # Sample i has i targets that do not count; of the last ones none counts.
+        for row, sample in enumerate(targets):
+            sample[: row if targets.dim() > 1 else 0] = padded
+    return targets
+
+
+def probabilities(*shape):
+    return real(*shape).softmax(1)
+
+
+def signs(*shape):
+    return real(*shape).sign()
+
+
+def multi_label(n, c):
+    """Class numbers, ended by -1, of a different length for each sample."""
+    targets = torch.full((n, c), -1)
+    for row in range(n):
+        targets[row, : row % c] = torch.arange(row % c)
+    return targets
+
+
+# Every kind of loss that is read, in every setting that changes what its mean runs over.
+CASES = {
+    "CrossEntropyLoss": (nn.CrossEntropyLoss, {}, real(N, C), classes(N)),
+    "CrossEntropyLoss tokens": (nn.CrossEntropyLoss, {}, real(N, C, T), classes(N, T, padded=-100)),
+    "CrossEntropyLoss ignore_index": (nn.CrossEntropyLoss, {"ignore_index": 2}, real(N, C), classes(N)),
+    "CrossEntropyLoss class weights": (nn.CrossEntropyLoss, {"weight": CLASS_WEIGHTS}, real(N, C), classes(N)),
+    "CrossEntropyLoss smoothing": (
+        nn.CrossEntropyLoss,
+        {"label_smoothing": 0.1},
+        real(N, C, T),
+        classes(N, T, padded=-100),
+    ),
+    "CrossEntropyLoss everything": (
+        nn.CrossEntropyLoss,
+        {"label_smoothing": 0.1, "weight": CLASS_WEIGHTS, "ignore_index": 1},
+        real(N, C, T),
+        classes(N, T, padded=1),
+    ),
+    "CrossEntropyLoss probabilities": (nn.CrossEntropyLoss, {}, real(N, C), probabilities(N, C)),
+    "CrossEntropyLoss probabilities, weights": (
+        nn.CrossEntropyLoss,
+        {"weight": CLASS_WEIGHTS, "label_smoothing": 0.1},
+        real(N, C, T),
+        probabilities(N, C, T),
+    ),
+    "NLLLoss": (nn.NLLLoss, {}, real(N, C).log_softmax(1), classes(N)),
+    "NLLLoss everything": (
+        nn.NLLLoss,
+        {"weight": CLASS_WEIGHTS, "ignore_index": 0},
+        real(N, C, T).log_softmax(1),
+        classes(N, T, padded=0),
+    ),
+    "MSELoss": (nn.MSELoss, {}, real(N, 3), real(N, 3) + 1),
+    "L1Loss": (nn.L1Loss, {}, real(N, 3), real(N, 3) + 1),
+    "SmoothL1Loss": (nn.SmoothL1Loss, {}, real(N), real(N) + 1),
+    "HuberLoss": (nn.HuberLoss, {"delta": 0.5}, real(N, 3), real(N, 3) + 1),
+    "BCELoss": (nn.BCELoss, {"weight": CLASS_WEIGHTS}, real(N, C).sigmoid(), probabilities(N, C)),
+    "BCEWithLogitsLoss": (
+        nn.BCEWithLogitsLoss,
+        {"weight": CLASS_WEIGHTS, "pos_weight": CLASS_WEIGHTS},
+        real(N, C),
+        probabilities(N, C),
+    ),
+    "PoissonNLLLoss": (nn.PoissonNLLLoss, {"full": True}, real(N, 3), 2 * probabilities(N, 3)),
+    "SoftMarginLoss": (nn.SoftMarginLoss, {}, real(N, 3), signs(N, 3)),
+    "KLDivLoss": (nn.KLDivLoss, {}, real(N, C).log_softmax(1), probabilities(N, C)),
+    "HingeEmbeddingLoss": (nn.HingeEmbeddingLoss, {"margin": 0.7}, real(N, 3), signs(N, 3)),
+    "MultiLabelMarginLoss": (nn.MultiLabelMarginLoss, {}, real(N, C), multi_label(N, C)),
+    "MultiMarginLoss": (nn.MultiMarginLoss, {"weight": CLASS_WEIGHTS}, real(N, C), classes(N)),
+    "MultiLabelSoftMarginLoss": (
+        nn.MultiLabelSoftMarginLoss,
+        {"weight": CLASS_WEIGHTS},
+        real(N, C),
+        probabilities(N, C).round(),
+    ),
+}
+REDUCTIONS = [(name, reduction) for name in CASES for reduction in ("mean", "sum")] + [("KLDivLoss", "batchmean")]
+
+cuts = st.sets(st.integers(1, N - 1)).map(lambda stops: [b - a for a, b in zip([0, *sorted(stops)], [*sorted(stops), N], strict=True)])
+
+
+def weighed(weighting, targets, sizes):
+    return [weighting.weigh(len(part), {"": part}) for part in targets.split(sizes)]
+
+
+def rebuilt(loss, outputs, targets, sizes):
+    """The window's loss from those of its micro-batches; one of weight 0 may be NaN and is left out."""
+    how = of_loss_module(loss)
+    factors = shares(how, weighed(how, targets, sizes))
+    losses = [loss(*parts) for parts in zip(outputs.split(sizes), targets.split(sizes), strict=True)]
+    return sum(float(value) * factor for value, factor in zip(losses, factors, strict=True) if factor)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both")
+@pytest.mark.parametrize(("name", "reduction"), REDUCTIONS)
+@settings(max_examples=12)
+@given(sizes=cuts)
+def test_shares_of_any_cut_rebuild_the_full_batch_loss(name, reduction, sizes):
+    make, arguments, outputs, targets = CASES[name]
+    loss = make(reduction=reduction, **arguments)
+
+    assert rebuilt(loss, outputs, targets, sizes) == pytest.approx(float(loss(outputs, targets)), rel=1e-12)
+
+
+@settings(max_examples=12)
+@given(sizes=cuts)
+@pytest.mark.parametrize("name", [name for name in CASES if "Cross" in name or "NLL" in name])
+def test_vector_of_losses_is_averaged_over_the_samples(name, sizes):
+    make, arguments, outputs, targets = CASES[name]
+    loss = make(reduction="none", **arguments)
+    per_sample = loss(outputs, targets).reshape(N, -1).sum(1)
+    how = of_loss_module(loss)
+
+    factors = shares(how, weighed(how, targets, sizes))
+
+    means = [float(part.mean()) for part in per_sample.split(sizes)]
+    assert how.over is Over.VECTOR
+    assert sum(f * m for f, m in zip(factors, means, strict=True)) == pytest.approx(float(per_sample.mean()), rel=1e-12)
+
+
+def test_micro_batch_in_which_nothing_counts_has_no_share():
+    targets = torch.tensor([[1, 2], [-100, -100], [-100, 3], [-100, -100]])
+    how = of_loss_module(nn.CrossEntropyLoss())
+
+    assert shares(how, weighed(how, targets, [1, 1, 1, 1])) == [2 / 3, 0.0, 1 / 3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (nn.CrossEntropyLoss(), torch.full((4, 3), -100)),
+        (nn.NLLLoss(ignore_index=2), torch.full((4,), 2)),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0])), torch.ones(4, dtype=torch.long)),
+    ],
+    ids=["ignored", "ignored class", "class of weight 0"],
+)
+def test_window_in_which_nothing_counts_is_refused(loss, targets):
+    how = of_loss_module(loss)
+
+    with pytest.raises(InvalidInputError, match=f"2 micro-batches counts.*ignore_index={how.ignore_index}.*leave"):
+        shares(how, weighed(how, targets, [3, 1]))
+
+
+def test_sum_over_targets_that_do_not_count_is_no_error():
+    assert shares(of_loss_module(nn.CrossEntropyLoss(reduction="sum")), [0.0, 0.0]) == [1.0, 1.0]
+
+
+def test_class_weights_are_summed_in_float64():
+    weights = torch.tensor([1e-8, 1.0])
+    targets = torch.tensor([1] + [0] * 1000)
+    how = of_loss_module(nn.CrossEntropyLoss(weight=weights))
+
+    assert how.weigh(1001, {"": targets}) == pytest.approx(1 + 1000 * float(weights[0]), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        None,
+        functional.cross_entropy,
+        lambda outputs, targets: outputs.mean(),
+        type("Weighted", (nn.CrossEntropyLoss,), {})(),
+        nn.TripletMarginLoss(),
+        nn.Linear(1, 1),
+    ],
+    ids=["none", "function", "lambda", "subclass", "another loss", "another module"],
+)
+def test_loss_that_may_compute_what_it_likes_is_not_read(loss):
+    assert of_loss_module(loss) is None
+
+
+def test_every_loss_that_compares_elements_is_guarded_against_broadcasting():
+    compares_elements = {
+        make for make, arguments, _, _ in CASES.values() if of_loss_module(make(**arguments)).over is Over.ELEMENTS
+    }
+
+    assert set(ELEMENTWISE) == compares_elements
+
+
+def test_targets_are_not_looked_at_where_they_do_not_matter():
+    for over in (Over.SUM, Over.SAMPLES, Over.VECTOR, Over.PAIR):
+        assert Weighting(over).weigh(7, {"": None}) == 7.0
+
+
+def test_named_target_is_the_one_that_counts():
+    targets = {"noise": torch.zeros(3, 2), "labels": torch.tensor([[1, -100], [1, 1], [-100, 2]])}
+
+    assert Weighting(Over.COUNTED, target="labels").weigh(3, targets) == 4.0
+    assert Weighting(Over.SHIFTED, target="labels").weigh(3, targets) == 2.0
+
+
+# --- finding out -----------------------------------------------------------------------------------------------------
+
+
+def test_whole_number_targets_are_candidates_and_others_are_not():
+    targets = {"labels": torch.zeros(3, 2).long(), "class": torch.zeros(3).long(), "boxes": torch.zeros(3, 4), "mask": torch.zeros(3).bool()}
+
+    found = [(how.over, how.target) for how in candidates(targets)]
+
+    assert found == [
+        (Over.SUM, None),
+        (Over.SAMPLES, None),
+        (Over.COUNTED, "labels"),
+        (Over.SHIFTED, "labels"),
+        (Over.COUNTED, "class"),
+    ]
+
+
+LOSSES = {
+    Over.SUM: lambda x, y: functional.cross_entropy(x, y, reduction="sum"),
+    Over.SAMPLES: lambda x, y: (
+        functional.cross_entropy(x, y, reduction="none").sum(1) / (y != -100).sum(1).clamp(min=1)
+    ).mean(),
+    Over.COUNTED: functional.cross_entropy,
+    Over.SHIFTED: lambda x, y: functional.cross_entropy(x[..., :-1], y[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("over", LOSSES)
+def test_only_the_true_candidate_fits(over):
+    outputs, targets = real(N, C, T), classes(N, T, padded=-100)
+    loss, sizes = LOSSES[over], [2, 7]
+    parts = [float(loss(x, y)) for x, y in zip(outputs.split(sizes), targets.split(sizes), strict=True)]
+    whole = float(loss(outputs, targets))
+
+    fitting = [
+        how.over
+        for how in candidates({"": targets})
+        if misfit(how, whole, parts, weighed(how, targets, sizes)) < 1e-9
+    ]
+
+    assert fitting == [over]
+
+
+def test_part_in_which_nothing_counts_does_not_hide_the_true_candidate():
+    assert misfit(Weighting(Over.COUNTED), 2.0, [math.nan, 2.0], [0.0, 5.0]) == 0.0
+    assert misfit(Weighting(Over.SAMPLES), 2.0, [math.nan, 2.0], [1.0, 5.0]) == math.inf
+    assert misfit(Weighting(Over.COUNTED), 2.0, [math.nan, math.nan], [0.0, 0.0]) == math.inf
+
+
+def test_loss_of_zero_fits_every_candidate():
+    assert misfit(Weighting(Over.SAMPLES), 0.0, [0.0, 0.0], [1.0, 2.0]) == 0.0
+
+
+@given(sizes=cuts)
+def test_shares_of_a_mean_sum_up_to_one(sizes):
+    factors = shares(Weighting(Over.SAMPLES), [float(size) for size in sizes])
+
+    assert sum(factors) == pytest.approx(1.0, rel=1e-15)
+    assert factors == [size / N for size in sizes]
