@@ -40,11 +40,11 @@ from autoaccum.oom import first_line, is_oom, let_go  # noqa: E402
 
 MIB = 2**20
 # Small, so that 300 steps that run into them take minutes: a step fails after it has filled the limit.
-LIMIT_BYTES = {"resnet18": 300 * MIB, "gpt": 300 * MIB}
-CEILING = {"resnet18": 200, "gpt": 200}
+LIMIT_BYTES = {"resnet18": 300 * MIB, "gpt": 200 * MIB}
+CEILING = {"resnet18": 200, "gpt": 150}
 STEP_SIZE = {"resnet18": 24, "gpt": 16}
 # Seconds after which a way is ended with the failures it has had by then.
-MODES = {"default": 60, "settled": 240, "asked": 120}
+MODES = {"default": 25, "settled": 110, "asked": 60}
 # What the library adds to a prediction before it asks: the line is drawn through resident memory, the limit counts
 # address space.
 MARGIN = 1.05

@@ -200,6 +200,31 @@ def test_the_time_of_the_probe_does_not_count_as_slow_training(clock):
     assert "100 samples/s" in file.getvalue()
 
 
+@pytest.mark.parametrize(("samples", "text"), [(7, "7 samples/s"), (31, "31 samples/s"), (12345, "12345 samples/s")])
+def test_a_speed_is_written_out_however_large(clock, samples, text):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    clock.now += 1.0
+
+    shown.on_step(step_report(1, samples=samples), epoch=1)
+
+    assert f" {text}" in file.getvalue()
+
+
+def test_the_last_picture_keeps_the_speed_that_the_evaluation_interrupted(clock, bar):
+    shown, file = bar
+    clock.now += 2.0
+    shown.on_step(step_report(1, samples=100), epoch=1)
+    shown.on_epoch_end(1)
+    clock.now += 50.0
+    shown.on_evaluation(EVALUATION, epoch=1, step=1)
+
+    shown.on_fit_end(fit_result())
+
+    assert re.findall(r"([\d.]+) samples/s", plain(file))[-1] == "50"
+
+
 def test_lines_tell_where_memory_ran_out_and_count_it(lines):
     shown, file = lines
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoaccum.batches import Window
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.objective import is_pair, target_tensors
 from autoaccum.oom import first_line, is_oom, is_too_large, let_go
-from autoaccum.planner import shrink
+from autoaccum.planner import balanced, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import Evaluation, MemoryEvent
 from autoaccum.state import Mark, evaluation_mode
@@ -58,7 +61,7 @@ class Evaluator:
         """Go through `batches` once, without gradients; modes and random state of a failed attempt are put back.
 
         Raises:
-            InvalidInputError: There is no batch, or the model gives no loss in evaluation mode.
+            InvalidInputError: There is no batch, a metric gives no number, or the model no loss in evaluation mode.
             DoesNotFitError: Not even one sample fits.
         """
         started = time.perf_counter()
@@ -83,6 +86,7 @@ class Evaluator:
             try:
                 mark.take()
                 kept = [metric.state() for metric in self._metrics]
+                self._settle(window, mark)
                 found = self._one_cut(window.cut(start, start + size), size)
             except Exception as error:
                 if not (is_oom(error) or is_too_large(error)):
@@ -103,6 +107,11 @@ class Evaluator:
             if self._max_size is None:
                 raise DoesNotFitError(does_not_fit_text(self._step, None, failure.message))
 
+    def _settle(self, window: Window, mark: Mark) -> None:
+        """Let the objective find out, if it does not know yet, what the losses run over: batches weigh accordingly."""
+        halves = balanced(window.samples, math.ceil(window.samples / 2))
+        self._step.objective.settle(window, halves, self._step.transfer.place, mark)
+
     def _one_cut(self, cut: Any, size: int) -> list[tuple[str, Tensor, float | Tensor]]:
         """Return for each loss its name, its sum and its weight over the cut."""
         objective = self._step.objective
@@ -121,15 +130,17 @@ class Evaluator:
         return found
 
     def _sum_and_weight(self, term: Term, cut: Any, size: int) -> tuple[Tensor, float | Tensor]:
+        # In half precision the sum could overflow.
+        value = term.value.double()
         if term.over is Over.PAIR:
             assert term.weight is not None
-            return term.value, term.weight
+            return value, term.weight
         how = self._step.objective.weighting(term.name)
         if how.over is Over.SUM:
-            return term.value, float(size)
+            return value, float(size)
         weight = how.weigh(size, target_tensors(cut))
         # Where nothing counts the mean is not a number, and adds nothing.
-        return (term.value * weight if weight else torch.zeros_like(term.value)), weight
+        return (value * weight if weight else torch.zeros_like(value)), weight
 
 
 class _Totals:
@@ -141,11 +152,15 @@ class _Totals:
     def add(self, found: list[tuple[str, Tensor, float | Tensor]], samples: int) -> None:
         self.samples += samples
         for name, total, weight in found:
-            self._sums[name] = self._sums[name] + total.double()
+            self._sums[name] = self._sums[name] + total
             self._weights[name] = self._weights[name] + weight
 
     def mean(self) -> float:
-        return sum(float(total) / float(self._weights[name]) for name, total in self._sums.items())
+        """Return the losses' means, added; NaN, as torch has it, where nothing counted in all of the data."""
+        weights = {name: float(weight) for name, weight in self._weights.items()}
+        if not all(weights.values()):
+            return math.nan
+        return sum(float(total) / weights[name] for name, total in self._sums.items())
 
 
 class _Averaged:
@@ -183,6 +198,8 @@ class _Stateful:
     def __init__(self, name: str, metric: Any, device: torch.device) -> None:
         self._name = name
         self._metric = metric.to(device) if hasattr(metric, "to") else metric
+        # A collection of metrics, or one around another: each keeps a count of its own.
+        self._parts = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
 
     def reset(self) -> None:
         self._metric.reset()
@@ -193,17 +210,32 @@ class _Stateful:
     def result(self) -> dict[str, float]:
         value = self._metric.compute()
         if isinstance(value, Mapping):
-            return {f"{self._name}/{key}": float(part) for key, part in value.items()}
-        return {self._name: float(value)}
+            return {f"{self._name}/{key}": _number(key, part) for key, part in value.items()}
+        return {self._name: _number(self._name, value)}
 
     def state(self) -> Any:
-        # Tensors are updated in place; what a list holds is not, but lists grow.
-        kept: Mapping[str, Any] = getattr(self._metric, "metric_state", {})
-        return {name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in kept.items()}
+        return [{name: _kept(value) for name, value in vars(part).items()} for part in self._parts]
 
     def put_back(self, state: Any) -> None:
-        for name, value in state.items():
-            setattr(self._metric, name, value)
+        for part, kept in zip(self._parts, state, strict=True):
+            vars(part).clear()
+            vars(part).update(kept)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise InvalidInputError(
+            f"metric {name!r} gave a tensor of shape {tuple(value.shape)}, but a metric is one number; average it, or "
+            "have it by name (torchmetrics.ClasswiseWrapper)"
+        )
+    return float(value)
+
+
+def _kept(value: Any) -> Any:
+    """Return what an attribute of a metric has to be put back to: counts are written in place, and lists grow."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, list | dict | set | np.ndarray) else value
 
 
 def _named(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> dict[str, Metric]:
@@ -212,7 +244,11 @@ def _named(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> 
     if isinstance(metrics, Mapping):
         return dict(metrics)
     several: Sequence[Any] = metrics if isinstance(metrics, list | tuple) else [metrics]
-    return {getattr(metric, "__name__", type(metric).__name__): metric for metric in several}
+    named: dict[str, Metric] = {}
+    for metric in several:
+        name = getattr(metric, "__name__", type(metric).__name__)
+        named[name if name not in named else f"{name} {len(named) + 1}"] = metric
+    return named
 
 
 def _counted(name: str, metric: Any, device: torch.device) -> _Averaged | _Stateful:

@@ -212,8 +212,8 @@ class _Fit(Callback):
     ) -> FitResult:
         memory = self._step.memory
         result = None
-        self._tell_start()
         try:
+            self._tell_start()
             windows = self._windows()
             first = next(windows, None)
             if first is None:

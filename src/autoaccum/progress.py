@@ -88,11 +88,13 @@ class _Tally:
         self.oom_events = 0
         self.peak_bytes: int | None = None
         self.report: StepReport | None = None
+        self._speed = 0.0
         self._samples = 0
         self._since = time.monotonic()
 
     def restart_clock(self) -> None:
         """Count the speed anew, so that neither a probe nor an evaluation counts as slow training."""
+        self._speed = self._samples_per_s()
         self._samples = 0
         self._since = time.monotonic()
 
@@ -117,16 +119,21 @@ class _Tally:
     def figures(self) -> str:
         """Such as "loss 0.412, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device."""
         assert self.report is not None, "figures are drawn after a step"
-        elapsed_s = max(time.monotonic() - self._since, 1e-9)
         parts = [
             f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
-            f"{self._samples / elapsed_s:.3g} samples/s",
+            f"{_three_digits(self._samples_per_s())} samples/s",
             f"cut {format_cut(self.report.micro_batches)}",
         ]
         if self.peak_bytes is not None:
             parts.append(f"peak {format_bytes(self.peak_bytes)}")
         parts.append(f"{self.oom_events} oom")
         return ", ".join(parts)
+
+    def _samples_per_s(self) -> float:
+        """Since the clock was restarted; right after that, as it was before."""
+        if not self._samples:
+            return self._speed
+        return self._samples / max(time.monotonic() - self._since, 1e-9)
 
 
 class LineProgress(Callback):
@@ -227,7 +234,7 @@ class RichProgress(Callback):
             console=console,
         )
         self._bar.add_task("windows", total=self._tally.total_steps)
-        self._status = Text("looking for what fits", style="dim")
+        self._status = Text("starting", style="dim")
         self._live = Live(
             console=console,
             get_renderable=self._picture,
@@ -309,6 +316,10 @@ def _total_steps(*, epochs: int | None, max_steps: int | None, steps_per_epoch: 
     by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
     known = [steps for steps in (by_epochs, max_steps) if steps is not None]
     return min(known, default=None)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 100 else f"{number:.0f}"  # noqa: PLR2004 - .3g would turn to 1.23e+03
 
 
 def _trial_text(trial: Trial) -> str:

@@ -119,14 +119,10 @@ class Mark:
         for owner, kept in zip(self._owners, self._kept, strict=True):
             for name, buffer in owner.items():
                 known = kept.get(name)
-                if (
-                    known is None
-                    or known.buffer is not buffer
-                    or known.copy is None
-                    or known.copy.shape != buffer.shape
-                ):
-                    copy = None if buffer is None else buffer.detach().clone()
-                    kept[name] = _KeptBuffer(buffer, copy, 0 if buffer is None else buffer._version)
+                if buffer is None:
+                    kept[name] = _KeptBuffer(None)
+                elif known is None or known.buffer is not buffer or known.copy is None or known.copy.shape != buffer.shape:
+                    kept[name] = _KeptBuffer(buffer, buffer.detach().clone(), buffer._version)
                 elif known.may_differ():
                     copies.append(known.copy)
                     sources.append(buffer.detach())

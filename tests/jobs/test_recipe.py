@@ -1,6 +1,7 @@
 """Recipes: from a file to the Job in it, and what goes wrong on the way."""
 
 import contextlib
+import inspect
 import pickle
 import sys
 import traceback
@@ -8,6 +9,7 @@ import traceback
 import pytest
 import torch
 
+import autoaccum
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs import Job, load_recipe
 
@@ -47,6 +49,18 @@ def test_a_job_hands_fit_every_argument_by_name():
         torch.optim.SGD,
     )
     assert (arguments["target_batch"], arguments["epochs"], arguments["memory_limit"]) == (100, 3, "600MiB")
+
+
+def test_a_job_has_the_arguments_of_fit_with_their_defaults():
+    of_fit = dict(inspect.signature(autoaccum.fit).parameters)
+    of_fit.pop("progress")  # how it is watched is no part of what is to be done
+
+    of_job = inspect.signature(Job).parameters
+
+    assert of_job.keys() == of_fit.keys()
+    assert {name: parameter.default for name, parameter in of_job.items()} == {
+        name: parameter.default for name, parameter in of_fit.items()
+    }
 
 
 def test_a_jobs_model_may_be_a_function_that_makes_it():

@@ -1,0 +1,160 @@
+"""The names that users write, and the arguments they give."""
+
+import inspect
+
+import pytest
+
+import autoaccum
+
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+# Names come first, keyword arguments after; more may be added, none renamed.
+SIGNATURES = {
+    autoaccum.fit: (
+        ["model", "loader", "target_batch"],
+        {
+            "loss": None,
+            "optimizer": None,
+            "scheduler": None,
+            "scheduler_interval": "step",
+            "epochs": None,
+            "max_steps": None,
+            "device": None,
+            "precision": "auto",
+            "micro_batch": "auto",
+            "memory_limit": None,
+            "clip_grad_norm": None,
+            "last_window": "step",
+            "lr_scaling": None,
+            "base_batch": None,
+            "val_loader": None,
+            "metrics": None,
+            "forward": None,
+            "loss_reduction": None,
+            "callbacks": (),
+            "progress": "auto",
+            "seed": None,
+        },
+    ),
+    autoaccum.find_micro_batch: (
+        ["model", "batch"],
+        {
+            "loss": None,
+            "optimizer": None,
+            "device": None,
+            "precision": "auto",
+            "memory_limit": None,
+            "max_micro_batch": None,
+        },
+    ),
+    autoaccum.plan: (["target_batch", "max_micro_batch"], {"strategy": "balanced", "trials": ()}),
+    autoaccum.Runner: (
+        ["model", "optimizer", "plan"],
+        {"loss": None, "device": None, "precision": "auto", "clip_grad_norm": None},
+    ),
+    autoaccum.Runner.step: (["self", "window"], {}),
+    autoaccum.Runner.evaluate: (["self", "loader"], {}),
+    autoaccum.windows: (["loader", "target_batch"], {"last_window": "step"}),
+    autoaccum.is_oom: (["exception"], {}),
+    autoaccum.Plan: (["target_batch", "micro_batches"], {}),
+}
+FIELDS = {
+    autoaccum.ProbeResult: ["micro_batch", "trials", "limit_bytes", "fixed_bytes", "bytes_per_sample"],
+    autoaccum.Trial: ["size", "fits", "peak_bytes", "elapsed_s"],
+    autoaccum.Plan: ["target_batch", "micro_batches", "micro_batch", "accum_steps"],
+    autoaccum.StepReport: [
+        "step",
+        "samples",
+        "loss",
+        "micro_batches",
+        "oom_events",
+        "elapsed_s",
+        "peak_bytes",
+        "grad_norm",
+        "skipped",
+    ],
+    autoaccum.FitResult: ["steps", "samples", "history", "plan", "plans", "oom_events"],
+}
+CALLED = [autoaccum.fit, autoaccum.find_micro_batch, autoaccum.plan, autoaccum.Runner, autoaccum.windows]
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_signature_is_what_users_were_told(function):
+    positional, keywords = SIGNATURES[function]
+
+    parameters = inspect.signature(function).parameters
+
+    assert [name for name, parameter in parameters.items() if parameter.kind is POSITIONAL] == positional
+    assert all(parameters[name].default is inspect.Parameter.empty for name in positional)
+    assert {name: parameters[name].default for name in keywords} == keywords
+    assert all(parameters[name].kind is KEYWORD for name in keywords)
+
+
+@pytest.mark.parametrize("record", FIELDS, ids=lambda record: record.__name__)
+def test_record_tells_what_users_were_told(record):
+    told = set(getattr(record, "__dataclass_fields__", ())) | set(vars(record))
+
+    assert set(FIELDS[record]) <= told
+
+
+def test_runner_tells_its_plan():
+    assert "plan:" in inspect.getdoc(autoaccum.Runner)
+
+
+def test_job_takes_what_fit_takes_except_how_it_is_shown():
+    of_fit = inspect.signature(autoaccum.fit).parameters
+    of_job = inspect.signature(autoaccum.Job).parameters
+
+    assert list(of_job) == [name for name in of_fit if name != "progress"]
+    assert [p.default for p in of_job.values()] == [p.default for name, p in of_fit.items() if name != "progress"]
+
+
+def test_find_micro_batch_has_the_defaults_of_fit():
+    of_fit = inspect.signature(autoaccum.fit).parameters
+    of_probe = inspect.signature(autoaccum.find_micro_batch).parameters
+
+    shared = of_fit.keys() & of_probe.keys()
+
+    assert {name: of_probe[name].default for name in shared} == {name: of_fit[name].default for name in shared}
+
+
+def test_errors_are_one_tree():
+    kinds = ["DoesNotFit", "InvalidInput", "DeviceLost", "StateDamaged", "Checkpoint", "RankFailed"]
+
+    kinds = [getattr(autoaccum, f"{kind}Error") for kind in kinds]
+
+    assert all(issubclass(kind, autoaccum.AutoaccumError) for kind in kinds)
+    assert issubclass(autoaccum.InvalidInputError, ValueError)
+    assert not issubclass(autoaccum.DoesNotFitError, ValueError)
+
+
+def test_all_is_sorted_and_complete():
+    public = {
+        name
+        for name, value in vars(autoaccum).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and hasattr(value, "__module__")
+    }
+
+    assert list(autoaccum.__all__) == sorted(autoaccum.__all__)
+    assert set(autoaccum.__all__) == public
+
+
+def test_public_functions_are_not_hidden_by_modules_of_their_name():
+    assert callable(autoaccum.fit)
+    assert callable(autoaccum.plan)
+
+
+@pytest.mark.parametrize("name", autoaccum.__all__)
+def test_public_name_is_documented(name):
+    assert inspect.getdoc(getattr(autoaccum, name))
+
+
+@pytest.mark.parametrize("function", CALLED, ids=lambda function: function.__name__)
+def test_function_documents_every_argument_and_what_it_raises(function):
+    documentation = inspect.getdoc(function)
+
+    explained = [name for name in inspect.signature(function).parameters if f"\n    {name}: " in documentation]
+
+    assert explained == list(inspect.signature(function).parameters)
+    assert "Raises:\n    InvalidInputError: " in documentation
