@@ -35,8 +35,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from autoaccum.memory import Host, format_bytes  # noqa: E402 - run from a checkout, installed or not
-from autoaccum.oom import first_line, is_oom, let_go  # noqa: E402
+from autoaccum.errors import DeviceLostError
+from autoaccum.memory import Host, format_bytes
+from autoaccum.oom import first_line, is_oom, let_go
 
 MIB = 2**20
 # Small, so that 300 steps that run into them take minutes: a step fails after it has filled the limit.
@@ -44,11 +45,12 @@ LIMIT_BYTES = {"resnet18": 300 * MIB, "gpt": 200 * MIB}
 CEILING = {"resnet18": 200, "gpt": 150}
 STEP_SIZE = {"resnet18": 24, "gpt": 16}
 # Seconds after which a way is ended with the failures it has had by then.
-MODES = {"default": 25, "settled": 110, "asked": 60}
+MODES = {"default": 40, "settled": 100, "asked": 120}
 # What the library adds to a prediction before it asks: the line is drawn through resident memory, the limit counts
 # address space.
 MARGIN = 1.05
 MARGIN_BYTES = 16 * MIB
+EXIT_LOST = 75
 
 
 class Block(nn.Module):
@@ -62,6 +64,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the network."""
         n, t, c = x.shape
         q, k, v = (
             part.view(n, t, self.heads, c // self.heads).transpose(1, 2)
@@ -82,6 +85,7 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the network."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x))).transpose(1, 2)
 
@@ -101,6 +105,7 @@ class Task:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
 
     def step(self, size: int) -> None:
+        """Forward, backward and update with this many samples."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.name == "resnet18":
             inputs, targets = torch.randn(size, 3, 96, 96), torch.randint(10, (size,))
@@ -171,6 +176,9 @@ def fail_child(name: str, mode: str, failures: int, seed: int) -> None:
             now = host.reading().used_bytes
             return int(max(0, peaks[4] + slope * (size - 4)) * MARGIN + MARGIN_BYTES) - now
 
+        host.release()
+        # Taken before the search for the largest size: its failures count among those that may leave something.
+        held_before = vm_data()
         largest, refused = 16, CEILING[name]
         while refused - largest > 1:
             middle = (largest + refused) // 2
@@ -179,16 +187,13 @@ def fail_child(name: str, mode: str, failures: int, seed: int) -> None:
             else:
                 refused = middle
         host.release()
-        held_before = vm_data()
-        rng = random.Random(seed)
+        rng = random.Random(seed)  # noqa: S311 - sizes, not secrets
         said: dict[str, int] = {}
         failed = fitted = 0
         began_s = time.monotonic()
-        # Mostly sizes that fail, in native code at every depth; some that fit, as after a re-plan.
         while failed < failures and time.monotonic() - began_s < MODES[mode]:
-            size = rng.randint(largest // 4, 2 * CEILING[name])
-            if size <= largest:
-                size = largest // 2
+            # Every 25th step fits, as after a re-plan.
+            size = largest // 2 if (failed + fitted) % 25 == 24 else rng.randint(largest + 1, 4 * largest)
             message = attempt(task, host, size, extra(size))
             if message is None:
                 fitted += 1
@@ -250,7 +255,15 @@ def run_failures(name: str, mode: str, failures: int, seed: int) -> dict:
     out, err = process.communicate()
     last = json.loads(out.strip().splitlines()[-1]) if out.strip() else {}
     code = process.returncode
-    ended = "lives" if code == 0 else signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    ended = (
+        "lives"
+        if code == 0
+        else "oneDNN lost"
+        if code == EXIT_LOST
+        else signal.Signals(-code).name
+        if code < 0
+        else f"exit code {code}"
+    )
     tail = "" if code == 0 else "\n".join(err.strip().splitlines()[-3:])
     return {"task": name, "mode": mode, "limit_bytes": LIMIT_BYTES[name], "ended": ended, "stderr": tail, **last}
 
@@ -317,7 +330,10 @@ def main() -> None:
     if arguments.child:
         kind, *rest = arguments.child
         if kind == "fail":
-            fail_child(rest[0], rest[1], int(rest[2]), int(rest[3]))
+            try:
+                fail_child(rest[0], rest[1], int(rest[2]), int(rest[3]))
+            except DeviceLostError:
+                sys.exit(EXIT_LOST)
         else:
             time_child(*rest)
         return

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 from torch import nn
 from torch.nn import functional
 
 import autoaccum
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.jobs import load_recipe
+from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 
 
 @pytest.fixture
@@ -45,8 +45,11 @@ def refused(model, loader, kind=InvalidInputError, **arguments):
 # --- known before the loader is touched ------------------------------------------------------------------------------
 
 
+OTHER = nn.Linear(2, 2)
+
+
 def over_another_model(_):
-    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    return torch.optim.SGD(OTHER.parameters(), lr=0.1)
 
 
 ARGUMENTS = [
@@ -98,7 +101,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text"), ARGUMENTS, ids=[str(arguments) for arguments, _ in ARGUMENTS])
+@pytest.mark.parametrize(("arguments", "text"), ARGUMENTS, ids=[text for _, text in ARGUMENTS])
 def test_argument_is_refused_before_a_batch_is_drawn(arguments, text, model, loader):
     said = refused(model, loader, **arguments)
 
@@ -106,7 +109,9 @@ def test_argument_is_refused_before_a_batch_is_drawn(arguments, text, model, loa
     assert loader.drawn == 0
 
 
-@pytest.mark.parametrize("arguments", [{"lr_scaling": "cubic"}, {"optimizer": over_another_model}, {"precision": "fp8"}])
+@pytest.mark.parametrize(
+    "arguments", [{"lr_scaling": "cubic"}, {"optimizer": over_another_model}, {"precision": "fp8"}]
+)
 def test_old_gradients_are_still_there_after_a_refusal(arguments, model, loader):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -114,7 +119,7 @@ def test_old_gradients_are_still_there_after_a_refusal(arguments, model, loader)
     refused(model, loader, **arguments)
 
 
-@pytest.mark.parametrize("model", [3, None, lambda inputs: inputs, {}], ids=repr)
+@pytest.mark.parametrize("model", [3, None, nn.Linear, {}], ids=repr)
 @pytest.mark.parametrize("device", ["cpu", None])
 def test_what_is_no_module_is_refused(model, device, loader):
     with pytest.raises(InvalidInputError, match=r"no torch\.nn\.Module"):
@@ -159,7 +164,11 @@ def test_loader_that_cannot_be_iterated_over_is_refused(loader, model):
     [
         ([], {}, "the loader gave no batch, so there is nothing to train on"),
         ([(torch.zeros(0, 4), torch.zeros(0))] * 3, {}, "the loader gave no batch"),
-        (batches_of(labelled(3), 3), {"last_window": "drop"}, "less than target_batch=4 samples, which last_window='drop'"),
+        (
+            batches_of(labelled(3), 3),
+            {"last_window": "drop"},
+            "less than target_batch=4 samples, which last_window='drop'",
+        ),
         ([["a", "b"]], {}, "a batch of type list holds no tensor"),
         ([{"text": "a"}], {}, "a batch of type dict holds no tensor"),
         ([None], {}, "a batch of type NoneType holds no tensor"),
@@ -167,7 +176,11 @@ def test_loader_that_cannot_be_iterated_over_is_refused(loader, model):
         ([(torch.zeros(4, 4), torch.zeros(3))], {}, "0: (4, 4), 1: (3,)"),
         ([{"x": torch.zeros(4, 4), "y": torch.zeros(5)}], {}, "x: (4, 4), y: (5,)"),
         ([(torch.zeros(4, 4).to_sparse(), torch.zeros(4))], {}, "a batch holds a sparse_coo tensor"),
-        ([(torch.zeros(4, 4), SimpleNamespace(boxes=torch.zeros(4)))], {}, "a batch holds a SimpleNamespace with tensors"),
+        (
+            [(torch.zeros(4, 4), SimpleNamespace(boxes=torch.zeros(4)))],
+            {},
+            "a batch holds a SimpleNamespace with tensors",
+        ),
         ([(nn.utils.rnn.pack_sequence([torch.zeros(4, 4)]), torch.zeros(4))], {}, "a batch holds a PackedSequence"),
     ],
     ids=[
@@ -211,7 +224,9 @@ def test_bad_batch_in_the_middle_leaves_what_was_done(micro_batch, model):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("message", ["CUDA out of memory. Tried to allocate 2 GiB", "could not create a primitive", "no file"])
+@pytest.mark.parametrize(
+    "message", ["CUDA out of memory. Tried to allocate 2 GiB", "could not create a primitive", "no file"]
+)
 @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError, MemoryError])
 def test_error_of_the_loader_arrives_as_it_is_whatever_its_text(kind, message, model):
     error = kind(message)
@@ -283,6 +298,34 @@ def test_loss_that_cannot_be_minimised_is_refused_with_what_it_returned(loss, te
     assert loader.drawn == 1
 
 
+def kind_of(loss):
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def masked_error(outputs, targets):
+    mask = (targets >= 0).double()
+    return (outputs.square().mean(1) * mask).sum(), mask.sum()
+
+
+def token_mean(outputs, targets):
+    return functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), token_mean, None, masked_error], ids=kind_of)
+def test_later_window_in_which_nothing_counts_is_refused_and_makes_no_update(loss, micro_batch, model):
+    inputs, targets = labelled(4)
+    targets[3] = -100
+    runner = autoaccum.Runner(model, None, autoaccum.plan(4, micro_batch), loss=loss, device="cpu")
+    runner.step((inputs, targets))
+    before = state_of(model)
+
+    with pytest.raises(InvalidInputError, match="leave such samples out"):
+        runner.step((inputs, torch.full_like(targets, -100)))
+
+    assert_bitwise(state_of(model), before)
+
+
 @pytest.mark.parametrize(
     ("outputs", "targets", "text"),
     [
@@ -302,7 +345,9 @@ def test_shapes_for_which_no_loss_can_be_chosen_are_refused(outputs, targets, te
     assert text.replace("(4", "(") in said.replace("(4", "(").replace("(2", "(")
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.L1Loss(), nn.PoissonNLLLoss(), nn.KLDivLoss(), nn.HingeEmbeddingLoss()])
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.L1Loss(), nn.PoissonNLLLoss(), nn.KLDivLoss(), nn.HingeEmbeddingLoss()]
+)
 def test_loss_of_elements_is_not_broadcast(loss):
     batch = (labelled(4)[0], torch.rand(4).double())
 
@@ -342,7 +387,13 @@ def test_limit_with_no_room_for_one_sample_does_not_fit(micro_batch, simulated):
     memory = autoaccum.Simulated("1GiB") if simulated else "cpu"
 
     said = refused(
-        Wide(), [WIDE], kind=DoesNotFitError, target_batch=2, device=memory, memory_limit="20MiB", micro_batch=micro_batch
+        Wide(),
+        [WIDE],
+        kind=DoesNotFitError,
+        target_batch=2,
+        device=memory,
+        memory_limit="20MiB",
+        micro_batch=micro_batch,
     )
 
     assert "micro_batch=1 does not fit on" in said
@@ -358,7 +409,9 @@ def test_probe_with_no_room_for_one_sample_names_the_limit(device):
 # --- the other entries -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [given for given, _ in ARGUMENTS if given.keys() & {"precision", "device"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [given for given, _ in ARGUMENTS if given.keys() & {"precision", "device"}], ids=str
+)
 def test_runner_and_probe_refuse_what_fit_refuses(arguments, model):
     calls = [
         partial(autoaccum.Runner, model, None, autoaccum.plan(4, 2)),
@@ -372,13 +425,15 @@ def test_runner_and_probe_refuse_what_fit_refuses(arguments, model):
 
 @pytest.mark.parametrize("plan", [None, 4, (2, 2), "balanced"])
 def test_runner_without_a_plan_is_refused(plan, model):
-    with pytest.raises(InvalidInputError, match=rf"plan={re.escape(repr(plan))} is no autoaccum\.Plan; autoaccum\.plan"):
+    with pytest.raises(
+        InvalidInputError, match=rf"plan={re.escape(repr(plan))} is no autoaccum\.Plan; autoaccum\.plan"
+    ):
         autoaccum.Runner(model, None, plan)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "4"])
 def test_probe_up_to_no_size_is_refused(size, model):
-    with pytest.raises(InvalidInputError, match=f"max_micro_batch.*{size}"):
+    with pytest.raises(InvalidInputError, match=rf"max_micro_batch.*{size}"):
         autoaccum.find_micro_batch(model, labelled(4), max_micro_batch=size)
 
 
@@ -428,5 +483,5 @@ def test_recipe_that_gives_no_job_is_refused(text, kind, said, tmp_path):
 def test_recipe_that_is_not_there_is_refused(name, tmp_path):
     (tmp_path / "folder").mkdir()
 
-    with pytest.raises(InvalidInputError, match="does not exist|is a folder"):
+    with pytest.raises(InvalidInputError, match=r"does not exist|is a folder"):
         load_recipe(str(tmp_path / name))

@@ -271,7 +271,7 @@ def test_what_cannot_be_cut_is_refused_by_its_kind(make, name):
 def test_nested_tensor_is_refused():
     batch = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
 
-    with pytest.raises(InvalidInputError, match="nested tensor.*pad"):
+    with pytest.raises(InvalidInputError, match=r"nested tensor.*pad"):
         count((torch.zeros(2), batch))
 
 
@@ -474,12 +474,12 @@ def test_stream_does_not_copy_what_it_regroups():
 
 @pytest.mark.parametrize("target", [0, -1, 2.0, True, "4", None])
 def test_target_that_is_no_positive_int_is_refused_before_the_loader_is_touched(target):
-    with pytest.raises(InvalidInputError, match=f"target_batch.*{target}"):
+    with pytest.raises(InvalidInputError, match=rf"target_batch.*{target}"):
         windows(None, target)
 
 
 def test_unknown_last_window_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidInputError, match="last_window='skip'.*'step' or 'drop'"):
+    with pytest.raises(InvalidInputError, match=r"last_window='skip'.*'step' or 'drop'"):
         windows([], 4, last_window="skip")
 
 
@@ -516,7 +516,9 @@ def test_what_is_given_as_a_window_is_one_batch_or_a_sequence_of_them(given_wind
     assert len(as_window(given_window)) == pieces
 
 
-@pytest.mark.parametrize("pair", [[(X, Y), (X, Y)], [{"a": X}, {"a": X}], [[X, Y], [X, Y]]], ids=["pairs", "dicts", "lists"])
+@pytest.mark.parametrize(
+    "pair", [[(X, Y), (X, Y)], [{"a": X}, {"a": X}], [[X, Y], [X, Y]]], ids=["pairs", "dicts", "lists"]
+)
 def test_list_of_two_batches_of_one_form_is_refused_as_ambiguous(pair):
     with pytest.raises(InvalidInputError, match=r"autoaccum\.Window\(\[first, second\]\).*tuple \(inputs, targets\)"):
         as_window(pair)
@@ -532,7 +534,7 @@ def test_window_without_samples_is_refused(empty):
 
 @pytest.mark.parametrize("nothing", [[], (), iter([]), [[]], None])
 def test_window_without_batches_is_refused(nothing):
-    with pytest.raises(InvalidInputError, match="holds no tensor|at least one batch"):
+    with pytest.raises(InvalidInputError, match=r"holds no tensor|at least one batch"):
         as_window(nothing)
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers import CPU
 from torch import nn
 
 from autoaccum import devices
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory import Host, Simulated
 from autoaccum.notices import Notices
+from helpers import CPU
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
@@ -34,7 +34,9 @@ def test_backend_stands_for_its_device(notices):
 
 
 @without_accelerator
-@pytest.mark.parametrize("model", [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, device="meta")], ids=["host", "none", "meta"])
+@pytest.mark.parametrize(
+    "model", [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, device="meta")], ids=["host", "none", "meta"]
+)
 def test_without_accelerator_the_host_is_chosen_and_said(model, notices):
     backend = devices.resolve(None, model, notices)
 
@@ -60,5 +62,5 @@ def test_device_that_is_not_there_is_refused_with_what_there_is(device, notices)
 @without_accelerator
 @pytest.mark.parametrize("device", ["cuda", 0, 1], ids=repr)
 def test_accelerator_that_is_not_there_is_refused(device, notices):
-    with pytest.raises(InvalidInputError, match="this machine has 'cpu'$"):
+    with pytest.raises(InvalidInputError, match=r"this machine has 'cpu'$"):
         devices.resolve(device, nn.Linear(1, 1), notices)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torchmetrics
-from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of, training_step
 from torch import nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
@@ -14,6 +13,7 @@ import autoaccum
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.evaluation import Evaluator
 from autoaccum.notices import Notices
+from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of, training_step
 
 SIZES = (4, 1, 7, 3)
 SAMPLES = sum(SIZES)
@@ -118,7 +118,9 @@ def pair(outputs, targets):
     return functional.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
 
 
-@pytest.mark.parametrize("loss", [None, functional.cross_entropy, nn.CrossEntropyLoss(), pair], ids=str)
+@pytest.mark.parametrize(
+    "loss", [None, functional.cross_entropy, nn.CrossEntropyLoss(), pair], ids=["chosen", "function", "module", "pair"]
+)
 def test_token_mean_runs_over_the_tokens_of_all_batches(loss, sentences):
     model = Tagger().double()
 
@@ -265,7 +267,9 @@ def test_metric_of_a_mapping_batch_gets_the_batch():
     batch = {"inputs": inputs, "labels": labels}
     seen = []
 
-    Evaluator(training_step(Model(4, 3).double()), lambda outputs, given: seen.append((outputs, given)) or 0.0).run([batch])
+    Evaluator(training_step(Model(4, 3).double()), lambda outputs, given: seen.append((outputs, given)) or 0.0).run(
+        [batch]
+    )
 
     ((outputs, given),) = seen
     assert outputs["logits"] is inputs
@@ -418,7 +422,9 @@ def test_callable_in_which_memory_ran_out_counts_no_sample_twice(model, data):
     evaluation = Evaluator(training_step(model), [accuracy, failing]).run(batches_of(data, *SIZES))
 
     assert calls == [4, 1, 7, 4, 3, 3]
-    assert evaluation.metrics["failing"] == evaluation.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
+    assert (
+        evaluation.metrics["failing"] == evaluation.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
+    )
     assert evaluation.loss == pytest.approx(exact(model, data), rel=1e-12)
 
 

@@ -11,7 +11,7 @@ def test_notice_goes_to_stderr_and_nothing_to_stdout(capsys):
     assert capsys.readouterr() == ("", "autoaccum: device: cpu\n")
 
 
-@pytest.mark.parametrize("make", [lambda: "device: cpu", lambda: "".join(["device", ": cpu"])], ids=["same", "equal"])
+@pytest.mark.parametrize("make", [lambda: "device: cpu", lambda: "device: {}".format("cpu")], ids=["same", "equal"])
 def test_same_text_is_said_once(make, capsys):
     notices = Notices()
     notices.say(make())

@@ -46,13 +46,17 @@ OOM_MESSAGES = [
     "MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: 27.20 GiB).",
     "NCCL error in: NCCLUtils.hpp:328, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
     "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 6291456 bytes",
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-    "allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)",
+    (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)"
+    ),
     "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 5 bytes.",
     "unable to mmap 4096 bytes from file </torch_1_2>: Cannot allocate memory (12)",
     "could not create a primitive",
-    "could not create a primitive descriptor for the convolution forward propagation primitive. Run workload with "
-    "environment variable ONEDNN_VERBOSE=all to get additional diagnostic information.",
+    (
+        "could not create a primitive descriptor for the convolution forward propagation primitive. Run workload with "
+        "environment variable ONEDNN_VERBOSE=all to get additional diagnostic information."
+    ),
     "could not create a memory",
     "could not create a memory object",
     "could not execute a primitive",
@@ -69,8 +73,10 @@ TOO_LARGE_MESSAGES = [
     "Storage size calculation overflowed with sizes=[4611686018427387904, 8]",
     "numel: integer multiplication overflow",
     "Invalid buffer size: 19.45 GB",
-    "Output size of the matrix multiplication is larger than currently supported by the MPS backend: 72250,72250, "
-    "needs to be less than 2**32 elements",
+    (
+        "Output size of the matrix multiplication is larger than currently supported by the MPS backend: 72250,72250, "
+        "needs to be less than 2**32 elements"
+    ),
 ]
 DEVICE_LOST_MESSAGES = [
     "CUDA error: an illegal memory access was encountered",
@@ -240,7 +246,7 @@ def test_letting_go_frees_what_the_frames_hold(how):
     bound = []
     try:
         pin(bound, how)
-    except Exception as exception:
+    except Exception as exception:  # noqa: BLE001 - each way raises another type
         kept = exception
     pinned = [reference() is not None for reference in bound]
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers import CountingLoader, batches_of, classifier, labelled
 from torch import nn
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
 from autoaccum.notices import Notices
 from autoaccum.optimizers import resolve, scale_learning_rate
+from helpers import CountingLoader, batches_of, classifier, labelled
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_frozen_parameters_in_the_optimizer_are_welcome(model, notices):
 def test_optimizer_over_other_parameters_is_refused_with_numbers_and_remedy(parameters, text, model, notices):
     optimizer = torch.optim.SGD(parameters(model), lr=0.1)
 
-    with pytest.raises(InvalidInputError, match=f"{text}.*pass a function"):
+    with pytest.raises(InvalidInputError, match=rf"{text}.*pass a function"):
         resolve(optimizer, [model], notices)
 
 
@@ -110,7 +110,7 @@ def test_what_is_no_optimizer_is_refused(wrong, model, notices):
 
 
 def test_optimizer_that_evaluates_several_times_is_refused(model, notices):
-    with pytest.raises(InvalidInputError, match="LBFGS.*first-order"):
+    with pytest.raises(InvalidInputError, match=r"LBFGS.*first-order"):
         resolve(torch.optim.LBFGS(model.parameters()), [model], notices)
 
 

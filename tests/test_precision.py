@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import CPU
 from torch import nn
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.notices import Notices
 from autoaccum.precision import PRECISIONS, Precision, resolve
+from helpers import CPU
 
 
 @pytest.fixture

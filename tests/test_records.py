@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.records import DeviceScalar, Plan, check_positive_int
+from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 
 
 @pytest.mark.parametrize("value", [2.5, torch.tensor(2.5), np.float64(2.5)], ids=["float", "tensor", "numpy"])
@@ -118,5 +118,5 @@ def test_plan_that_cannot_be_followed_is_refused_with_its_numbers(target, sizes,
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, False, "1", None, float("nan")])
 def test_number_of_samples_is_a_positive_int_and_nothing_else(value):
-    with pytest.raises(InvalidInputError, match=f"n must be .*{value}"):
+    with pytest.raises(InvalidInputError, match=rf"n must be .*{value}"):
         check_positive_int("n", value)

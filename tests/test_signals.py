@@ -54,7 +54,7 @@ def test_both_signals_arrive_in_order_although_the_first_raises(order, monkeypat
 
     before = [signal.signal(number, note) for number in SIGNALS]
     try:
-        with pytest.raises(Stop), held():
+        with pytest.raises(Stop), held():  # noqa: PT012 - as above
             for number in order:
                 signal.raise_signal(number)
     finally:

@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, assert_bitwise, classifier, labelled, state_of, training_step
 from torch import nn
 from torch.nn import functional
 
 from autoaccum.probe import probe
 from autoaccum.state import Mark, RandomState, Snapshot, evaluation_mode
+from helpers import CPU, assert_bitwise, classifier, labelled, state_of, training_step
 
 LARGE = 70_000  # elements; a buffer of this size is copied only when it was written
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import CPU, assert_bitwise
 
 from autoaccum.batches import Window
 from autoaccum.transfer import Transfer
+from helpers import CPU, assert_bitwise
 
 META = torch.device("meta")
 

@@ -107,7 +107,9 @@ CASES = {
 }
 REDUCTIONS = [(name, reduction) for name in CASES for reduction in ("mean", "sum")] + [("KLDivLoss", "batchmean")]
 
-cuts = st.sets(st.integers(1, N - 1)).map(lambda stops: [b - a for a, b in zip([0, *sorted(stops)], [*sorted(stops), N], strict=True)])
+cuts = st.sets(st.integers(1, N - 1)).map(
+    lambda stops: [b - a for a, b in zip([0, *sorted(stops)], [*sorted(stops), N], strict=True)]
+)
 
 
 def weighed(weighting, targets, sizes):
@@ -224,7 +226,12 @@ def test_named_target_is_the_one_that_counts():
 
 
 def test_whole_number_targets_are_candidates_and_others_are_not():
-    targets = {"labels": torch.zeros(3, 2).long(), "class": torch.zeros(3).long(), "boxes": torch.zeros(3, 4), "mask": torch.zeros(3).bool()}
+    targets = {
+        "labels": torch.zeros(3, 2).long(),
+        "class": torch.zeros(3).long(),
+        "boxes": torch.zeros(3, 4),
+        "mask": torch.zeros(3).bool(),
+    }
 
     found = [(how.over, how.target) for how in candidates(targets)]
 
@@ -255,9 +262,7 @@ def test_only_the_true_candidate_fits(over):
     whole = float(loss(outputs, targets))
 
     fitting = [
-        how.over
-        for how in candidates({"": targets})
-        if misfit(how, whole, parts, weighed(how, targets, sizes)) < 1e-9
+        how.over for how in candidates({"": targets}) if misfit(how, whole, parts, weighed(how, targets, sizes)) < 1e-9
     ]
 
     assert fitting == [over]

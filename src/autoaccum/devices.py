@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory import backend_for
 from autoaccum.memory.base import MemoryBackend
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from autoaccum.notices import Notices
 
 
@@ -27,8 +26,10 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
         notices: Where the choice is said.
 
     Raises:
-        InvalidInputError: The device is unknown or not there.
+        InvalidInputError: The device is unknown or not there, or `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model={model!r} is no torch.nn.Module; pass one, made and not its class")
     if isinstance(device, MemoryBackend):
         return device
     if device is not None:

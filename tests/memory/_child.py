@@ -4,6 +4,9 @@ Each check is a function `check_<name>`; what it returns is printed as JSON and 
 The process ends at once where one fails badly (a signal), so the tests that use its output fail with what it said.
 """
 
+# ruff: noqa: BLE001, TRY301 - what is raised, by whomever, is what the checks look at
+# ruff: noqa: PLC0415, T201 - only the child imports the package, and it answers on stdout
+
 import json
 import os
 import resource
@@ -165,6 +168,25 @@ def check_system_without_limits_refuses_one_and_works_without(host, torch):
     except Exception as exception:
         said = f"{type(exception).__name__}: {exception}"
     return {"free": reading.free_bytes, "peak": peak, "said": said}
+
+
+def check_onednn_that_refuses_everything_is_told(host, torch):
+    from autoaccum.oom import is_oom
+
+    with host.limited(100 * _MIB):
+        host.release()
+        whole, torch.nn.functional.conv2d = torch.nn.functional.conv2d, _refuse
+        try:
+            host.release()
+            said = "nothing"
+        except Exception as exception:
+            said, oom = f"{type(exception).__name__}: {exception}", is_oom(exception)
+        torch.nn.functional.conv2d = whole
+    return {"said": said, "oom": oom}
+
+
+def _refuse(*arguments):
+    raise RuntimeError("could not create a primitive")
 
 
 def main(names):

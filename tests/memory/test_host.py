@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
-from memory._child import run_checks
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory import Host, _glibc, _linux
+from memory._child import run_checks
 
 MIB = 2**20
 
@@ -25,6 +25,7 @@ def found():
         "process_at_its_own_limit_is_refused",
         "twenty_failing_steps_leave_nothing_behind",
         "threads_started_under_a_limit_do_not_end_the_process",
+        "onednn_that_refuses_everything_is_told",
         "peak_is_none_where_it_cannot_be_reset",
         "system_without_limits_refuses_one_and_works_without",
     )
@@ -67,6 +68,15 @@ def test_steps_that_fail_in_convolutions_leave_nothing_behind(found):
 
     assert seen["failed"] == 20
     assert seen["left"] < 5 * MIB
+
+
+def test_onednn_that_refuses_everything_is_a_lost_device_and_not_lack_of_memory(found):
+    seen = found["onednn_that_refuses_everything_is_told"]
+
+    assert seen["said"].startswith("DeviceLostError")
+    assert "could not create a primitive" in seen["said"]
+    assert "new process" in seen["said"]
+    assert seen["oom"] is False
 
 
 def test_threads_are_started_before_the_limit(found):

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import DeviceLostError, InvalidInputError
 from autoaccum.memory import _glibc, _linux
 from autoaccum.memory.base import MemoryBackend
 from autoaccum.memory.limits import format_bytes
+from autoaccum.oom import first_line, is_oom
 from autoaccum.records import MemoryReading
 
 try:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 # How long what the machine has free is believed: asking takes 0.2 ms, which a short micro-step would notice.
 _FREE_BELIEVED_S = 0.1
+# Several times what the question whether oneDNN works takes.
+_CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
 _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
@@ -128,9 +131,20 @@ class Host(MemoryBackend):
         return None if high is None else max(0, high[0] - self._resident_then)
 
     def release(self) -> None:
-        """Collect cycles and give the free pages of the heap back to the kernel."""
+        """Collect cycles and give the free pages of the heap back to the kernel.
+
+        Under a limit it also asks whether oneDNN survived. Where memory ran out while it took its scratchpad, it can
+        refuse every convolution of this thread from then on, however much is free (with torch 2.15 after some 15
+        failures inside native code, see benchmarks/host_limit.py); without the question that would look like a model
+        of which no size fits. Steps that `ensure` let through did not meet this.
+
+        Raises:
+            DeviceLostError: oneDNN no longer works in this thread.
+        """
         gc.collect()
         _glibc.trim()
+        if self._limit_bytes is not None and _can_map(_CONVOLUTION_ROOM_BYTES):
+            self._check_onednn()
 
     def ensure(self, extra_bytes: int) -> None:
         """Raise `torch.OutOfMemoryError` if `extra_bytes` more could not be had.
@@ -187,6 +201,18 @@ class Host(MemoryBackend):
             finally:
                 self._rlimit_before = self._limit_bytes = None
                 resource.setrlimit(resource.RLIMIT_DATA, before)
+
+    def _check_onednn(self) -> None:
+        try:
+            _convolve()
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            raise DeviceLostError(
+                f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
+                f"the limit of {format_bytes(self._limit_bytes or 0)} was met inside it; go on in a new process, and "
+                "start there with a smaller micro_batch"
+            ) from error
 
     def _refuse(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
@@ -264,13 +290,18 @@ def _warm_up() -> None:
     Each thread takes a stack out of the limit, and libgomp ends the process when it cannot start one. Nothing
     here draws random numbers.
     """
+    _convolve()
+    with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        square = torch.ones(512, 512, dtype=torch.float32, device="cpu", requires_grad=True)
+        torch.autograd.backward((square @ square).sum())
+
+
+def _convolve() -> None:
+    """Run one convolution forward and backward that makes oneDNN take a scratchpad; about a millisecond."""
     ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        images = ones(2 * torch.get_num_threads(), 8, 32, 32)
-        kernels = ones(16, 8, 3, 3)
+        images, kernels = ones(2 * torch.get_num_threads(), 8, 32, 32), ones(16, 8, 3, 3)
         torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
-        square = ones(512, 512)
-        torch.autograd.backward((square @ square).sum())
 
 
 @contextlib.contextmanager

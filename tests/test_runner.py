@@ -1,0 +1,243 @@
+"""The runner: one window in, one update out; what its report says; what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def runner_of(model, plan, **options):
+    optimizer = options.pop("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    return autoaccum.Runner(model, optimizer, plan, **{"device": "cpu", "loss": nn.CrossEntropyLoss(), **options})
+
+
+def samples(count):
+    torch.manual_seed(1)
+    return torch.randn(count, 6), torch.randint(0, 3, (count,))
+
+
+def test_one_window_makes_exactly_one_update():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+
+    report = runner_of(model, autoaccum.plan(100, 37), optimizer=optimizer).step(samples(100))
+
+    assert steps == [1]
+    assert report.micro_batches == (34, 33, 33)
+    assert (report.step, report.samples, report.oom_events, report.skipped) == (1, 100, 0, False)
+
+
+def test_report_says_the_loss_before_the_update_and_the_norm_before_clipping():
+    model = network()
+    window = samples(20)
+    loss = nn.functional.cross_entropy(model(window[0]), window[1])
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+    report = runner_of(model, autoaccum.plan(20, 7), clip_grad_norm=1e-4).step(window)
+
+    assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert report.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert report.elapsed_s > 0
+
+
+def test_hand_made_plan_is_used_as_it_is():
+    report = runner_of(network(), autoaccum.Plan(10, (7, 1, 2))).step(samples(10))
+
+    assert report.micro_batches == (7, 1, 2)
+
+
+@pytest.mark.parametrize(("count", "cut"), [(3, (3,)), (9, (5, 4)), (11, (4, 4, 3))])
+def test_window_of_another_size_is_cut_evenly_within_the_plans_micro_batch(count, cut):
+    report = runner_of(network(), autoaccum.plan(10, 5)).step(samples(count))
+
+    assert report.micro_batches == cut
+
+
+def test_gradients_are_gone_after_the_update():
+    model = network()
+
+    runner_of(model, autoaccum.plan(10, 5)).step(samples(10))
+
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parameter_without_a_share_in_the_loss_is_left_alone():
+    model = nn.ModuleDict({"used": network(), "unused": nn.Linear(2, 2)})
+    before = copy.deepcopy(model["unused"].state_dict())
+    runner = runner_of(model, autoaccum.plan(10, 5), forward=lambda model, batch: model["used"](batch[0]))
+
+    runner.step(samples(10))
+
+    assert all(torch.equal(value, before[name]) for name, value in model["unused"].state_dict().items())
+
+
+def test_frozen_parameters_stay_and_the_rest_learns():
+    model = network()
+    model[0].requires_grad_(requires_grad=False)
+    before = copy.deepcopy(model.state_dict())
+
+    runner_of(model, autoaccum.plan(10, 5), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).step(samples(10))
+
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert not torch.equal(model[2].weight, before["2.weight"])
+
+
+def test_loss_with_parameters_of_its_own_learns_with_the_model():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs, targets):
+            return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+    loss = Scaled()
+
+    runner_of(
+        network(), autoaccum.plan(10, 5), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss_reduction="mean"
+    ).step(samples(10))
+
+    assert loss.scale.item() != 1.0
+    assert loss.scale.grad is None
+
+
+def test_loss_is_read_from_the_device_only_when_asked_for():
+    report = runner_of(network(), autoaccum.plan(10, 5)).step(samples(10))
+    runner = runner_of(network(), autoaccum.plan(10, 5))
+    runner.step(samples(10))
+
+    later = runner.step(samples(10))
+
+    assert "on the device" in repr(later.device_losses["loss"])
+    assert isinstance(report.loss, float)
+
+
+def test_default_optimizer_is_reachable():
+    runner = runner_of(network(), autoaccum.plan(10, 5), optimizer=None)
+
+    assert isinstance(runner.optimizer, torch.optim.AdamW)
+
+
+def test_evaluate_returns_the_mean_loss_over_all_samples():
+    model = network()
+    inputs, targets = samples(25)
+    expected = nn.functional.cross_entropy(model(inputs), targets).item()
+    batches = [(inputs[i : i + 10], targets[i : i + 10]) for i in range(0, 25, 10)]
+
+    loss = runner_of(model, autoaccum.plan(10, 5)).evaluate(batches)
+
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_plan_that_is_no_plan_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match=r"autoaccum\.plan"):
+        runner_of(network(), 37)
+
+
+def test_loss_that_is_not_a_number_from_the_start_is_refused_before_it_spreads():
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    inputs, targets = samples(10)
+    inputs[3, 2] = float("nan")
+
+    with pytest.raises(autoaccum.InvalidInputError, match="not finite from the start"):
+        runner_of(model, autoaccum.plan(10, 5)).step((inputs, targets))
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_optimizer_that_fails_half_way_says_that_the_state_is_damaged():
+    model = network()
+
+    class Halfway(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Halfway(model.parameters(), lr=0.1))
+
+    with pytest.raises(autoaccum.StateDamagedError, match="half|part old, part new") as caught:
+        runner.step(samples(10))
+
+    assert autoaccum.is_oom(caught.value.__cause__)
+
+
+def test_fused_optimizer_that_fails_is_never_taken_for_unharmed():
+    model = network()
+    runner = runner_of(
+        model, autoaccum.plan(10, 5), optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    )
+    runner.step(samples(10))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    runner.optimizer.register_step_pre_hook(fail)
+
+    with pytest.raises(autoaccum.StateDamagedError):
+        runner.step(samples(10))
+
+
+def test_optimizer_that_never_fits_is_told_apart_from_the_cut():
+    model = network()
+
+    class Never(torch.optim.SGD):
+        def step(self, closure=None):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    before = copy.deepcopy(model.state_dict())
+    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Never(model.parameters(), lr=0.1))
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="optimizer step does not fit"):
+        runner.step(samples(10))
+
+    assert runner.plan == autoaccum.plan(10, 5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_lost_device_is_said_and_not_tried_again():
+    calls = []
+
+    def poisoned(outputs, targets):
+        calls.append(1)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    runner = runner_of(network(), autoaccum.plan(10, 5), loss=poisoned, loss_reduction="mean")
+
+    with pytest.raises(autoaccum.DeviceLostError, match="new one"):
+        runner.step(samples(10))
+
+    assert len(calls) == 1
+
+
+def test_size_that_a_kernel_refuses_is_taken_smaller_like_lack_of_memory():
+    def picky(outputs, targets):
+        if len(outputs) > 4:
+            raise RuntimeError("Expected canUse32BitIndexMath(input) to be true")
+        return nn.functional.cross_entropy(outputs, targets)
+
+    report = runner_of(network(), autoaccum.plan(10, 10), loss=picky, loss_reduction="mean").step(samples(10))
+
+    assert report.micro_batches == (4, 3, 3)
+
+
+def test_wrong_shapes_are_not_taken_for_lack_of_memory():
+    def wrong(outputs, targets):
+        return (outputs @ outputs).sum()
+
+    runner = runner_of(network(), autoaccum.plan(10, 10), loss=wrong, loss_reduction="mean")
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        runner.step(samples(10))
