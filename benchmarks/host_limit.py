@@ -2,9 +2,10 @@
 
 For a convolutional net (ResNet-18 at 96 px) and a small GPT, each case in a process of its own:
 
-* at least `--failures` training steps of random sizes that do not fit, by three ways to meet the limit: `default`
-  (RLIMIT_DATA alone, the allocator as glibc leaves it), `settled` (the host backend, every step starts and fails
-  inside native code) and `asked` (the host backend, and `ensure` asked before each step, as the library does);
+* `--failures` training steps of random sizes that do not fit (fewer where the time for it ends), by three ways to
+  meet the limit: `default` (RLIMIT_DATA alone, the allocator as glibc leaves it), `settled` (the host backend, but
+  every step starts and fails inside native code) and `asked` (the host backend with `ensure` before each step, by a
+  line through two small sizes, so that most are refused before they start; as the library does it);
 * then: does the process live, what is left behind, does the largest size found first still fit;
 * and what a step costs in a settled process more than in an unsettled one, in turn, two processes side by side.
 
@@ -45,7 +46,7 @@ LIMIT_BYTES = {"resnet18": 300 * MIB, "gpt": 200 * MIB}
 CEILING = {"resnet18": 200, "gpt": 150}
 STEP_SIZE = {"resnet18": 24, "gpt": 16}
 # Seconds after which a way is ended with the failures it has had by then.
-MODES = {"default": 40, "settled": 100, "asked": 120}
+MODES = {"default": 40, "settled": 120, "asked": 240}
 # What the library adds to a prediction before it asks: the line is drawn through resident memory, the limit counts
 # address space.
 MARGIN = 1.05
@@ -142,8 +143,10 @@ def vm_data() -> int:
 def attempt(task: Task, host: Host, size: int, extra_bytes: int = 0) -> str | None:
     """One step; None where it fits, else the first line of what the device said."""
     said = None
+    started = False
     try:
         host.ensure(extra_bytes)
+        started = True
         task.step(size)
     except Exception as exception:
         if not is_oom(exception):
@@ -151,7 +154,7 @@ def attempt(task: Task, host: Host, size: int, extra_bytes: int = 0) -> str | No
         said = first_line(exception)
         let_go(exception)
     task.optimizer.zero_grad(set_to_none=True)
-    if said is not None:
+    if said is not None and started:
         host.release()
     return said
 

@@ -125,10 +125,11 @@ def main():
             f"({added_low:.1f} to {added_high:.1f}) |"
         )
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, 1 thread"
-    print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {MICRO_BATCHES} micro-steps a window")
+    python = platform.python_version()
+    print(f"\n{machine}, torch {torch.__version__}, Python {python}, {MICRO_BATCHES} micro-steps a window")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "results": results}
+        record = {"machine": machine, "torch": torch.__version__, "python": python, "results": results}
         options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 

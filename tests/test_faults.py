@@ -1,16 +1,18 @@
 """Running out of memory changes nothing but the cut: bit for bit what the same cut gives without a fault."""
 
 import copy
+import gc
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
-from faults import FailAt, differences, state_of
 from torch import nn
 
 import autoaccum
 from autoaccum.notices import Notices
+from faults import FailAt, differences, state_of
 
 SAMPLES = 12
 
@@ -225,8 +227,6 @@ def test_a_fault_in_the_first_optimizer_step_takes_back_the_state_it_had_begun_t
 
 
 def test_interrupt_during_the_update_waits_for_its_end():
-    import signal
-
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,8 +252,6 @@ def test_interrupt_in_the_forward_pass_leaves_the_state_before_the_window():
 
 
 def test_memory_that_runs_out_pins_no_tensor():
-    import gc
-
     case = Case("noisy", "adam")
 
     def alive():

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autoaccum
 
+
 def classification(samples=64, classes=3):
     torch.manual_seed(0)
     inputs = torch.randn(samples, 8)

@@ -237,8 +237,11 @@ def pin(bound, how):
         if how == "cause":
             raise RuntimeError from inner
         if how == "group":
-            raise ExceptionGroup("two", [inner, ValueError()]) from None
-        raise RuntimeError  # noqa: B904 - the context is what is tested
+            parts = [inner]
+        else:
+            raise RuntimeError  # noqa: B904 - the context is what is tested
+    # Raised after the handler, so that nothing but the group leads to its parts.
+    raise ExceptionGroup("two", [*parts, ValueError()])
 
 
 @pytest.mark.parametrize("how", ["plain", "cause", "context", "group"])

@@ -1,6 +1,5 @@
 """The search for the largest micro-batch: real steps, the right answer, and no trace."""
 
-import copy
 import random
 import subprocess
 import sys
@@ -9,10 +8,10 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from faults import FailAt, differences, state_of
 from torch import nn
 
 import autoaccum
+from faults import FailAt, differences, state_of
 
 
 class Hungry(nn.Module):

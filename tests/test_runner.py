@@ -104,9 +104,10 @@ def test_loss_with_parameters_of_its_own_learns_with_the_model():
 
     loss = Scaled()
 
-    runner_of(
-        network(), autoaccum.plan(10, 5), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss_reduction="mean"
-    ).step(samples(10))
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    runner_of(network(), autoaccum.plan(10, 5), loss=loss, optimizer=sgd, loss_reduction="mean").step(samples(10))
 
     assert loss.scale.item() != 1.0
     assert loss.scale.grad is None
@@ -168,7 +169,7 @@ def test_optimizer_that_fails_half_way_says_that_the_state_is_damaged():
 
     runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Halfway(model.parameters(), lr=0.1))
 
-    with pytest.raises(autoaccum.StateDamagedError, match="half|part old, part new") as caught:
+    with pytest.raises(autoaccum.StateDamagedError, match="part old, part new") as caught:
         runner.step(samples(10))
 
     assert autoaccum.is_oom(caught.value.__cause__)

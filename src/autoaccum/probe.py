@@ -135,7 +135,8 @@ def _search(
             if size > 1 or not trials:
                 raise
             # BatchNorm refuses a single value a channel; one sample is tried only because two ran out of memory.
-            raise DoesNotFitError(does_not_fit_text(step, limit_bytes, f"one sample alone is refused: {error}")) from error
+            reason = f"one sample alone is refused: {error}"
+            raise DoesNotFitError(does_not_fit_text(step, limit_bytes, reason)) from error
         on_trial(trials[-1])
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 _PEAK_INTERVAL_S = 0.25
 
 
+# The window's losses by name, and what became of the update.
+_Outcome = tuple[dict[str, DeviceScalar], "Update"]
+
+
 class Runner:
     """Trains window by window, for a loop of one's own.
 
@@ -174,31 +178,14 @@ class Runner:
         events: list[MemoryEvent] = []
         while True:
             sizes = self._cut(window)
-            failure = None
-            before = self._done
-            marked = False
-            try:
-                self._step.phase, self._size = "set aside", None
-                self._mark.take()
-                marked = True
-                losses, update = self._attempt(window, sizes)
-            except BaseException as error:
-                if self._done > before:
-                    raise  # an interrupt that waited for the update
-                failure = self._undo(error, marked=marked)
-                if failure is None and events and self._size == 1 and isinstance(error, ValueError):
-                    # BatchNorm refuses a single value a channel; one sample was taken only because more ran out.
-                    reason = f"one sample alone is refused: {error}"
-                    raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
-                if failure is None:
-                    raise
-                oom.let_go(error)
-            if failure is None:
+            outcome = self._try(window, sizes, shrunk=bool(events))
+            if not isinstance(outcome, MemoryEvent):
                 break
-            # After the handler: inside it the traceback still pins the activations.
-            events.append(failure)
+            # The handler has ended: inside it the traceback would still pin the activations.
             self._memory.release()
+            events.append(outcome)
             self._replan(events)
+        losses, update = outcome
         return StepReport(
             step=self._done,
             samples=window.samples,
@@ -228,7 +215,30 @@ class Runner:
             return self.plan.micro_batches
         return tuple(itertools.chain.from_iterable(balanced(group, self.plan.micro_batch) for group in groups))
 
-    def _attempt(self, window: Window, sizes: tuple[int, ...]) -> tuple[dict[str, DeviceScalar], Update]:
+    def _try(self, window: Window, sizes: tuple[int, ...], *, shrunk: bool) -> _Outcome | MemoryEvent:
+        """Make the update, or put everything back and return what happened if it was lack of memory."""
+        before = self._done
+        marked = False
+        try:
+            self._step.phase, self._size = "set aside", None
+            self._mark.take()
+            marked = True
+            return self._attempt(window, sizes)
+        except BaseException as error:
+            if self._done > before:
+                raise  # an interrupt that waited for the update: the window is done
+            self._undo(error, marked=marked)
+            if oom.is_oom(error) or oom.is_too_large(error):
+                event = MemoryEvent(self._step.phase, self._size, oom.first_line(error))
+                oom.let_go(error)
+                return event
+            if shrunk and self._size == 1 and isinstance(error, ValueError):
+                # BatchNorm refuses a single value a channel; one sample was taken only because more ran out.
+                reason = f"one sample alone is refused: {error}"
+                raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+            raise
+
+    def _attempt(self, window: Window, sizes: tuple[int, ...]) -> _Outcome:
         step = self._step
         step.phase = "forward"
         step.objective.settle(window, sizes, step.transfer.place, self._mark)
@@ -295,8 +305,8 @@ class Runner:
         if not self._step.holds_gradients():
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
 
-    def _undo(self, error: BaseException, *, marked: bool) -> MemoryEvent | None:
-        """Put everything back as it was before the window; return what happened if it was lack of memory."""
+    def _undo(self, error: BaseException, *, marked: bool) -> None:
+        """Put everything back as it was before the window."""
         if oom.is_device_lost(error):
             raise DeviceLostError(
                 f"{self._memory.name} can no longer be used by this process ({oom.first_line(error)}); start a new one"
@@ -305,9 +315,6 @@ class Runner:
             self._step.abandon()
             if marked:
                 self._mark.put_back()
-        if not (oom.is_oom(error) or oom.is_too_large(error)):
-            return None
-        return MemoryEvent(self._step.phase, self._size, oom.first_line(error))
 
     def _replan(self, events: list[MemoryEvent]) -> None:
         """Take a smaller cut after memory ran out, or give up."""

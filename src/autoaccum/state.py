@@ -90,6 +90,9 @@ class _KeptBuffer:
     copy: Tensor | None = None
     version: int = 0
 
+    def stands_for(self, buffer: Tensor) -> bool:
+        return self.buffer is buffer and self.copy is not None and self.copy.shape == buffer.shape
+
     def may_differ(self) -> bool:
         return self.buffer is not None and (
             self.buffer.numel() <= _ALWAYS_COPIED_ELEMENTS or self.buffer._version != self.version
@@ -121,7 +124,7 @@ class Mark:
                 known = kept.get(name)
                 if buffer is None:
                     kept[name] = _KeptBuffer(None)
-                elif known is None or known.buffer is not buffer or known.copy is None or known.copy.shape != buffer.shape:
+                elif known is None or known.copy is None or not known.stands_for(buffer):
                     kept[name] = _KeptBuffer(buffer, buffer.detach().clone(), buffer._version)
                 elif known.may_differ():
                     copies.append(known.copy)

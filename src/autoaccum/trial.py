@@ -49,7 +49,6 @@ class Trials:
             What came of it. Errors that are not lack of memory arrive as they are.
         """
         memory = self._step.memory
-        memory.release()
         memory.reset_peak()
         started = time.perf_counter()
         fits = True

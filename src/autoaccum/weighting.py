@@ -134,7 +134,10 @@ _MEAN_OF_MODULE: dict[type[nn.Module], Over] = {
 }
 
 # Losses that compare outputs and targets element by element: torch would broadcast (N, 1) against (N,) to (N, N).
-ELEMENTWISE = tuple(kind for kind, over in _MEAN_OF_MODULE.items() if over is Over.ELEMENTS)
+ELEMENTWISE = (
+    *(kind for kind, over in _MEAN_OF_MODULE.items() if over is Over.ELEMENTS),
+    nn.MultiLabelSoftMarginLoss,
+)
 
 
 def of_loss_module(loss: object) -> Weighting | None:

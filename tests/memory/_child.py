@@ -25,7 +25,7 @@ def run_checks(*names):
         [sys.executable, "-W", "error", __file__, *names],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env=os.environ | {"PYTHONPATH": str(source)},
     )

@@ -213,7 +213,7 @@ def run_in_child():
         [sys.executable, "-W", "error", __file__],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=240,
         check=False,
         env=os.environ | {"PYTHONPATH": str(root / "src")},
     )
