@@ -1,5 +1,6 @@
 """What every test gets: seeded generators, and a guard against whatever would leak into the next test."""
 
+import gc
 import os
 import random
 import signal
@@ -15,8 +16,9 @@ try:
 except ImportError:  # Windows
     resource = None
 
-# Examples wait for kernels and for the machine's other work: a deadline would only measure that.
-settings.register_profile("autoaccum", deadline=None)
+# Examples wait for kernels and for the machine's other work: a deadline would only measure that. CI tries the same ones
+# in every run, so that a change is judged by what it changed.
+settings.register_profile("autoaccum", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("autoaccum")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,6 +54,15 @@ def put_back(state):
     torch.set_num_threads(state["torch threads"])
     torch.set_grad_enabled(state["gradient mode"])
     torch.use_deterministic_algorithms(state["deterministic algorithms"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_collections():
+    """Keeps what is imported out of garbage collections: memory is given back hundreds of times in these tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -60,6 +60,12 @@ def test_parameters_of_a_loss_are_trained_too(model, notices):
     assert {id(p) for p in loss.parameters()} <= {id(p) for p in held_by(resolve(None, [model, loss], notices))}
 
 
+def test_layer_that_model_and_loss_share_is_trained_once(model, notices):
+    optimizer = resolve(None, [model, model[4]], notices)
+
+    assert len(held_by(optimizer)) == 6
+
+
 def test_optimizer_over_a_part_of_the_model_is_welcome(model, notices):
     head = torch.optim.SGD(model[4].parameters(), lr=0.1)
 

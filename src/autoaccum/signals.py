@@ -37,8 +37,15 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers:
             signal.signal(number, handler)
-        for number in self._arrived:
-            signal.raise_signal(number)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Raise every signal that arrived, in order, whatever their handlers raise (KeyboardInterrupt)."""
+        if self._arrived:
+            try:
+                signal.raise_signal(self._arrived.pop(0))
+            finally:
+                self._deliver()
 
     def _keep(self, number: int, _frame: FrameType | None) -> None:
         self._arrived.append(number)

@@ -297,7 +297,7 @@ def _warm_up() -> None:
 
 
 def _convolve() -> None:
-    """Run one convolution forward and backward that makes oneDNN take a scratchpad; about a millisecond."""
+    """Run one convolution forward and backward that makes oneDNN take a scratchpad; some milliseconds."""
     ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         images, kernels = ones(2 * torch.get_num_threads(), 8, 32, 32), ones(16, 8, 3, 3)
