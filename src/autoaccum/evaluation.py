@@ -21,7 +21,7 @@ from autoaccum.planner import balanced, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import Evaluation, MemoryEvent
 from autoaccum.state import Mark, evaluation_mode
-from autoaccum.weighting import Over
+from autoaccum.weighting import Over, in_full
 
 if TYPE_CHECKING:
     from autoaccum.objective import Term
@@ -131,7 +131,7 @@ class Evaluator:
 
     def _sum_and_weight(self, term: Term, cut: Any, size: int) -> tuple[Tensor, float | Tensor]:
         # In half precision the sum could overflow.
-        value = term.value.double()
+        value = in_full(term.value)
         if term.over is Over.PAIR:
             assert term.weight is not None
             return value, term.weight
@@ -178,7 +178,7 @@ class _Averaged:
     def update(self, outputs: Any, targets: Any, samples: int) -> None:
         value = self._function(outputs, targets)
         if isinstance(value, Tensor) and value.dim():
-            value = value.double().mean()
+            value = in_full(value).mean()
         self._sum = self._sum + value * samples
         self._samples += samples
 

@@ -128,6 +128,8 @@ def fit(
     _check_iterable("loader", loader)
     if val_loader is not None:
         _check_iterable("val_loader", val_loader)
+    if lr_scaling is not None:
+        optimizers.scaling_factor(lr_scaling, target_batch, base_batch)
     if seed is not None:
         _seed(seed)
     shown = progress_for(progress)
@@ -145,11 +147,6 @@ def fit(
         clip_grad_norm=clip_grad_norm,
         notices=notices,
     )
-    drop_old_gradients(step, notices)
-    if lr_scaling is not None:
-        optimizers.scale_learning_rate(
-            step.optimizer, lr_scaling, target_batch=target_batch, base_batch=base_batch, notices=notices
-        )
     fitting = _Fit(
         step,
         loader,
@@ -161,6 +158,15 @@ def fit(
         notices=notices,
     )
     evaluator = None if val_loader is None else Evaluator(step, metrics, fitting.evaluation_ran_out)
+    if lr_scaling is not None:
+        optimizers.scale_learning_rate(
+            step.optimizer,
+            lr_scaling,
+            target_batch=target_batch,
+            base_batch=base_batch,
+            notices=notices,
+            scheduler=scheduler,
+        )
     return fitting.run(
         micro_batch=micro_batch,
         limit_bytes=limit_bytes,
@@ -218,6 +224,7 @@ class _Fit(Callback):
             first = next(windows, None)
             if first is None:
                 raise InvalidInputError(f"the loader gave no batch{self._dropped()}, so there is nothing to train on")
+            drop_old_gradients(self._step, self._notices)
             found = self._probe(first, micro_batch, limit_bytes)
             with ExitStack() as stack:
                 stack.enter_context(memory.limited(limit_bytes))

@@ -212,11 +212,12 @@ class Objective:
                 mark.put_back()
 
     def _must_ask(self, window: Window, sizes: Sequence[int]) -> bool:
-        if len(sizes) == 1 or self._attempts >= _ATTEMPTS:
+        if self._attempts >= _ATTEMPTS:
             return False
         if not self._attempts:
-            return not self._weightings
-        return any(not _alike([self._shares(how, window, sizes) for how in found]) for found in self._open.values())
+            # Uncut, every loss is its own window's; all that could matter is whether anything counts.
+            return not self._weightings and (len(sizes) > 1 or not _all_count(window))
+        return any(_differ(found, window, sizes) for found in self._open.values())
 
     def _ask(self, sample: Any, place: Callable[[Any], Any]) -> None:
         parts = [batches.chosen(sample, [0])]
@@ -475,9 +476,24 @@ def _accepted_names(model: nn.Module) -> set[str] | None:
     return {parameter.name for parameter in parameters}
 
 
-def _alike(lists: Sequence[Sequence[float]]) -> bool:
+def _differ(candidates: Sequence[Weighting], window: Window, sizes: Sequence[int]) -> bool:
+    """Whether it matters for this cut which of the candidates is the right one."""
+    if len(sizes) > 1 and len({how.over is Over.SUM for how in candidates}) > 1:
+        return True
+    cuts = [weights_of(how, window, sizes) for how in candidates if how.over is not Over.SUM]
+    totals = [sum(weights) for weights in cuts]
+    return not all(totals) or any(
+        not math.isclose(mine / totals[0], theirs / total, rel_tol=1e-9)
+        for weights, total in zip(cuts, totals, strict=True)
+        for mine, theirs in zip(cuts[0], weights, strict=True)
+    )
+
+
+def _all_count(window: Window) -> bool:
     return all(
-        math.isclose(one, other, rel_tol=1e-9) for row in lists[1:] for one, other in zip(lists[0], row, strict=True)
+        Weighting(Over.COUNTED).counts_all({name: targets})
+        for batch in window
+        for name, targets in target_tensors(batch).items()
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer]
 
-_SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+_SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
 def resolve(
@@ -49,6 +49,21 @@ def resolve(
     return made
 
 
+def scaling_factor(rule: str, target_batch: int, base_batch: int | None) -> float:
+    """Return what learning rates are multiplied by; arguments as for `scale_learning_rate`.
+
+    Raises:
+        InvalidInputError: The rule is unknown or `base_batch` is missing.
+    """
+    if rule not in _SCALINGS:
+        raise InvalidInputError(f"lr_scaling={rule!r} is unknown; choose {' or '.join(map(repr, _SCALINGS))}")
+    if base_batch is None:
+        raise InvalidInputError(
+            f"lr_scaling={rule!r} needs base_batch, the batch size that the learning rate was chosen for"
+        )
+    return _SCALINGS[rule](target_batch / check_positive_int("base_batch", base_batch))
+
+
 def scale_learning_rate(
     optimizer: torch.optim.Optimizer,
     rule: str,
@@ -71,13 +86,7 @@ def scale_learning_rate(
     Raises:
         InvalidInputError: The rule is unknown or `base_batch` is missing.
     """
-    if rule not in _SCALINGS:
-        raise InvalidInputError(f"lr_scaling={rule!r} is unknown; choose {' or '.join(map(repr, _SCALINGS))}")
-    if base_batch is None:
-        raise InvalidInputError(
-            f"lr_scaling={rule!r} needs base_batch, the batch size that the learning rate was chosen for"
-        )
-    factor = _SCALINGS[rule](target_batch / check_positive_int("base_batch", base_batch))
+    factor = scaling_factor(rule, target_batch, base_batch)
     for group in optimizer.param_groups:
         before = group["lr"]
         group["lr"] = before * factor

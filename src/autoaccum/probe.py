@@ -105,13 +105,13 @@ def probe(
     """
     memory = step.memory
     # Before the limit begins: what is set aside is not the step's.
-    snapshot = Snapshot(step.objective.modules, step.optimizer, memory.device)
+    snapshot = Snapshot(step.objective.modules, step.optimizer, memory.device, step.precision.scaler)
     step.clear_gradients()
     try:
         with memory.limited(limit_bytes):
             return _search(step, batch, max_micro_batch, limit_bytes, on_trial)
     finally:
-        step.clear_gradients()
+        step.abandon()
         snapshot.put_back()
 
 

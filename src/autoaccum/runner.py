@@ -25,7 +25,8 @@ from autoaccum.planner import balanced, plan, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
 from autoaccum.state import Mark
-from autoaccum.step import Accumulated, assemble, drop_old_gradients
+from autoaccum.step import Accumulated, assemble, check_weight, drop_old_gradients
+from autoaccum.weighting import in_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -286,11 +287,7 @@ class Runner:
                             weights[term.name] += float(term.weight)
         self._mark.put_back()
         for name, weight in weights.items():
-            if weight == 0.0:
-                raise InvalidInputError(
-                    f"the (sum, weight) pairs {name!r} of this window of {window.samples} samples have weight 0 "
-                    "together, so their mean does not exist; leave such samples out"
-                )
+            check_weight(name, weight)
         return dict(weights)
 
     def _check_first(self, losses: dict[str, DeviceScalar]) -> None:
@@ -359,13 +356,10 @@ def _correction(window: Window, accumulated: Accumulated) -> float | Tensor:
             f"losses {', '.join(map(repr, accumulated.losses))}: a (sum, weight) pair beside other losses whose weight "
             "is not known beforehand"
         )
-    (weights,) = accumulated.pair_weights.values()
+    ((name, weights),) = accumulated.pair_weights.items()
     total = sum(weights)
+    check_weight(name, total)
+    # A device's own count may be whole, and would round the quotient to single precision.
     if isinstance(total, Tensor) and total.device.type != "cpu":
-        return window.samples / total.to(torch.float64)
-    if float(total) == 0.0:
-        raise InvalidInputError(
-            f"the (sum, weight) pairs of this window of {window.samples} samples have weight 0 together, so the mean "
-            "over it does not exist; leave such samples out"
-        )
+        return window.samples / in_full(total)
     return window.samples / float(total)

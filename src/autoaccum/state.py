@@ -110,7 +110,7 @@ class Mark:
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        self._owners = [part._buffers for module in modules for part in module.modules() if part._buffers]
+        self._owners = [part._buffers for module in modules for part in module.modules()]
         self._kept: list[dict[str, _KeptBuffer]] = [{} for _ in self._owners]
         self._random = RandomState(device)
 
@@ -164,13 +164,22 @@ class Snapshot:
         modules: The model, and losses that are modules.
         optimizer: Its state and settings are kept.
         device: Its random generator is kept.
+        scaler: Its scale and how long that has held are kept.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         modules = list(modules)
         self._mark = Mark(modules, device)
         self._mark.take()
         self._optimizer = optimizer
+        self._scaler = scaler
+        self._scaler_state = None if scaler is None else scaler.state_dict()
         trained = _unique(p for group in optimizer.param_groups for p in group["params"])
         self._values = [(parameter, _aside(parameter.detach())) for parameter in trained]
         everything = _unique([*trained, *(p for module in modules for p in module.parameters())])
@@ -205,6 +214,8 @@ class Snapshot:
             for name in [known for known in group if known not in settings and known != "params"]:
                 del group[name]
             group.update(settings)
+        if self._scaler is not None and self._scaler_state is not None:
+            self._scaler.load_state_dict(self._scaler_state)
         self._mark.put_back()
 
 

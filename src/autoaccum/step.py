@@ -148,6 +148,7 @@ class TrainingStep:
         if term.over is Over.PAIR and term.name not in factors.named:
             assert term.weight is not None
             if factors.alone:
+                check_weight(term.name, term.weight)
                 return term.value / term.weight
             # The window's weight is known only when all of it has been seen: until then one that is near enough.
             into.pair_weights.setdefault(term.name, []).append(term.weight)
@@ -243,6 +244,19 @@ class _Written:
 
 def _handles_scale_itself(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def check_weight(name: str, weight: float | Tensor) -> None:
+    """Refuse a (sum, weight) pair of a window in which nothing counts, where that is known without asking the device.
+
+    Raises:
+        InvalidInputError: The weight is 0.
+    """
+    if (not isinstance(weight, Tensor) or weight.device.type == "cpu") and float(weight) == 0.0:
+        raise InvalidInputError(
+            f"the (sum, weight) pairs {name!r} of this window have weight 0 together, so their mean does not exist; "
+            "leave such samples out"
+        )
 
 
 def assemble(

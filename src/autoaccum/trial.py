@@ -72,7 +72,7 @@ class Trials:
         if fits:
             return Trial(size, fits, memory.peak_bytes(), elapsed_s)
         # After the handler: inside it the traceback still pins the activations.
-        self._step.clear_gradients()
+        self._step.abandon()
         memory.release()
         return Trial(size, fits, None, elapsed_s)
 

@@ -93,6 +93,11 @@ class Weighting:
         return next(iter(named_targets.values()), None)
 
 
+def in_full(value: Tensor) -> Tensor:
+    """Return a number in the highest precision that its device has, for sums over many samples."""
+    return value.float() if value.device.type == "mps" else value.double()
+
+
 def shares(weighting: Weighting, weights: Sequence[float]) -> list[float]:
     """Return the factor of each micro-batch's loss, so that their sum is the loss of the window.
 
