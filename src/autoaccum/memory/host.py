@@ -67,7 +67,8 @@ class Host(MemoryBackend):
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
         self._peak_counted = False
-        self._data_then, self._resident_then = _held()
+        self._data_then, _ = _held()
+        self._anonymous_then = _anonymous()
 
     def reading(self) -> MemoryReading:
         """Return what is free by the tightest of: machine, control groups, limits of the process."""
@@ -125,10 +126,14 @@ class Host(MemoryBackend):
     def peak_bytes(self) -> int | None:
         """Return the highest resident memory since `reset_peak`, beyond that at the beginning.
 
-        None where the kernel does not let a process reset its high-water mark.
+        Pages of files are left out: a first convolution reads megabytes of code, which no limit counts. None where the
+        kernel does not let a process reset its high-water mark.
         """
-        high = _linux.status_bytes("VmHWM") if self._peak_counted else None
-        return None if high is None else max(0, high[0] - self._resident_then)
+        counted = _linux.status_bytes("VmHWM", "RssFile", "RssShmem") if self._peak_counted else None
+        if counted is None:
+            return None
+        high, of_files, shared = counted
+        return max(0, high - of_files - shared - self._anonymous_then)
 
     def release(self) -> None:
         """Collect cycles and give the free pages of the heap back to the kernel.
@@ -238,7 +243,8 @@ class Host(MemoryBackend):
     def _begin(self) -> None:
         # Free pages inside the heap would be used first and seen by neither the limit nor the peak.
         self.release()
-        self._data_then, self._resident_then = _held()
+        self._data_then, _ = _held()
+        self._anonymous_then = _anonymous()
         self.reset_peak()
 
     def _out_of_memory(self, wanted: int, free: int, limit: int | None) -> torch.OutOfMemoryError:
@@ -255,6 +261,12 @@ def _held() -> tuple[int, int]:
         resident = psutil.Process().memory_info().rss
         return resident, resident
     return held[0], held[1]
+
+
+def _anonymous() -> int:
+    """Return the resident memory that is no file's; 0 where it is not told, and then no peak is either."""
+    told = _linux.status_bytes("RssAnon")
+    return 0 if told is None else told[0]
 
 
 def _process_limits() -> Iterator[tuple[int, int]]:
