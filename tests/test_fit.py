@@ -390,6 +390,19 @@ def test_validation_runs_each_epoch_with_metrics():
     assert 0.0 <= result.evaluations[-1].metrics["accuracy"] <= 1.0
 
 
+@pytest.mark.parametrize(("device", "largest"), [("cpu", 10), (autoaccum.Simulated("1GiB"), 64)], ids=["host", "clean"])
+def test_evaluation_begins_with_a_size_that_trained_where_a_failure_may_not_be_clean(device, largest):
+    seen = []
+    data = loader_of(*classification(), batch_size=64)
+
+    quiet_fit(
+        classifier(), data, 20, device=device, micro_batch=10, val_loader=data,
+        metrics={"size": lambda outputs, targets: seen.append(len(outputs)) or 0.0},
+    )  # fmt: skip
+
+    assert max(seen) == largest
+
+
 def test_callbacks_are_told_in_order():
     recorder = Recorder()
     data = loader_of(*classification())

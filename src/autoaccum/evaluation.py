@@ -57,8 +57,13 @@ class Evaluator:
         self._on_oom = on_oom
         self._max_size: int | None = None
 
-    def run(self, batches: Iterable[Any]) -> Evaluation:
+    def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
         """Go through `batches` once, without gradients; modes and random state of a failed attempt are put back.
+
+        Args:
+            batches: A loader's batches.
+            trained_size: A size with which training fits, if known. Where the device does not fail cleanly the first
+                attempt is not larger; elsewhere it is a whole batch.
 
         Raises:
             InvalidInputError: There is no batch, a metric gives no number, or the model no loss in evaluation mode.
@@ -66,6 +71,8 @@ class Evaluator:
         """
         started = time.perf_counter()
         totals = _Totals()
+        if self._max_size is None and not self._step.memory.fails_cleanly:
+            self._max_size = trained_size
         for metric in self._metrics:
             metric.reset()
         mark = Mark(self._step.objective.modules, self._step.memory.device)

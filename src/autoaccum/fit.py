@@ -315,7 +315,7 @@ class _Fit(Callback):
             for callback in self._callbacks:
                 callback.on_epoch_end(epoch)
             if evaluator is not None and val_loader is not None:
-                self._evaluate(evaluator, val_loader, moves, epoch)
+                self._evaluate(evaluator, val_loader, moves, epoch=epoch, size=runner.plan.micro_batch)
             moves.after_epoch()
             if epoch == self._epochs or len(self._history) == self._max_steps:
                 return
@@ -335,10 +335,12 @@ class _Fit(Callback):
         for callback in self._callbacks:
             callback.on_step(report, epoch=epoch)
 
-    def _evaluate(self, evaluator: Evaluator, val_loader: Iterable[Any], moves: _Scheduler, epoch: int) -> None:
+    def _evaluate(
+        self, evaluator: Evaluator, val_loader: Iterable[Any], moves: _Scheduler, *, epoch: int, size: int
+    ) -> None:
         with self._step.memory.lifted():
             batches = iter(val_loader)
-        evaluation = evaluator.run(batches)
+        evaluation = evaluator.run(batches, trained_size=size)
         self._evaluations.append(evaluation)
         for callback in self._callbacks:
             callback.on_evaluation(evaluation, epoch=epoch, step=len(self._history))

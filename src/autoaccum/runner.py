@@ -208,7 +208,7 @@ class Runner:
         """
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step)
-        return self._evaluator.run(loader).loss
+        return self._evaluator.run(loader, trained_size=self.plan.micro_batch).loss
 
     def _cut(self, window: Window) -> tuple[int, ...]:
         groups = window.groups()

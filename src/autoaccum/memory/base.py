@@ -26,7 +26,11 @@ class MemoryBackend(ABC):
     Attributes:
         device: Where tensors are put.
         name: A person's name for the device, such as "NVIDIA H200" or "host memory".
+        fails_cleanly: Whether an allocation that fails always raises. Where native code may die of it, what is not
+            known to fit is asked for beforehand (`ensure`) or approached from below.
     """
+
+    fails_cleanly: bool = True
 
     device: torch.device
     name: str

@@ -58,6 +58,8 @@ class Host(MemoryBackend):
     threads that were started stay.
     """
 
+    fails_cleanly = False
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.name = "host memory"
