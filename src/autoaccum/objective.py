@@ -41,7 +41,7 @@ _LOOKED_AT = 32
 _ATTEMPTS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Term:
     """One loss of one micro-batch.
 
@@ -58,7 +58,7 @@ class Term:
     weight: Tensor | float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Factors:
     """What the losses of one micro-batch are to be multiplied by, so that the window's add up to its loss.
 

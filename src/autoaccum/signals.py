@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# What `signal.signal` and `signal.getsignal` wrap. They turn every handler into an enum and back, which costs 13
+# microseconds a window, as much as all else that a window's bookkeeping needs.
+import _signal
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -29,14 +32,14 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _HELD:
-            handler = signal.getsignal(number)
+            handler = _signal.getsignal(number)
             if callable(handler):
                 self._handlers.append((number, handler))
-                signal.signal(number, self._keep)
+                _signal.signal(number, self._keep)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers:
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
         self._deliver()
 
     def _deliver(self) -> None:

@@ -85,7 +85,11 @@ class Weighting:
         targets = self._choose(named_targets)
         if targets is None or self.over is Over.ELEMENTS or targets.is_floating_point():
             return True
-        return self.class_weights is None and not bool((targets == self.ignore_index).any())
+        if self.class_weights is not None:
+            return False
+        if self.ignore_index < 0 and targets.numel():
+            return int(targets.min()) >= 0  # a class is never negative, and the least is found in one pass
+        return not bool((targets == self.ignore_index).any())
 
     def _choose(self, named_targets: Mapping[str, Tensor]) -> Tensor | None:
         if self.target is not None:

@@ -51,11 +51,12 @@ class Host(MemoryBackend):
     Use counts from when `limited` was last entered, and before that from when the backend was made: a limit
     of 2 GiB is 2 GiB beyond what the process held then.
 
-    While a limit is in force glibc's allocator is settled so that what is freed leaves the process (a step
-    costs a few percent more, see benchmarks/host_limit.py). Put back on exit: the limit itself. Not as it
-    was: glibc's thresholds, which cannot be read, get the values that they usually reach; oneDNN's cache of
-    primitives stays at one entry for the life of the process, if no primitive had run before the limit began;
-    threads that were started stay.
+    While a limit is in force glibc's allocator is settled so that what is freed leaves the process; every
+    step then asks the kernel for its pages anew, and takes longer by what benchmarks/host_limit.py measures
+    (there 1.5 to 1.8 times, on two busy cores; less for larger steps). Put back on exit: the limit itself.
+    Not as it was: glibc's thresholds, which cannot be read, get the values that they usually reach; oneDNN's
+    cache of primitives stays at one entry for the life of the process, if no primitive had run before the
+    limit began; threads that were started stay.
     """
 
     fails_cleanly = False
@@ -94,7 +95,8 @@ class Host(MemoryBackend):
             limit_bytes: The limit, beyond what is held now; a tighter one that holds anyway stays in force.
 
         Raises:
-            InvalidInputError: The limit is not positive, the process already reached one that holds anyway, the
+            InvalidInputError: The limit is not positive, the process already reached one that holds anyway,
+            the
                 system cannot enforce one, or another context of this backend is still open.
         """
         if self._entered:
@@ -128,8 +130,8 @@ class Host(MemoryBackend):
     def peak_bytes(self) -> int | None:
         """Return the highest resident memory since `reset_peak`, beyond that at the beginning.
 
-        Pages of files are left out: a first convolution reads megabytes of code, which no limit counts. None where the
-        kernel does not let a process reset its high-water mark.
+        Pages of files are left out: a first convolution reads megabytes of code, which no limit counts. None
+        where the kernel does not let a process reset its high-water mark.
         """
         counted = _linux.status_bytes("VmHWM", "RssFile", "RssShmem") if self._peak_counted else None
         if counted is None:
@@ -140,10 +142,10 @@ class Host(MemoryBackend):
     def release(self) -> None:
         """Collect cycles and give the free pages of the heap back to the kernel.
 
-        Under a limit it also asks whether oneDNN survived. Where memory ran out while it took its scratchpad, it can
-        refuse every convolution of this thread from then on, however much is free (with torch 2.15 after some 15
-        failures inside native code, see benchmarks/host_limit.py); without the question that would look like a model
-        of which no size fits. Steps that `ensure` let through did not meet this.
+        Under a limit it also asks whether oneDNN survived. Where memory ran out while it took its scratchpad,
+        it can refuse every convolution of this thread from then on, however much is free (with torch 2.15
+        after some 15 failures inside native code, see benchmarks/host_limit.py); without the question that
+        would look like a model of which no size fits. Steps that `ensure` let through did not meet this.
 
         Raises:
             DeviceLostError: oneDNN no longer works in this thread.
