@@ -276,7 +276,8 @@ def test_peak_is_at_least_what_was_taken_and_resets(saw):
     if seen["high"] is None:
         pytest.skip("this system does not count peaks")
 
-    assert 48 * MIB <= seen["high"] - seen["base"] <= 64 * MIB
+    # Resident memory also loses pages that the kernel takes back from elsewhere meanwhile, hence the one MiB.
+    assert 47 * MIB <= seen["high"] - seen["base"] <= 64 * MIB
     assert seen["after_death"] == pytest.approx(seen["high"], abs=MIB)
     assert seen["low"] - seen["base"] < 8 * MIB
 
