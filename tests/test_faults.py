@@ -264,3 +264,111 @@ def test_memory_that_runs_out_pins_no_tensor():
     case.run(FailAt(25))
 
     assert alive() <= before
+
+
+class InPlace(nn.Module):
+    """Normalises its input in place, as a careless transform does; no more than `most` samples fit."""
+
+    def __init__(self, most):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.most = nn.Linear(6, 3), most
+
+    def forward(self, inputs):
+        inputs.sub_(0.5).div_(0.25)
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.head(inputs)
+
+
+def in_place_runner(most):
+    model = InPlace(most)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autoaccum.Runner(
+        model, optimizer, autoaccum.plan(12, 12), loss=nn.CrossEntropyLoss(), device="cpu", notices=Notices(silent=True)
+    )
+
+
+def test_model_that_changes_its_input_is_given_copies_once_that_is_seen():
+    runner = in_place_runner(12)
+    inputs, targets = torch.rand(12, 6), torch.randint(0, 3, (12,))
+    runner.step((inputs.clone(), targets))
+    runner._step.objective.model.most = 5
+    given = inputs.clone()
+
+    report = runner.step((given, targets))
+
+    assert report.micro_batches == (4, 4, 4)
+    assert torch.equal(given, inputs)
+
+
+def test_window_whose_data_the_model_has_changed_is_not_silently_done_again():
+    runner = in_place_runner(5)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="changed its input in place"):
+        runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
+
+
+def test_memory_that_runs_out_while_the_weighting_is_found_out_is_said(capsys):
+    class Picky(nn.Linear):
+        def forward(self, inputs):
+            if len(inputs) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(inputs)
+
+    def plain(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets)
+
+    runner = autoaccum.Runner(Picky(6, 3), None, autoaccum.plan(12, 1), loss=plain, device="cpu")
+
+    report = runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
+
+    assert report.oom_events == 0
+    assert "could not be found out" in capsys.readouterr().err
+
+
+def test_optimizer_that_fails_with_an_error_of_its_own_after_writing_says_so():
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    mine = ValueError("mine")
+
+    def fail(*_):
+        raise mine
+
+    optimizer.register_step_post_hook(fail)
+
+    with pytest.raises(autoaccum.StateDamagedError) as caught:
+        runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
+
+    assert caught.value.__cause__ is mine
+
+
+def test_hooks_on_the_optimizer_do_not_count_trials():
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    batch = torch.rand(12, 6), torch.randint(0, 3, (12,))
+
+    autoaccum.find_micro_batch(model, batch, optimizer=optimizer, device="cpu")
+
+    assert calls == []
+    optimizer.step()
+    assert calls == [1]
+
+
+def test_plain_function_with_class_weights_is_not_taken_for_a_mean_over_samples(capsys):
+    weight = torch.tensor([0.1, 1.0, 1.0])
+    targets = torch.zeros(64, dtype=torch.long)
+    targets[[5, 9, 20]] = 1
+    model = nn.Linear(4, 3)
+
+    def weighted(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, weight=weight)
+
+    runner = autoaccum.Runner(model, None, autoaccum.plan(64, 10), loss=weighted, device="cpu")
+
+    runner.step((torch.randn(64, 4), targets))
+
+    assert "could not be found out" in capsys.readouterr().err

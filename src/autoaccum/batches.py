@@ -213,6 +213,10 @@ class Window(Sequence[Any]):
         """The window as one batch where its pieces can be joined, else the window itself."""
         return self.cut(0, self.samples) if len(self.groups()) == 1 else self
 
+    def versions(self) -> list[int]:
+        """How often each tensor was written in place, views of it included."""
+        return [tensor._version for tensor in self.tensors()]
+
     def tensors(self) -> list[Tensor]:
         """Every tensor of every piece."""
         return [tensor for span in self._spans for tensor in span.piece.tensors()]
@@ -329,6 +333,11 @@ def chosen(batch: Any, indices: Sequence[int]) -> Any:
     piece = Piece(batch)
     spans = [_Span(piece, index, index + 1) for index in indices]
     return piece.cut(spans[0].start, spans[0].stop) if len(spans) == 1 else _join(spans)
+
+
+def copied(batch: Any) -> Any:
+    """Return the batch with copies of its tensors."""
+    return map_tensors(Tensor.clone, batch)
 
 
 def map_tensors(function: Any, batch: Any) -> Any:

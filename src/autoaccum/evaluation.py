@@ -80,7 +80,10 @@ class Evaluator:
             for batch in batches:
                 self._one_batch(Window([batch]), totals, mark)
         if not totals.samples:
-            raise InvalidInputError("the validation loader gave no samples, so there is nothing to evaluate")
+            raise InvalidInputError(
+                "the validation loader gave no samples, so there is nothing to evaluate; a generator can be read "
+                "only once"
+            )
         values = {name: value for metric in self._metrics for name, value in metric.result().items()}
         return Evaluation(totals.mean(), values, totals.samples, time.perf_counter() - started)
 

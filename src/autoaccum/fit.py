@@ -24,6 +24,7 @@ from autoaccum.probe import probe
 from autoaccum.progress import progress_for
 from autoaccum.records import FitResult, check_positive_int
 from autoaccum.runner import Runner
+from autoaccum.state import RandomState
 from autoaccum.step import assemble, check_clip, drop_old_gradients
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def fit(
         InvalidInputError: An argument, a batch or a loss cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
         DeviceLostError: The device can no longer be used by this process.
-        StateDamagedError: Memory ran out inside the optimizer after it had begun to write.
+        StateDamagedError: The optimizer failed after it had begun to write.
     """
     started = time.perf_counter()
     check_windows(target_batch, last_window)
@@ -250,8 +251,9 @@ class _Fit(Callback):
                 elapsed_s=time.perf_counter() - started,
             )
         finally:
-            for callback in self._callbacks:
-                callback.on_fit_end(result)
+            with ExitStack() as ends:  # every callback is told, also when one of them raises
+                for callback in reversed(self._callbacks):
+                    ends.callback(callback.on_fit_end, result)
         return result
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - as the base has it
@@ -338,9 +340,13 @@ class _Fit(Callback):
     def _evaluate(
         self, evaluator: Evaluator, val_loader: Iterable[Any], moves: _Scheduler, *, epoch: int, size: int
     ) -> None:
+        # A loader draws a seed for its workers, and a model may draw in evaluation mode too.
+        before = RandomState(self._step.memory.device)
+        before.take()
         with self._step.memory.lifted():
             batches = iter(val_loader)
         evaluation = evaluator.run(batches, trained_size=size)
+        before.put_back()
         self._evaluations.append(evaluation)
         for callback in self._callbacks:
             callback.on_evaluation(evaluation, epoch=epoch, step=len(self._history))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import batches, oom, weighting
+from autoaccum import batches, oom, signals, weighting
 from autoaccum.errors import InvalidInputError
 from autoaccum.state import Mark, evaluation_mode
 from autoaccum.weighting import Over, Weighting
@@ -35,6 +35,9 @@ _TARGET_WORDS = ("label", "target")
 # A loss is rebuilt from its parts up to rounding: of the mean itself, and of kernels that differ by batch size.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 _HALF_TOLERANCE = 1e-2
+# Of candidates that fit, one is the better only if it is so by more than rounding.
+_CLEARLY = 4.0
+_ROUNDING = 1e-7
 _BY_SAMPLES = Weighting(Over.SAMPLES)
 # Samples looked at for a choice in which the candidates differ, and windows tried until the best guess stands.
 _LOOKED_AT = 32
@@ -205,18 +208,27 @@ class Objective:
                     self._ask(_telling_samples(window, self._attempts), place)
             except Exception as error:
                 # A model may give no loss in evaluation mode (torchvision's detectors give boxes): no reason to stop.
-                if oom.is_oom(error) or oom.is_device_lost(error):
+                # Nor is lack of memory, where only one or two samples fit.
+                if oom.is_device_lost(error):
                     raise
                 self._give_up(oom.first_line(error))
+                oom.let_go(error)
             finally:
-                mark.put_back()
+                with signals.held():
+                    mark.put_back()
+        if self._open and self._attempts >= _ATTEMPTS:
+            self._notices.say(
+                f"loss {', '.join(map(repr, self._open))}: what it runs over cannot be told for sure from what was "
+                f"seen; taken as {', '.join(self.weighting(name).over.value for name in self._open)}. loss_reduction= or a "
+                "(sum, weight) pair says it exactly"
+            )
 
     def _must_ask(self, window: Window, sizes: Sequence[int]) -> bool:
         if self._attempts >= _ATTEMPTS:
             return False
-        if not self._attempts:
+        if not self._weightings and not self._open:
             # Uncut, every loss is its own window's; all that could matter is whether anything counts.
-            return not self._weightings and (len(sizes) > 1 or not _all_count(window))
+            return len(sizes) > 1 or not _all_count(window)
         return any(_differ(found, window, sizes) for found in self._open.values())
 
     def _ask(self, sample: Any, place: Callable[[Any], Any]) -> None:
@@ -224,11 +236,11 @@ class Objective:
         rest = batches.count(sample) - 1
         if rest:
             parts.append(batches.chosen(sample, range(1, 1 + rest)))
-        whole = self._raw(place(sample), 1 + rest)
+        whole = self._raw(place(batches.copied(sample)), 1 + rest)
         if self._default is not None:
             self._know(_LOSS, Weighting(self._default))
             return
-        pieces = [self._raw(place(part), batches.count(part)) for part in parts]
+        pieces = [self._raw(place(batches.copied(part)), batches.count(part)) for part in parts]
         for name, term in whole.items():
             if term.over is not None:
                 self._know(name, Weighting(term.over))
@@ -242,27 +254,37 @@ class Objective:
         if name not in self._open:
             self._open[name] = weighting.candidates(targets[0])
         values = [float(piece.value) for piece in pieces]
-        if len(values) != len(parts) or not math.isfinite(float(whole.value)):
+        if len(values) != len(parts):
+            self._cannot_tell(name)
+            return
+        if not math.isfinite(float(whole.value)):
             return
         tolerance = _TOLERANCE.get(whole.value.dtype, _HALF_TOLERANCE)
         misfits = {}
         for how in self._open[name]:
             weights = [how.weigh(batches.count(part), named) for part, named in zip(parts, targets, strict=True)]
             misfits[how] = weighting.misfit(how, float(whole.value), values, weights)
-        fitting = sorted((how for how, off in misfits.items() if off <= tolerance), key=misfits.__getitem__)
+        fitting = [how for how, off in misfits.items() if off <= tolerance]
         if not fitting:
-            self._open.pop(name)
-            self._know(name, Weighting(Over.SAMPLES))
-            self._notices.say(
-                f"loss {name!r}: what it runs over could not be found out (batch-coupled, or random in evaluation "
-                "mode); micro-batches weigh by their samples. A (sum, weight) pair or loss_reduction= says it exactly"
-            )
+            self._cannot_tell(name)
             return
         self._open[name] = [how for how in self._open[name] if how in fitting]
-        # Candidates that fit alike give the same answer for samples like these; the best fit stands until they differ.
-        self._know(name, fitting[0], say=len(fitting) == 1)
+        # Candidates that fit alike give the same answer for samples like these; the best fit stands until they differ,
+        # and of equals the one that is right with padding too.
+        best = min(misfits[how] for how in fitting)
+        equals = [how for how in fitting if misfits[how] <= _CLEARLY * best + _ROUNDING]
+        self._know(name, min(equals, key=lambda how: how.over in (Over.SUM, Over.SAMPLES)), say=len(fitting) == 1)
         if len(fitting) == 1:
             self._open.pop(name)
+
+    def _cannot_tell(self, name: str) -> None:
+        self._open.pop(name, None)
+        self._know(name, Weighting(Over.SAMPLES))
+        self._notices.say(
+            f"loss {name!r}: what it runs over could not be found out (batch-coupled, random in evaluation mode, or "
+            "not there for every sample); micro-batches weigh by their samples. A (sum, weight) pair or "
+            "loss_reduction= says it exactly"
+        )
 
     def _raw(self, batch: Any, samples: int) -> dict[str, Term]:
         return {term.name: term for source in self.sources for term in self.terms(source, batch, samples)[0]}
@@ -511,10 +533,20 @@ def _telling_samples(window: Window, attempt: int) -> Any:
     if attempt > 1:
         any_three = random.Random(attempt).sample(range(len(counts)), min(len(counts), 3))  # noqa: S311 - no secret
         return batches.chosen(looked_at, any_three)
-    by_count = sorted(range(len(counts)), key=counts.__getitem__)
+    rarity = _frequencies(looked_at, len(counts))
+    by_count = sorted(range(len(counts)), key=lambda index: (counts[index], rarity[index]))
     counting = [index for index in by_count if counts[index]] or by_count
     telling = dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]])
     return batches.chosen(looked_at, list(telling)[:3])
+
+
+def _frequencies(batch: Any, samples: int) -> list[int]:
+    """Return for each sample how often its class occurs in the batch: class weights show only between classes."""
+    for targets in target_tensors(batch).values():
+        if not targets.is_floating_point() and targets.dim() == 1:
+            _, which, often = torch.unique(targets.cpu(), return_inverse=True, return_counts=True)
+            return often[which].tolist()  # type: ignore[no-any-return]
+    return [0] * samples
 
 
 def _counts(batch: Any) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import devices
+from autoaccum import devices, signals
 from autoaccum.batches import count
 from autoaccum.errors import DoesNotFitError
 from autoaccum.memory.limits import format_bytes, parse_limit
@@ -111,8 +111,9 @@ def probe(
         with memory.limited(limit_bytes):
             return _search(step, batch, max_micro_batch, limit_bytes, on_trial)
     finally:
-        step.abandon()
-        snapshot.put_back()
+        with signals.held():
+            step.abandon()
+            snapshot.put_back()
 
 
 def _search(

@@ -24,7 +24,7 @@ from autoaccum.notices import Notices
 from autoaccum.planner import balanced, plan, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
-from autoaccum.state import Mark
+from autoaccum.state import Mark, RandomState
 from autoaccum.step import Accumulated, assemble, check_weight, drop_old_gradients
 from autoaccum.weighting import in_full
 
@@ -172,7 +172,7 @@ class Runner:
             InvalidInputError: The window or what the loss returns cannot be used.
             DoesNotFitError: Not even one sample at a time fits.
             DeviceLostError: The device can no longer be used by this process.
-            StateDamagedError: Memory ran out inside the optimizer after it had begun to write.
+            StateDamagedError: The optimizer failed after it had begun to write.
         """
         window = as_window(window)
         started = time.perf_counter()
@@ -208,7 +208,11 @@ class Runner:
         """
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step)
-        return self._evaluator.run(loader, trained_size=self.plan.micro_batch).loss
+        before = RandomState(self._memory.device)
+        before.take()
+        loss = self._evaluator.run(loader, trained_size=self.plan.micro_batch).loss
+        before.put_back()
+        return loss
 
     def _cut(self, window: Window) -> tuple[int, ...]:
         groups = window.groups()
@@ -219,17 +223,23 @@ class Runner:
     def _try(self, window: Window, sizes: tuple[int, ...], *, shrunk: bool) -> _Outcome | MemoryEvent:
         """Make the update, or put everything back and return what happened if it was lack of memory."""
         before = self._done
+        versions = window.versions()
         marked = False
         try:
             self._step.phase, self._size = "set aside", None
             self._mark.take()
             marked = True
-            return self._attempt(window, sizes)
+            outcome = self._attempt(window, sizes)
         except BaseException as error:
             if self._done > before:
                 raise  # an interrupt that waited for the update: the window is done
             self._undo(error, marked=marked)
             if oom.is_oom(error) or oom.is_too_large(error):
+                if window.versions() != versions:
+                    raise InvalidInputError(
+                        "memory ran out after the model had changed its input in place, so the window cannot be done "
+                        "again from the same data; let the model work on a copy (inputs.clone())"
+                    ) from error
                 event = MemoryEvent(self._step.phase, self._size, oom.first_line(error))
                 oom.let_go(error)
                 return event
@@ -238,6 +248,9 @@ class Runner:
                 reason = f"one sample alone is refused: {error}"
                 raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
             raise
+        if window.versions() != versions:
+            self._step.transfer.copy_always()
+        return outcome
 
     def _attempt(self, window: Window, sizes: tuple[int, ...]) -> _Outcome:
         step = self._step
@@ -278,7 +291,9 @@ class Runner:
     def _pair_weights(self, window: Window, sizes: tuple[int, ...]) -> dict[str, float]:
         step, weights = self._step, defaultdict[str, float](float)
         with torch.no_grad(), closing(step.transfer.feed(window, sizes)) as feed:
-            for size, batch in zip(sizes, feed, strict=True):
+            for size in sizes:
+                self._size = size
+                batch = next(feed)
                 for source in step.objective.sources:
                     with step.precision.autocast():
                         terms, _ = step.objective.terms(source, batch, size)
@@ -304,11 +319,12 @@ class Runner:
 
     def _undo(self, error: BaseException, *, marked: bool) -> None:
         """Put everything back as it was before the window."""
-        if oom.is_device_lost(error):
-            raise DeviceLostError(
-                f"{self._memory.name} can no longer be used by this process ({oom.first_line(error)}); start a new one"
-            ) from error
         with signals.held():
+            if oom.is_device_lost(error):
+                reason = oom.first_line(error)
+                raise DeviceLostError(
+                    f"{self._memory.name} can no longer be used by this process ({reason}); start a new one"
+                ) from error
             self._step.abandon()
             if marked:
                 self._mark.put_back()

@@ -117,8 +117,7 @@ class Mark:
     def take(self) -> None:
         """Keep buffers and random state as they are now."""
         self._random.take()
-        copies: list[Tensor] = []
-        sources: list[Tensor] = []
+        written: list[tuple[_KeptBuffer, Tensor, Tensor]] = []
         for owner, kept in zip(self._owners, self._kept, strict=True):
             for name, buffer in owner.items():
                 known = kept.get(name)
@@ -127,13 +126,13 @@ class Mark:
                 elif known is None or known.copy is None or not known.stands_for(buffer):
                     kept[name] = _KeptBuffer(buffer, buffer.detach().clone(), buffer._version)
                 elif known.may_differ():
-                    copies.append(known.copy)
-                    sources.append(buffer.detach())
-                    known.version = buffer._version
+                    written.append((known, known.copy, buffer))
             for name in kept.keys() - owner.keys():
                 del kept[name]
-        if copies:
-            torch._foreach_copy_(copies, sources)
+        if written:
+            torch._foreach_copy_([copy for _, copy, _ in written], [buffer for _, _, buffer in written])
+        for known, _, buffer in written:  # afterwards: a copy that failed is still to be made
+            known.version = buffer._version
 
     def put_back(self) -> None:
         """Set buffers and random state to what they were at `take`."""
@@ -143,7 +142,8 @@ class Mark:
                     del owner[name]
                 for name, known in kept.items():
                     owner[name] = known.buffer
-                    if known.may_differ():
+                    # All of them: a write through .data moves no counter, and this path need not be cheap.
+                    if known.buffer is not None:
                         _write_back(known)
         self._random.put_back()
 
@@ -224,9 +224,9 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put modules into evaluation mode for the block, then give each submodule the mode it had."""
     modules = list(modules)
     modes = [(part, part.training) for module in modules for part in module.modules()]
-    for module in modules:
-        module.eval()
     try:
+        for module in modules:
+            module.eval()
         yield
     finally:
         for part, training in modes:

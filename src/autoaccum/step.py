@@ -164,7 +164,7 @@ class TrainingStep:
             correction: What the gradients are multiplied by first.
 
         Raises:
-            StateDamagedError: Memory ran out in the optimizer after it had begun to write.
+            StateDamagedError: The optimizer failed after it had begun to write.
         """
         scaler = self.precision.scaler
         if not isinstance(correction, float) or correction != 1.0:
@@ -182,11 +182,11 @@ class TrainingStep:
         try:
             skipped = self._step()
         except Exception as error:
-            if is_oom(error) and not written.undo():
+            if not written.undo():
+                remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
                 raise StateDamagedError(
-                    "memory ran out inside the optimizer after it had begun to write, so the parameters are part old, "
-                    f"part new ({first_line(error)}); load a checkpoint, and leave more room (a smaller micro_batch, "
-                    "or foreach=False in the optimizer)"
+                    f"the optimizer failed after it had begun to write, so the parameters are part old, part new "
+                    f"({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"
                 ) from error
             raise
         return Update(norm, skipped)
@@ -212,8 +212,8 @@ class TrainingStep:
 class _Written:
     """What the optimizer holds before its step, to tell afterwards whether it has begun to write.
 
-    Tensors' version counters tell. Fused kernels do not move them, so for those unmoved counters prove nothing unless
-    the step failed while it was making its state.
+    Tensors' version counters tell. Fused kernels do not move them, so with those nothing can be proven, not even while
+    state is being made: an earlier group of parameters may have been written.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -227,10 +227,7 @@ class _Written:
 
     def undo(self) -> bool:
         """Take back state that was newly made; return whether everything is as it was."""
-        was_complete = len({id(entry[0]) for entry in self._state}) >= sum(
-            p.grad is not None for p, _ in self._parameters
-        )
-        if was_complete and any(group.get("fused") for group in self._optimizer.param_groups):
+        if any(group.get("fused") for group in self._optimizer.param_groups):
             return False
         if any(parameter._version != version for parameter, version in self._parameters):
             return False

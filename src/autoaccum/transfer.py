@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum.batches import map_tensors
+from autoaccum.batches import copied, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -24,6 +24,7 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._copies = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def place(self, batch: Any) -> Any:
@@ -31,6 +32,10 @@ class Transfer:
         # Off the device a copy that does not block would be read before it has arrived.
         asynchronous = self._device.type != "cpu"
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=asynchronous), batch)
+
+    def copy_always(self) -> None:
+        """From now on copy what is on the device already, too: the model changes its input in place."""
+        self._copies = True
 
     def feed(self, window: Window, sizes: Sequence[int]) -> Generator[Any, None, None]:
         """Yield the micro-batches of a window on the device, the next one on its way while one is used.
@@ -41,7 +46,7 @@ class Transfer:
         """
         cuts = _cuts(window, sizes)
         if all(tensor.device == self._device for tensor in window.tensors()):
-            yield from cuts
+            yield from map(copied, cuts) if self._copies else cuts
         elif self._stream is None:
             yield from map(self.place, cuts)
         else:

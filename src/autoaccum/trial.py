@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum.batches import Window, repeated
+from autoaccum.batches import Window, copied, repeated
 from autoaccum.objective import Factors
 from autoaccum.oom import is_oom, is_too_large, let_go
 from autoaccum.records import Trial
@@ -80,16 +80,24 @@ class Trials:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        batch = repeated(self._batch, size)
+        # A copy, as a transfer makes one: a model that changes its input must not change the user's batch.
+        batch = copied(repeated(self._batch, size))
         with closing(self._step.transfer.feed(Window([batch, batch]), [size, size])) as feed:
             self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
-        with _learning_rate_zero(self._step.optimizer):
+        with _standing_still(self._step.optimizer):
             self._step.update()
 
 
 @contextmanager
-def _learning_rate_zero(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the optimizer do all its work, but stay where it is: trials that drift can diverge."""
+def _standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the optimizer do all its work, but stay where it is: trials that drift can diverge.
+
+    Hooks that a user has hung on it (an average of the weights) are no part of the step and would count the trials.
+    """
+    hooks: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    kept = [dict(table) for table in hooks]
+    for table in hooks:
+        table.clear()
     before = [group.get("lr") for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, before, strict=True):
         if rate is not None:
@@ -100,3 +108,5 @@ def _learning_rate_zero(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group, rate in zip(optimizer.param_groups, before, strict=True):
             if rate is not None:
                 group["lr"] = rate
+        for table, entries in zip(hooks, kept, strict=True):
+            table.update(entries)

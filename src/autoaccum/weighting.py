@@ -78,7 +78,7 @@ class Weighting:
         counts = targets != self.ignore_index
         if self.class_weights is None:
             return float(counts.sum().item())
-        return float(self.class_weights[targets[counts].cpu()].sum(dtype=torch.float64).item())
+        return float(self.class_weights[targets[counts].cpu().long()].sum(dtype=torch.float64).item())
 
     def counts_all(self, named_targets: Mapping[str, Tensor]) -> bool:
         """Whether every target counts the same, so that samples of one shape weigh the same."""
