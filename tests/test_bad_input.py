@@ -485,3 +485,24 @@ def test_recipe_that_is_not_there_is_refused(name, tmp_path):
 
     with pytest.raises(InvalidInputError, match=r"does not exist|is a folder"):
         load_recipe(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("limit", [1, "1KiB", "512KiB", "3MiB"])
+def test_host_limit_in_which_native_code_could_die_is_refused(limit, model, loader):
+    said = refused(model, loader, memory_limit=limit)
+
+    assert "give at least 4.0 MiB" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"loss": "mse"}, "loss='mse' cannot be called"),
+        ({"callbacks": [print]}, "must be a list of autoaccum.Callback"),
+        ({"callbacks": autoaccum.Callback()}, "single callback"),
+        ({"metrics": lambda outputs, targets: 0.0}, "val_loader="),
+    ],
+    ids=["loss", "no callback", "single callback", "metrics"],
+)
+def test_arguments_of_the_wrong_kind_are_refused_with_what_they_should_be(options, text, model, loader):
+    assert text in refused(model, loader, **options)

@@ -172,3 +172,16 @@ def test_caller_sees_the_trials_of_a_real_limit_on_the_host():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("capacity", ["12MiB", "14MiB", "16MiB"])
+def test_optimizer_that_runs_out_in_a_trial_makes_a_failed_trial(capacity):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    batch = torch.randn(64, 1000), torch.randint(10, (64,))
+
+    with pytest.raises(autoaccum.DoesNotFitError):
+        autoaccum.find_micro_batch(model, batch, device=autoaccum.Simulated(capacity))
+
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))

@@ -108,7 +108,8 @@ def fit(
         forward: A callable of (model, batch) that returns the outputs, in place of the conventions for batches.
         loss_reduction: "mean" or "sum", for a loss of which this should not be found out.
         callbacks: Told what happens.
-        progress: "auto": a bar on a terminal, lines elsewhere; "bar", "lines", or False for nothing. On stderr.
+        progress: "auto": a bar on a terminal, lines elsewhere; "bar", "lines", or False for nothing, not even what was
+            chosen. On stderr.
         seed: Seeds torch's, Python's and NumPy's generators first.
 
     Returns:
@@ -129,6 +130,9 @@ def fit(
     _check_iterable("loader", loader)
     if val_loader is not None:
         _check_iterable("val_loader", val_loader)
+    elif metrics is not None:
+        raise InvalidInputError("metrics= are for the evaluation of a val_loader=, and there is none; pass both")
+    _check_callbacks(callbacks)
     if lr_scaling is not None:
         optimizers.scaling_factor(lr_scaling, target_batch, base_batch)
     if seed is not None:
@@ -414,6 +418,14 @@ def _check_iterable(name: str, loader: Any) -> None:
         raise InvalidInputError(
             f"{name}={loader!r} cannot be iterated over; pass a DataLoader, or any iterable of batches"
         )
+
+
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+        if not isinstance(callback, Callback):
+            raise InvalidInputError(f"callbacks={callbacks!r} must be a list of autoaccum.Callback objects")
+    if not isinstance(callbacks, list | tuple):
+        raise InvalidInputError(f"callbacks={callbacks!r} is a single callback; pass [it]")
 
 
 def _seed(seed: int) -> None:

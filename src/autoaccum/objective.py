@@ -115,6 +115,8 @@ class Objective:
     ) -> None:
         if loss_reduction not in (None, "mean", "sum"):
             raise InvalidInputError(f"loss_reduction={loss_reduction!r} is unknown; choose 'mean', 'sum' or None")
+        if loss is not None and not isinstance(loss, list | tuple) and not callable(loss):
+            raise InvalidInputError(f"loss={loss!r} cannot be called; pass a torch.nn loss, a function or a list")
         self.model = model
         self._loss = loss
         self._forward = forward or self._by_convention
@@ -219,8 +221,8 @@ class Objective:
         if self._open and self._attempts >= _ATTEMPTS:
             self._notices.say(
                 f"loss {', '.join(map(repr, self._open))}: what it runs over cannot be told for sure from what was "
-                f"seen; taken as {', '.join(self.weighting(name).over.value for name in self._open)}. loss_reduction= or a "
-                "(sum, weight) pair says it exactly"
+                f"seen; taken as {', '.join(self.weighting(name).over.value for name in self._open)}. "
+                "loss_reduction= or a (sum, weight) pair says it exactly"
             )
 
     def _must_ask(self, window: Window, sizes: Sequence[int]) -> bool:

@@ -166,6 +166,6 @@ def does_not_fit_text(step: TrainingStep, limit_bytes: int | None, message: str 
     if limit_bytes is not None:
         remedies.append("a higher memory_limit")
     return (
-        f"micro_batch=1 does not fit on {step.memory.name}: {format_bytes(reading.free_bytes)}{allowed} are free "
-        f"without the step's activations{found}; try {', or '.join(remedies)}"
+        f"micro_batch=1 does not fit on {step.memory.name}: {format_bytes(reading.free_bytes)}{allowed} are free, "
+        f"and a step needs more for gradients, optimizer state and activations{found}; try {', or '.join(remedies)}"
     )

@@ -280,6 +280,10 @@ def assemble(
     objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
     chosen = optimizers.resolve(optimizer, objective.modules, notices)
     how = precision.resolve(precision_name, memory.device, model, notices)
+    if not model.training:
+        notices.say(
+            "the model is in evaluation mode and stays so; call model.train() for dropout and BatchNorm to train"
+        )
     _move(objective.modules, chosen, memory)
     return TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
 

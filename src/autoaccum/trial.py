@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.batches import Window, copied, repeated
+from autoaccum.errors import StateDamagedError
 from autoaccum.objective import Factors
 from autoaccum.oom import is_oom, is_too_large, let_go
 from autoaccum.records import Trial
@@ -64,7 +65,9 @@ class Trials:
             self._one_step(size)
             memory.synchronize()
         except Exception as error:
-            if not (is_oom(error) or is_too_large(error)):
+            # An optimizer that memory failed half-way has harmed nothing here: everything is put back in the end.
+            half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
+            if not (is_oom(error) or is_too_large(error) or half_way):
                 raise
             fits = False
             let_go(error)

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _FREE_BELIEVED_S = 0.1
 # Several times what the question whether oneDNN works takes.
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
+# Kernels take scratch memory of their own and die where they do not get it: seen under 700 KiB, not from 800 KiB on
+# (examples/document002.py).
+_LEAST_LIMIT_BYTES = 4 * 1024 * 1024
 _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
@@ -224,8 +227,11 @@ class Host(MemoryBackend):
             ) from error
 
     def _refuse(self, limit_bytes: int) -> None:
-        if limit_bytes < 1:
-            raise InvalidInputError(f"a limit of {limit_bytes} bytes on the {self.name} leaves no memory")
+        if limit_bytes < _LEAST_LIMIT_BYTES:
+            raise InvalidInputError(
+                f"a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory to train in: native code "
+                f"needs room for itself; give at least {format_bytes(_LEAST_LIMIT_BYTES)}"
+            )
         if resource is None or _linux.status_bytes("VmData") is None:
             raise InvalidInputError(
                 f"a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced here: "
