@@ -1,0 +1,278 @@
+"""Estimates of a training step's memory beside what the step really takes, and beside other ways to estimate it.
+
+    python benchmarks/estimates.py [--device cuda] [--models resnet18 gpt2] [--precisions fp32] [--out FILE]
+
+On the CPU the truth is what PyTorch's allocator hands out, by the profiler's memory events, during a step in the middle
+of training (gradients and optimizer state in place). On a card it is torch.cuda's peaks after two steps. The others:
+MemTracker is torch's own, under the same fake tensors, asked of a few models only; accelerate's is the arithmetic of
+`accelerate estimate-memory`, which knows no batch. AdamW throughout. Seconds are those of the whole line of sizes, the
+model's construction included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from bench import machine
+
+from allocations import real_peak
+from autoaccum.batches import Window
+from autoaccum.cards import Card
+from autoaccum.estimate import estimate_step
+from autoaccum.fakes import Stage
+from autoaccum.memory import backend_for
+from autoaccum.notices import Notices
+from autoaccum.objective import Factors
+from autoaccum.step import Accumulated, assemble
+
+TORCHVISION = [
+    "resnet18",
+    "resnet50",
+    "vgg11",
+    "squeezenet1_1",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "shufflenet_v2_x1_0",
+    "regnet_y_400mf",  # its constructor reads values, so it is made on the CPU
+    "convnext_tiny",
+    "vit_b_32",
+    "swin_t",
+]
+IMAGE, SAMPLES, LENGTH, VOCABULARY = 224, 4, 64, 500
+NARROW = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+SEQ2SEQ = {
+    "d_model": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 512,
+    "decoder_ffn_dim": 512,
+}
+# By name: class of the model and of its configuration, and what the configuration is given beside a small vocabulary.
+LANGUAGE = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 128, "n_layer": 4, "n_head": 4}),
+    "bert": ("BertForMaskedLM", "BertConfig", NARROW),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", NARROW | {"num_key_value_heads": 2}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", NARROW | {"num_key_value_heads": 2}),
+    "electra": ("ElectraForMaskedLM", "ElectraConfig", NARROW | {"embedding_size": 128}),
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", {"dim": 128, "n_layers": 4, "n_heads": 4}),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "ffn_dim": 512,
+            "word_embed_proj_dim": 128,
+        },
+    ),
+    "bart": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
+}
+MODELS = (*LANGUAGE, *TORCHVISION)
+# It takes longer than all the rest together.
+WITH_MEM_TRACKER = ("gpt2", "llama", "resnet18", "mobilenet_v3_small")
+GOALS = {"median": 0.005, "worst": 0.05}
+
+
+def make(name):
+    """Make a model in training mode."""
+    if name in TORCHVISION:
+        from torchvision import models  # noqa: PLC0415 - each is large
+
+        return getattr(models, name)()
+    import transformers  # noqa: PLC0415 - as above
+
+    kind, configuration, options = LANGUAGE[name]
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return getattr(transformers, kind)(
+        getattr(transformers, configuration)(vocab_size=VOCABULARY, **tokens, **options)
+    ).train()
+
+
+def batch_for(name, device="cpu"):
+    torch.manual_seed(0)
+    if name in TORCHVISION:
+        return (
+            torch.randn(SAMPLES, 3, IMAGE, IMAGE, device=device),
+            torch.randint(1000, (SAMPLES,), device=device),
+        )
+    tokens = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH), device=device)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def mem_tracker(name, precision):
+    """Return the peak that torch's MemTracker tells for the second step."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - a peer
+    from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415
+
+    began_s = time.perf_counter()
+    with torch.device("meta"):
+        model = make(name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Stage(torch.device("cpu")).copied(model)
+        optimizer, batch, tracker = torch.optim.AdamW(model.parameters()), batch_for(name), MemTracker()
+        tracker.track_external(model, optimizer, *(batch if isinstance(batch, tuple) else batch.values()))
+        with tracker:
+            for number in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                    if isinstance(batch, tuple):
+                        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+                    else:
+                        loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 0:
+                    tracker.reset_mod_stats()
+        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    return int(peak), time.perf_counter() - began_s
+
+
+def of_accelerate(name, precision):
+    """Return what `accelerate estimate-memory` would say of training with Adam."""
+    from accelerate.commands.estimate import estimate_training_usage  # noqa: PLC0415 - a peer
+    from accelerate.utils import calculate_maximum_sizes  # noqa: PLC0415 - as above
+
+    with torch.device("meta"):
+        total, _ = calculate_maximum_sizes(make(name))
+    sizes = estimate_training_usage(total, "bfloat16" if precision == "bf16" else "float32")
+    return int(max(sizes.values()))
+
+
+def on_card(name, precision):
+    """Return the most that a card's allocator handed out, and took, in two steps of `find_micro_batch`'s kind."""
+    batch = batch_for(name)
+    step = assemble(
+        make(name),
+        None,
+        None,
+        memory=backend_for(torch.device("cuda", 0)),
+        precision_name=precision,
+        forward=None,
+        loss_reduction=None,
+        clip_grad_norm=None,
+        notices=Notices(silent=True),
+    )
+    for _ in range(2):
+        sizes = [SAMPLES] * 2
+        for placed in step.transfer.feed(Window([batch, batch]), sizes):
+            step.accumulate(placed, SAMPLES, Factors(1.0, 1.0 / SAMPLES, alone=False), Accumulated())
+        step.optimizer.step()
+    torch.cuda.synchronize()
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    del step
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
+def tried(function, *arguments):
+    """Return what a peer says, or in a word why it says nothing."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # noqa: BLE001 - a peer's errors are part of the comparison
+        return f"{type(error).__name__}: {str(error)[:80]}"
+
+
+def card_at_hand():
+    about = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    name = about.name.lower().removeprefix("nvidia ").replace(" ", "-")
+    return Card(name, total, total - free, bf16=True, source="at hand")
+
+
+def measure(name, precision, device):
+    batch = batch_for(name)
+    card = card_at_hand() if device == "cuda" else None
+    make(name)  # its import is not of the estimate's time
+    began_s = time.perf_counter()
+    estimate = estimate_step(functools.partial(make, name), batch, card=card, precision=precision)
+    row = {"model": name, "precision": precision, "seconds": time.perf_counter() - began_s}
+    predicted = estimate.footprints[-1]
+    row |= {"predicted_bytes": predicted.peak_bytes, "predicted_reserved_bytes": predicted.reserved_bytes}
+    if device == "cuda":
+        row["real_bytes"], row["real_reserved_bytes"] = on_card(name, precision)
+    else:
+        row["real_bytes"] = real_peak(make(name), batch, precision=precision)
+        tracked = tried(mem_tracker, name, precision) if name in WITH_MEM_TRACKER else None
+        row["mem_tracker_bytes"], row["mem_tracker_seconds"] = tracked if isinstance(tracked, tuple) else (None, None)
+        said = tried(of_accelerate, name, precision)
+        row["accelerate_bytes"] = said if isinstance(said, int) else None
+    return row
+
+
+def error_of(row, of="predicted_bytes", real="real_bytes"):
+    return None if row.get(of) is None else row[of] / row[real] - 1
+
+
+def markdown(rows):
+    def percent(value):
+        return "-" if value is None else f"{value:+.2%}"
+
+    lines = [
+        "| model | precision | real MiB | error | seconds | MemTracker | its seconds (one size) | accelerate |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        took = row.get("mem_tracker_seconds")
+        lines.append(
+            f"| {row['model']} | {row['precision']} | {row['real_bytes'] / 2**20:.1f} | {percent(error_of(row))} | "
+            f"{row['seconds']:.2f} | {percent(error_of(row, 'mem_tracker_bytes'))} | "
+            f"{'-' if took is None else f'{took:.2f}'} | {percent(error_of(row, 'accelerate_bytes'))} |"
+        )
+    lines.append("")
+    for title, of in (
+        ("autoaccum", "predicted_bytes"),
+        ("MemTracker", "mem_tracker_bytes"),
+        ("accelerate", "accelerate_bytes"),
+    ):
+        errors = [abs(error) for row in rows if (error := error_of(row, of)) is not None]
+        if errors:
+            lines.append(
+                f"- {title}: median error {statistics.median(errors):.2%}, worst {max(errors):.2%}, of {len(errors)}."
+            )
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--precisions", nargs="+", default=("fp32", "bf16"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no card here: nothing measured", file=sys.stderr)
+        return
+    results = {"machine": machine(), "threads": torch.get_num_threads(), "rows": []}
+    # What is imported with the first estimate is not of any model's time.
+    estimate_step(torch.nn.Linear(2, 2), (torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)))
+    for name, precision in itertools.product(options.models, options.precisions):
+        row = measure(name, precision, options.device)
+        results["rows"].append(row)
+        print(f"{name} {precision}: {error_of(row):+.2%} in {row['seconds']:.2f} s", file=sys.stderr, flush=True)
+        if options.out is not None:
+            temporary = options.out.with_suffix(".part")
+            temporary.write_text(json.dumps(results, indent=1) + "\n")
+            temporary.replace(options.out)
+    print(markdown(results["rows"]))
+
+
+if __name__ == "__main__":
+    main()

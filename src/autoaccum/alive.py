@@ -1,0 +1,295 @@
+"""What is alive on a device: every storage once, with what it is for and which module has made it.
+
+Looked at from outside, at a moment that has gone wrong: tensors that Python holds (the failed step's frames hold most),
+and what autograd's graph has saved for a backward pass, which only the graph holds. Nothing is computed, moved or
+unpacked: a saved tensor that hooks have packed (checkpointing, offloading) stays packed. What is returned holds no
+tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import inspect
+import itertools
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.memory._storages import StorageWatch
+from autoaccum.places import Place, mark_of
+from autoaccum.step import TrainingStep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from types import FrameType
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "other")
+# Nodes of operators whose result shares the storage of their input (torch, tools/autograd/derivatives.yaml: views).
+_VIEWS = re.compile(
+    r"(Unsafe)?(Alias|AsStrided|Detach|Diagonal|Expand|Narrow|Permute|ReshapeAlias|Select|Slice|Split|SplitWithSizes|"
+    r"Squeeze|T|Transpose|Unbind|Unfold|Unsqueeze|View|ViewAsComplex|ViewAsReal|Chunk)Backward\d+"
+)
+_RAW = "_raw_saved_"
+
+
+@dataclass(slots=True)
+class Alive:
+    """One storage.
+
+    Attributes:
+        bytes: Its size.
+        address: Where it begins.
+        shape: Of the largest tensor in it.
+        dtype: Of that tensor.
+        category: One of `CATEGORIES`.
+        name: The parameter, buffer or entry of the optimizer's state that it is; None for all else.
+        module: The module that it belongs to or that has made it; None where that is not known.
+        kind: The class of that module.
+        operator: What has made it, as autograd calls it.
+        source: Line of the user's code that called the module.
+    """
+
+    bytes: int
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    category: str = "other"
+    name: str | None = None
+    module: str | None = None
+    kind: str | None = None
+    operator: str | None = None
+    source: str | None = None
+
+
+def survey(
+    error: BaseException, step: TrainingStep, names: Mapping[int, tuple[str, str]], *, is_marked: bool
+) -> list[Alive]:
+    """Return every storage that is alive on the step's device, the largest first.
+
+    Args:
+        error: What ended the step; the frames that it came through are looked into.
+        step: The training step.
+        names: Path and class of each module, by its id.
+        is_marked: Whether modules have marked what they made. Without marks nothing tells where in the graph one ends,
+            and a tensor belongs to the module in whose frame it stands, or to none.
+    """
+    frames = _Frames(error, names)
+    found = _Survey(step.memory.device, frames.refused)
+    for category, name, module, tensor in _owned(step, names):
+        found.own(tensor, category, name, module)
+    for tensor in frames.inputs:
+        found.own(tensor, "inputs", None, None)
+    # By type: `isinstance` asks objects for their class, which proxies answer by code of their own.
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    found.walk(tensors, frames.places if is_marked else {})
+    for tensor in tensors:
+        found.see(tensor, None, frames.places.get(id(tensor)))
+    return sorted(found.alive.values(), key=lambda one: -one.bytes)
+
+
+class _Survey:
+    """Collects storages of one device, all but those that it has refused."""
+
+    def __init__(self, device: torch.device, refused: set[int]) -> None:
+        self.alive: dict[int, Alive] = {}
+        self._device = device
+        self._refused = refused
+        self._made: dict[int, int] = {}  # by storage, the sequence number of the node that has made it
+        self._places: dict[Any, Place | None] = {}  # by node
+
+    def own(self, tensor: Tensor, category: str, name: str | None, module: tuple[str, str] | None) -> None:
+        """Note a tensor of which it is known what it is for."""
+        one = self._note(tensor)
+        if one is not None and one.category == "other":
+            one.category, one.name = category, name
+            one.module, one.kind = module or (None, None)
+
+    def see(self, tensor: Tensor, saved_by: Any, place: Place | None) -> None:
+        """Note a tensor that was found.
+
+        Args:
+            tensor: The tensor.
+            saved_by: The graph's node that holds it, if one does.
+            place: The module in whose frame it stands, if any.
+        """
+        one = self._note(tensor)
+        if one is None or one.category not in ("other", "activations"):
+            return
+        maker = _maker(tensor) or saved_by
+        if maker is None and place is None:
+            return
+        one.category = "activations"
+        if maker is None:
+            if one.module is None and place is not None:
+                one.module, one.kind, one.source = place.module, place.kind, place.source
+            return
+        # Of several tensors in one storage the first one was made, the others are views, or written in place.
+        key, number = tensor.untyped_storage()._cdata, maker._sequence_nr()
+        if number >= self._made.get(key, sys.maxsize):
+            return
+        self._made[key] = number
+        one.operator = re.sub(r"(Backward)?\d*$", "", maker.name())
+        where = self._places.get(maker) or place
+        if where is not None:
+            one.module, one.kind, one.source = where.module, where.kind, where.source
+
+    def walk(self, tensors: Iterable[Tensor], in_frames: Mapping[int, Place]) -> None:
+        """Go through the graphs behind some tensors, from their ends to their beginnings.
+
+        A node without a mark of its own was made by the same module as the one that follows it: where another module
+        begins or ends there is a mark.
+
+        Args:
+            tensors: Where to begin.
+            in_frames: By the id of a tensor, the module in whose frame it stands.
+        """
+        waiting: list[tuple[int, int, Any]] = []
+        order = itertools.count()
+
+        def visit(node: Any, follows: Place | None) -> None:
+            if node in self._places:
+                self._places[node] = self._places[node] or follows
+                return
+            self._places[node] = mark_of(node) or follows
+            heapq.heappush(waiting, (-node._sequence_nr(), next(order), node))
+
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                visit(tensor.grad_fn, in_frames.get(id(tensor)))
+        while waiting:
+            node = heapq.heappop(waiting)[2]
+            for before, _ in node.next_functions:
+                if before is not None:
+                    visit(before, self._places[node])
+        for node in self._places:
+            for tensor in _saved(node):
+                self.see(tensor, node, None)
+
+    def _note(self, tensor: Tensor) -> Alive | None:
+        if tensor.device != self._device or tensor.layout is not torch.strided:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+            key, size, address = storage._cdata, storage.nbytes(), storage.data_ptr()
+        except (RuntimeError, NotImplementedError):  # of a wrapper that has none
+            return None
+        if size == 0 or key in self._refused:
+            return None
+        one = self.alive.get(key)
+        shape = tuple(tensor.shape)
+        if one is None:
+            one = self.alive[key] = Alive(size, address, shape, str(tensor.dtype).removeprefix("torch."))
+        elif tensor.nbytes > torch.Size(one.shape).numel() * getattr(torch, one.dtype).itemsize:
+            one.shape, one.dtype = shape, str(tensor.dtype).removeprefix("torch.")
+        return one
+
+
+class _Frames:
+    """What stands in the frames that an exception came through.
+
+    Attributes:
+        inputs: The tensors of the micro-batch.
+        places: By the id of a tensor, the module in whose frame it stands, the outermost of several.
+        refused: Storages that a simulated device has refused: an operator had to make them before it could.
+    """
+
+    def __init__(self, error: BaseException, names: Mapping[int, tuple[str, str]]) -> None:
+        self.inputs: list[Tensor] = []
+        self.refused: set[int] = set()
+        self.places: dict[int, Place] = {}
+        running = set(_running())
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            # A frame that still runs would keep the copy of its variables that is made here, with all that is in it.
+            if frame in running or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                continue
+            variables = frame.f_locals
+            self._look_at(frame, variables, line, names)
+            if isinstance(variables, dict):  # before Python 3.13 a copy, which would outlive `let_go`
+                variables.clear()
+
+    def _look_at(
+        self, frame: FrameType, variables: Mapping[str, Any], line: int, names: Mapping[int, tuple[str, str]]
+    ) -> None:
+        if frame.f_code is TrainingStep.accumulate.__code__:
+            self.inputs += _tensors(variables.get("batch"))
+        if frame.f_code is StorageWatch._count.__code__:
+            self.refused |= set(variables.get("storages", ()))
+        name = names.get(id(variables.get("self")))
+        if name is None:
+            return
+        place = Place(*name, frame.f_code, line)
+        for value in variables.values():
+            for tensor in _tensors(value):
+                self.places.setdefault(id(tensor), place)
+
+
+def _running() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _owned(
+    step: TrainingStep, names: Mapping[int, tuple[str, str]]
+) -> Iterator[tuple[str, str, tuple[str, str] | None, Tensor]]:
+    """Yield category, name, module and tensor of what belongs to model and optimizer."""
+    called: dict[nn.Parameter, tuple[str, tuple[str, str]]] = {}
+    for part in itertools.chain.from_iterable(root.modules() for root in step.objective.modules):
+        module = names.get(id(part))
+        if module is None:
+            continue
+        prefix = "" if module[0].startswith("(model") else f"{module[0]}."
+        for name, parameter in part.named_parameters(recurse=False):
+            called.setdefault(parameter, (f"{prefix}{name}", module))
+        for name, buffer in part.named_buffers(recurse=False):
+            yield "buffers", f"{prefix}{name}", module, buffer
+    for parameter, (name, module) in called.items():
+        yield "parameters", name, module, parameter
+        if parameter.grad is not None:
+            yield "gradients", f"{name}.grad", module, parameter.grad
+    for held, state in step.optimizer.state.items():
+        name, owner = called.get(held, ("?", None))  # type: ignore[call-overload]
+        for entry, value in state.items() if isinstance(state, dict) else ():
+            for tensor in _tensors(value):
+                yield "optimizer state", f"{name} {entry}", owner, tensor
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value and in the lists, tuples and dictionaries that it is made of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+
+
+def _maker(tensor: Tensor) -> Any:
+    """Return the node of the operator that has made a tensor's storage, as far as the graph tells."""
+    node = tensor.grad_fn
+    while node is not None and _VIEWS.fullmatch(node.name()) and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return None if node is None or "AccumulateGrad" in node.name() else node
+
+
+def _saved(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a node has saved, none of those that hooks have packed."""
+    for attribute in dir(type(node)):
+        if not attribute.startswith(_RAW):
+            continue
+        try:
+            saved = getattr(node, attribute)
+        except RuntimeError:  # the backward pass has been here, and has let go of them
+            continue
+        for one in saved if isinstance(saved, list | tuple) else [saved]:
+            if getattr(one, "unpack_hook", None) is None and isinstance(getattr(one, "data", None), Tensor):
+                yield one.data

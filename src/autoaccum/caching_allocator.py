@@ -1,0 +1,194 @@
+"""PyTorch's caching allocator for CUDA, replayed: what it hands out and what it takes from the device.
+
+Sizes come and go in the order of a timeline; peaks in bytes go out. Constants and rules are those of
+c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream. No device is asked, and no address is real.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autoaccum.timeline import Timeline
+
+MIB = 2**20
+# kMinBlockSize: every size is rounded up to a multiple of it.
+BLOCK_BYTES = 512
+# kSmallSize: up to here blocks come from small segments.
+SMALL_BYTES = 1 * MIB
+# kSmallBuffer: what such a segment has.
+SMALL_SEGMENT_BYTES = 2 * MIB
+# kMinLargeAlloc: from here on a block gets a segment of its own size.
+LARGE_BYTES = 10 * MIB
+# kLargeBuffer: the segment of blocks in between.
+MEDIUM_SEGMENT_BYTES = 20 * MIB
+# kRoundLarge: to what a segment of its own size is rounded up.
+ROUND_BYTES = 2 * MIB
+# Steps that a replay makes: in the first the cache is filled, in the second its fragments are met.
+STEPS = 2
+
+
+class OutOfMemoryError(Exception):
+    """A block cannot be had within the capacity."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A piece of a segment, free or handed out."""
+
+    size: int
+    small: bool
+    number: int  # in the order of addresses, as far as they are told apart
+    free: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+
+class CachingAllocator:
+    """Hands out blocks and takes them back.
+
+    Args:
+        capacity_bytes: What the device has for it; None for as much as it wants.
+
+    Attributes:
+        allocated_bytes: What is handed out now.
+        reserved_bytes: What is taken from the device now.
+        peak_allocated_bytes: The most that was handed out.
+        peak_reserved_bytes: The most that was taken.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self._capacity = capacity_bytes
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._segments = 0
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Hand out a block.
+
+        Raises:
+            OutOfMemoryError: It cannot be had, not even with the cache given back.
+        """
+        size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        small = size <= SMALL_BYTES
+        block = self._best_fit(size, small=small) or self._new_segment(size, small=small)
+        rest = block.size - size
+        if rest >= BLOCK_BYTES if small else rest > SMALL_BYTES:
+            self._split(block, size)
+        block.free = False
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back, and join it with free neighbours."""
+        self.allocated_bytes -= block.size
+        block.free = True
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._forget(other)
+                block = self._joined(*((other, block) if other is block.before else (block, other)))
+        self._keep(block)
+
+    def release_cached(self) -> None:
+        """Give segments of which nothing is handed out back to the device."""
+        for blocks in self._free.values():
+            whole = [entry for entry in blocks if entry[2].before is None and entry[2].after is None]
+            for entry in whole:
+                blocks.remove(entry)
+                self.reserved_bytes -= entry[0]
+
+    def _best_fit(self, size: int, *, small: bool) -> Block | None:
+        blocks = self._free[small]
+        at = bisect_left(blocks, (size, -1))
+        return blocks.pop(at)[2] if at < len(blocks) else None
+
+    def _new_segment(self, size: int, *, small: bool) -> Block:
+        if small:
+            taken = SMALL_SEGMENT_BYTES
+        elif size < LARGE_BYTES:
+            taken = MEDIUM_SEGMENT_BYTES
+        else:
+            taken = -(-size // ROUND_BYTES) * ROUND_BYTES
+        if self._capacity is not None and self.reserved_bytes + taken > self._capacity:
+            self.release_cached()
+            if self.reserved_bytes + taken > self._capacity:
+                raise OutOfMemoryError
+        self.reserved_bytes += taken
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self._segments += 1
+        return Block(taken, small, self._segments << 40)
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.size - size, block.small, block.number + size, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._keep(rest)
+
+    @staticmethod
+    def _joined(left: Block, right: Block) -> Block:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        left.free = True
+        return left
+
+    def _keep(self, block: Block) -> None:
+        insort(self._free[block.small], (block.size, block.number, block))
+
+    def _forget(self, block: Block) -> None:
+        blocks = self._free[block.small]
+        del blocks[bisect_left(blocks, (block.size, block.number))]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an allocator came to when it served a timeline.
+
+    Attributes:
+        peak_bytes: The most that was handed out, rounded as it rounds.
+        reserved_bytes: The most that was taken from the device.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+
+
+def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | None:
+    """Replay a step as it is met in the middle of training, with the cache that a step before has left.
+
+    Args:
+        timeline: The step.
+        capacity_bytes: What the device has; None for as much as the allocator wants.
+
+    Returns:
+        Its peaks; None where the capacity does not do.
+    """
+    allocator = CachingAllocator(capacity_bytes)
+    blocks: dict[int, Block] = {}
+    begins = timeline.phases[1][0] if len(timeline.phases) > 1 else len(timeline.events)
+    before, step = timeline.events[:begins], timeline.events[begins:]
+    try:
+        _replay(allocator, timeline, before, blocks)
+        for _ in range(STEPS):
+            _replay(allocator, timeline, step, blocks)
+            # What a step leaves behind is let go of before the next.
+            for number in blocks.keys() - set(before):
+                allocator.free(blocks.pop(number))
+    except OutOfMemoryError:
+        return None
+    return Served(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)
+
+
+def _replay(allocator: CachingAllocator, timeline: Timeline, events: list[int], blocks: dict[int, Block]) -> None:
+    for event in events:
+        if event >= 0:
+            if timeline.storages[event].size_bytes:
+                blocks[event] = allocator.allocate(timeline.storages[event].size_bytes)
+        elif ~event in blocks:
+            allocator.free(blocks.pop(~event))

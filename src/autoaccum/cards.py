@@ -1,0 +1,243 @@
+"""Cards by name: how much memory each has, and what of it a process can use.
+
+In comes a name as people write it, or a size; out comes a `Card`. No device is asked, and nothing is guessed: a name
+that fits several cards is refused with all of them, an unknown one with those that are near.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory.limits import parse_size
+
+_MIB, _GIB = 2**20, 2**30
+
+# What PyTorch finds of the memory that nvidia-smi shows (or that is sold, where that is all that is known): the lowest
+# share among the cards below of which both are known, the T4's 14.56 GiB of 15360 MiB.
+_USABLE_SHARE = 0.97
+_SMI = "https://github.com/modal-labs/modal-client/pull/2797"
+_SPECS = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"
+
+# What CUDA takes for a process beside PyTorch's allocator, in MiB, by architecture: what is missing in messages of
+# torch.OutOfMemoryError between "in use" and "allocated" plus "reserved but unallocated", rounded up. It grows with the
+# kernels that were loaded.
+_CONTEXT_MIB = {
+    "pascal": 320,  # as volta: no message of its own was found
+    "volta": 320,  # "~300MB" with lazy loading: https://github.com/pytorch/pytorch/issues/107667
+    "turing": 320,  # as volta; 135 in https://github.com/Zheng-Chong/CatVTON/issues/133
+    "ampere": 448,  # as ada: no message of its own was found
+    "ada": 448,  # 440: https://github.com/DINGYANB/MTVCrafter/issues/21
+    "hopper": 704,  # 677: https://github.com/ali-vilab/VACE/issues/56
+    "blackwell": 704,  # as hopper: no message of its own was found
+}
+_WITHOUT_BF16 = ("pascal", "volta", "turing")
+_SUGGESTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One kind of device.
+
+    Attributes:
+        name: As it is asked for, such as "h100-80gb".
+        total_bytes: Its memory, as `torch.cuda.get_device_properties` tells it.
+        context_bytes: What CUDA itself takes of it for each process.
+        bf16: Whether it computes in bfloat16.
+        source: Where the numbers are from.
+        basis: How `total_bytes` is known: read from a card, or worked out from what it is sold as.
+    """
+
+    name: str
+    total_bytes: int
+    context_bytes: int
+    bf16: bool
+    source: str
+    basis: str = ""
+
+    @property
+    def free_bytes(self) -> int:
+        """What a process alone on the card can reserve."""
+        return self.total_bytes - self.context_bytes
+
+
+def known_cards() -> tuple[Card, ...]:
+    """Return every card of the table, older architectures first."""
+    return tuple(_CARDS.values())
+
+
+def card_named(name: str) -> Card:
+    """Return the card of this name; upper and lower case, spaces, dashes and underscores make no difference.
+
+    Raises:
+        InvalidInputError: There is no such card, or several.
+    """
+    asked = _plain(name)
+    if asked in _BY_NAME:
+        return _BY_NAME[asked]
+    several = [card.name for key, card in _CARDS.items() if asked and key.startswith(asked)]
+    if len(several) > 1:
+        raise InvalidInputError(f"{name!r} is not one card but several: {', '.join(several)}; name one of them")
+    near = difflib.get_close_matches(asked, list(_BY_NAME), n=2 * _SUGGESTED, cutoff=0.5)
+    names = list(dict.fromkeys(_BY_NAME[key].name for key in near))[:_SUGGESTED]
+    nearest = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(card.name for card in known_cards())}"
+    raise InvalidInputError(f"the card {name!r} is not known ({nearest}); for any other give --device-memory, as 24GiB")
+
+
+def custom_card(device_memory: str) -> Card:
+    """Return a card that is not in the table, by its memory.
+
+    Args:
+        device_memory: All of its memory, such as "24GiB"; what CUDA takes for itself goes off.
+
+    Raises:
+        InvalidInputError: This is no size, or leaves nothing.
+    """
+    total, context = parse_size(device_memory, name="device_memory"), max(_CONTEXT_MIB.values()) * _MIB
+    if total <= context:
+        raise InvalidInputError(
+            f"device_memory={device_memory!r} leaves nothing: CUDA itself takes up to {context // _MIB} MiB; give more"
+        )
+    return Card(f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory", basis="said")
+
+
+def _plain(name: str) -> str:
+    plain = re.sub(r"[\s_-]+", "", name.lower())
+    return re.sub(r"^(nvidia)?(geforce|tesla|quadro)?", "", plain)
+
+
+def _card(name: str, architecture: str, total_bytes: float, page: str, basis: str) -> Card:
+    return Card(
+        name,
+        int(total_bytes),
+        _CONTEXT_MIB[architecture] * _MIB,
+        bf16=architecture not in _WITHOUT_BF16,
+        source=page if page.startswith("https") else f"https://www.nvidia.com/en-us/{page}",
+        basis=basis,
+    )
+
+
+def _read(name: str, architecture: str, total_bytes: int, page: str, where: str) -> Card:
+    """A card whose memory somebody has read from its driver, in bytes."""
+    return _card(name, architecture, total_bytes, page, f"read from a card: {where}")
+
+
+def _told(name: str, architecture: str, total_gib: float, page: str, where: str) -> Card:
+    """A card of which a message of PyTorch tells the memory to a hundredth of a GiB."""
+    return _card(name, architecture, total_gib * _GIB, page, f"told by torch.OutOfMemoryError: {where}")
+
+
+def _shown(name: str, architecture: str, shown_mib: int, page: str, where: str) -> Card:
+    """A card of which only what nvidia-smi shows is known."""
+    basis = f"worked out: {_USABLE_SHARE:.0%} of the {shown_mib} MiB of nvidia-smi ({where})"
+    return _card(name, architecture, _USABLE_SHARE * shown_mib * _MIB, page, basis)
+
+
+def _sold(name: str, architecture: str, sold_gib: int, page: str, *, loses_ecc: bool = False) -> Card:
+    """A card of which only the nominal size is known.
+
+    Data-center cards with GDDR6 keep their error-correcting codes in a sixteenth of it (the T4 shows 15360 of 16384
+    MiB); HBM has room of its own for them.
+    """
+    without = " less a sixteenth for ECC" if loses_ecc else ""
+    basis = f"worked out: {_USABLE_SHARE:.0%} of the nominal {sold_gib} GiB{without}"
+    return _card(name, architecture, _USABLE_SHARE * sold_gib * (15 / 16 if loses_ecc else 1) * _GIB, page, basis)
+
+
+_TABLE = (
+    _read("p100-16gb", "pascal", 17066885120, "data-center/tesla-p100/", f"{_SPECS}/p100.txtpb"),
+    _read("v100-16gb", "volta", 16935682048, "data-center/v100/", f"{_SPECS}/v100.txtpb"),
+    _told("v100-32gb", "volta", 31.74, "data-center/v100/", "https://github.com/liucongg/ChatGLM-Finetuning/issues/73"),
+    _told("t4", "turing", 14.56, "data-center/tesla-t4/", "https://github.com/Zheng-Chong/CatVTON/issues/133"),
+    _sold("rtx-2080-ti", "turing", 11, "geforce/graphics-cards/rtx-2080-ti/"),
+    _sold("titan-rtx", "turing", 24, "deep-learning-ai/products/titan-rtx/"),
+    _sold("a2", "ampere", 16, "data-center/products/a2/", loses_ecc=True),
+    _shown("a10", "ampere", 23028, "data-center/products/a10-gpu/", _SMI),
+    _sold("a10g", "ampere", 24, "https://aws.amazon.com/ec2/instance-types/g5/", loses_ecc=True),
+    _told(
+        "a30",
+        "ampere",
+        23.53,
+        "data-center/products/a30-gpu/",
+        "https://github.com/google/RB-Modulation/issues/5",
+    ),
+    _shown("a40", "ampere", 46068, "data-center/a40/", "https://github.com/sgl-project/sglang/issues/1522"),
+    _read("a100-40gb", "ampere", 42298834944, "data-center/a100/", f"{_SPECS}/a100_sxm_40.txtpb"),
+    _read("a100-80gb", "ampere", 85100068864, "data-center/a100/", f"{_SPECS}/a100_sxm_80.txtpb"),
+    _sold("rtx-3080", "ampere", 10, "geforce/graphics-cards/30-series/rtx-3080-3080ti/"),
+    _told(
+        "rtx-3090",
+        "ampere",
+        23.69,
+        "geforce/graphics-cards/30-series/rtx-3090-3090ti/",
+        "https://github.com/AIFSH/ComfyUI-ChatTTS/issues/9",
+    ),
+    _read("rtx-a6000", "ampere", 51041271808, "design-visualization/rtx-a6000/", f"{_SPECS}/a6000.txtpb"),
+    _shown("l4", "ada", 23034, "data-center/l4/", _SMI),
+    _shown("l40s", "ada", 46068, "data-center/l40s/", _SMI),
+    _sold("rtx-4080", "ada", 16, "geforce/graphics-cards/40-series/rtx-4080-family/"),
+    _told(
+        "rtx-4090",
+        "ada",
+        23.61,  # 23.64 and 23.65 in others; the least counts
+        "geforce/graphics-cards/40-series/rtx-4090/",
+        "https://github.com/pinokiofactory/flux-webui/issues/11",
+    ),
+    _told(
+        "rtx-6000-ada",
+        "ada",
+        44.43,
+        "design-visualization/rtx-6000/",
+        "https://github.com/DINGYANB/MTVCrafter/issues/21 (with ECC)",
+    ),
+    _read("h100-80gb", "hopper", 84942979072, "data-center/h100/", f"{_SPECS}/h100_sxm.txtpb"),
+    _read("h100-pcie-80gb", "hopper", 84942979072, "data-center/h100/", f"{_SPECS}/h100_pcie.txtpb"),
+    _told("h100-nvl-94gb", "hopper", 93.0, "data-center/h100/", "https://github.com/ali-vilab/VACE/issues/56"),
+    _sold("gh200-96gb", "hopper", 96, "data-center/grace-hopper-superchip/"),
+    # 141 GB are 131 GiB, yet nvidia-smi shows 140 and PyTorch 139.8: it is sold in what its makers call GB.
+    _sold("h200-141gb", "hopper", 141, "data-center/h200/"),
+    _read("b200-180gb", "blackwell", 191514411008, "data-center/dgx-b200/", f"{_SPECS}/b200.txtpb"),
+    _read(
+        "rtx-5090",
+        "blackwell",
+        33677180928,
+        "geforce/graphics-cards/50-series/rtx-5090/",
+        "https://github.com/aikitoria/open-gpu-kernel-modules/issues/1",
+    ),
+)
+_CARDS = {_plain(card.name): card for card in _TABLE}
+# What the driver calls some of them, and names of which only one card is meant.
+_ALIASES = {
+    "h100-sxm": "h100-80gb",
+    "h100-sxm-80gb": "h100-80gb",
+    "h100-80gb-hbm3": "h100-80gb",
+    "h100-pcie": "h100-pcie-80gb",
+    "h100-nvl": "h100-nvl-94gb",
+    "h200": "h200-141gb",
+    "h200-sxm": "h200-141gb",
+    "gh200": "gh200-96gb",
+    "b200": "b200-180gb",
+    "p100": "p100-16gb",
+    "p100-pcie-16gb": "p100-16gb",
+    "p100-sxm2-16gb": "p100-16gb",
+    "v100-sxm2-16gb": "v100-16gb",
+    "v100-pcie-16gb": "v100-16gb",
+    "v100-sxm2-32gb": "v100-32gb",
+    "v100-pcie-32gb": "v100-32gb",
+    "a100-sxm4-40gb": "a100-40gb",
+    "a100-pcie-40gb": "a100-40gb",
+    "a100-sxm4-80gb": "a100-80gb",
+    "a100-pcie-80gb": "a100-80gb",
+    "a100-80gb-pcie": "a100-80gb",
+    "a6000": "rtx-a6000",
+    "rtx-6000-ada-generation": "rtx-6000-ada",
+    "2080-ti": "rtx-2080-ti",
+    "3080": "rtx-3080",
+    "3090": "rtx-3090",
+    "4080": "rtx-4080",
+    "4090": "rtx-4090",
+    "5090": "rtx-5090",
+}
+_BY_NAME = _CARDS | {_plain(alias): _CARDS[_plain(name)] for alias, name in _ALIASES.items()}

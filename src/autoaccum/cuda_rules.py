@@ -1,0 +1,217 @@
+"""What CUDA does otherwise than a fake tensor shows: attention's kernels, workspaces, autocast without a driver.
+
+Fakes of device "cuda" go the ways of CUDA by themselves wherever the way hangs on the device alone (fused dropout,
+cuDNN's batch norm, autocast's own lists). These rules are for the rest: what is chosen by asking the card, and what
+kernels take for themselves. Their numbers are from PyTorch's sources, named at each. There is none for recurrent layers
+(LSTM, GRU), which ask the driver as they begin: `estimate.py` makes a real step for them where there is none.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from autoaccum import cudnn_rules
+from autoaccum.unrolled import backward, backward_from
+from autoaccum.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+_aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+# The largest head that flash attention has a kernel for (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+_FLASH_HEAD = 256
+_FLASH_MULTIPLE = 8
+# To what the last dimension of an additive mask is padded (pad_bias in transformers/attention.cpp).
+_MASK_MULTIPLE = 16
+# To what flash attention rounds lengths in its backward pass (flash_api.cpp), and the efficient one in its log-sum-exp.
+_FLASH_ROWS = 128
+_LANES = 32
+_FLOAT = 4
+# cuBLAS's workspace by default, one for the thread of the forward pass and one for that of the backward pass
+# (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): ":4096:2:16:8", and 32 MiB on Hopper,
+# by newer versions of PyTorch on Blackwell too. cuBLASLt shares it (TORCH_CUBLASLT_UNIFIED_WORKSPACE, there).
+CUBLAS_BYTES = (2 * 4096 + 8 * 16) * 1024
+CUBLAS_HOPPER_BYTES = 32 * 1024 * 1024
+_WITH_32_MIB = ("h100", "h200", "h800", "h20", "gh200", "b100", "b200", "b300", "gb200", "gb300", "rtx-50")
+
+
+class CudaCalls(TorchFunctionMode):
+    """Sends what asks the driver where it is answered without one: attention to its kernel, backward to its nodes."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, or what stands for it."""
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
+        if func is Tensor.backward:
+            # Entered anew: a checkpoint's second forward pass is made in there.
+            with self:
+                return backward(args[0])
+        return func(*args, **kwargs)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run scaled dot product attention by the kernel that CUDA would choose.
+
+    Flash attention for half precision without a mask, else the memory-efficient one, as
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp orders them from sm80 on; by plain products where neither takes
+    the shapes.
+    """
+    if torch.is_autocast_enabled("cuda"):
+        to = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(to), key.to(to), value.to(to)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(to)
+    head = query.shape[-1]
+    if query.dim() != 4 or head != value.shape[-1] or (enable_gqa and attn_mask is not None):  # noqa: PLR2004 - (N, heads, length, head)
+        return _products(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is None and query.dtype in _HALVES and head <= _FLASH_HEAD:
+        padding = -head % _FLASH_MULTIPLE
+        if padding:
+            query, key, value = (functional.pad(part, (0, padding)) for part in (query, key, value))
+        scale = head**-0.5 if scale is None else scale
+        out: Tensor = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., :head] if padding else out
+    if enable_gqa:
+        copies = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    training = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+    made: Tensor = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, _additive(attn_mask, query, key), training, dropout_p, is_causal, scale=scale
+    )[0]
+    return made
+
+
+def _products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool, scale: Any, gqa: bool
+) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa
+        )
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return a mask as the efficient kernel takes it: of the query's type, padded to its alignment, expanded."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    rest = -mask.shape[-1] % _MASK_MULTIPLE
+    if rest:
+        mask = functional.pad(mask, (0, rest))[..., : mask.shape[-1]]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    """Cast as `torch.autocast("cuda")` does, also where there is no CUDA (there that switches itself off)."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_cache_enabled(True)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+        torch.set_autocast_cache_enabled(before[2])
+
+
+@contextmanager
+def without_driver() -> Iterator[None]:
+    """Let fakes go the ways of CUDA also where PyTorch would ask a driver, or the build, whether there is CUDA."""
+    with _casting_without_driver(), cudnn_rules.layouts_without_driver(), _recomputing_without_engine():
+        yield
+
+
+@contextmanager
+def _recomputing_without_engine() -> Iterator[None]:
+    """Let a reentrant checkpoint, whose backward pass makes one of its own, go back without autograd's engine."""
+    asked = torch.autograd.backward
+
+    def called(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if grad_tensors is None or args or kwargs:
+            asked(tensors, grad_tensors, *args, **kwargs)
+        else:
+            backward_from(tensors, grad_tensors)
+
+    torch.autograd.backward = called
+    try:
+        yield
+    finally:
+        torch.autograd.backward = asked
+
+
+@contextmanager
+def _casting_without_driver() -> Iterator[None]:
+    """Let `torch.autocast("cuda")` inside a model, or of a checkpoint's second pass, cast where there is no CUDA."""
+    asked = torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
+    try:
+        yield
+    finally:
+        torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported = asked
+
+
+def flash_backward(args: Sequence[Any], _result: Any) -> Workspace:
+    """Row sums and the query's gradient in float32; those of shared keys and values a head (mha_bwd, flash_api.cpp)."""
+    query, key = args[1], args[2]
+    n, heads, length, head = query.shape
+    rows = -(-length // _FLASH_ROWS) * _FLASH_ROWS
+    multiple = _LANES if head <= _FLASH_ROWS else 2 * _LANES
+    width = -(-head // multiple) * multiple
+    shared = 2 * [n * key.shape[2] * heads * head * key.element_size()] if key.shape[1] != heads else []
+    return Workspace(beside=(n * heads * rows * _FLOAT, n * heads * rows * width * _FLOAT, *shared))
+
+
+def efficient_backward(args: Sequence[Any], _result: Any) -> Workspace:
+    """Row sums; and where gradients are halves, sums of them in float32 (attention_backward.cu)."""
+    query, key = args[1], args[2]
+    n, heads, length, head = query.shape
+    rows = -(-length // _LANES) * _LANES
+    sums = n * heads * (length + 2 * key.shape[2]) * head * _FLOAT if query.dtype in _HALVES else 0
+    return Workspace(beside=(n * heads * rows * _FLOAT, sums))
+
+
+_RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
+    _aten.convolution.default: cudnn_rules.convolution,
+    _aten.convolution_backward.default: cudnn_rules.convolution_backward,
+    _aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+}
+
+
+def cuda_workspace(func: Any, args: Sequence[Any], result: Any) -> Workspace | None:
+    """Return what an operator takes for itself on a card; None where there is no rule."""
+    rule = _RULES.get(func)
+    return None if rule is None else rule(args, result)
+
+
+def cublas_bytes(card_name: str) -> int:
+    """Return what cuBLAS takes for a handle on a card."""
+    return CUBLAS_HOPPER_BYTES if card_name.lower().startswith(_WITH_32_MIB) else CUBLAS_BYTES

@@ -1,0 +1,140 @@
+"""What cuDNN's convolutions take for themselves on a card: one named rule for each direction.
+
+An operator's arguments come in; sizes in bytes go out. No card is asked. cuDNN chooses a kernel, and with it a
+workspace, as it runs, so this is a bound: what the kernel takes that needs most among those that PyTorch is usually
+offered first, without `torch.backends.cudnn.benchmark` (run_single_conv in aten/src/ATen/native/cudnn/Conv_v8.cpp;
+where memory does not do for a plan, the next one is tried). The workspace comes from PyTorch's allocator and goes back
+to it after the call.
+
+Where the bound is from:
+
+- Tensor Cores read and write channels last, in channels padded to 16 bytes; what comes in another layout is turned
+  within the call. NVIDIA's "Convolutional Layers User's Guide" (docs.nvidia.com/deeplearning/performance) says both:
+  "Tensor Layouts In Memory: NCHW vs NHWC" and "Channels In And Out". They are used for halves, and for float32 as far
+  as `torch.backends.cudnn.allow_tf32` is left on.
+- The gradient of weights is a sum over pixels, which is split so that all multiprocessors have work; the parts are in
+  float32.
+- A tensor that is not in the layout that PyTorch chooses is copied before the call (cudnn_conv_suggest_memory_format in
+  aten/src/ATen/native/ConvUtils.h; ConvShared.cpp).
+- Depthwise convolutions in PyTorch's usual layout have kernels of its own without workspace (DepthwiseConv2d.cu), or
+  cuDNN's direct ones (use_cudnn_depthwise in Convolution.cpp).
+
+Not in it: Winograd and FFT, which float32 may get where Tensor Cores do not take it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoaccum.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+_HALVES = (torch.float16, torch.bfloat16)
+_CHANNEL_BYTES = 16
+_FLOAT = 4
+# Multiprocessors of the H100 SXM (NVIDIA's "H100 Tensor Core GPU Architecture", table 3); most cards have fewer.
+_MULTIPROCESSORS = 132
+# What one multiprocessor works on at a time: the usual tile of the kernels in PyTorch's profiles ("128x128").
+_TILE = 128
+# MiB above which cuDNN drops a kernel (PyTorch's docs/source/cuda_environment_variables.rst).
+_CAP = "CUDNN_CONV_WSCAP_DBG"
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def convolution(args: Sequence[Any], result: Tensor) -> Workspace | None:
+    """Source, weight and result are turned into channels last where they are not."""
+    source, weight, groups = args[0], args[1], args[8]
+    if _is_without_workspace(source, weight, groups, transposed=args[6]):
+        return None
+    last = _runs_channels_last(source, weight)
+    turned = [_turned(tensor, channels_last=last) for tensor in (source, weight, result)]
+    return Workspace(beside=(*_copied((source, weight), channels_last=last), *_capped(turned)))
+
+
+def convolution_backward(args: Sequence[Any], result: Any) -> Workspace | None:
+    """Each half turns what it reads and writes; the weight's gradient is summed in parts."""
+    gradient, source, weight, mask, groups = args[0], args[1], args[2], args[10], args[9]
+    if _is_without_workspace(source, weight, groups, transposed=args[7]):
+        return None
+    last = _runs_channels_last(source, weight)
+    turned = {
+        name: _turned(tensor, channels_last=last)
+        for name, tensor in (("gradient", gradient), ("source", source), ("weight", weight))
+    }
+    made = [tensor.nbytes for tensor, is_asked in zip(result[:2], mask[:2], strict=True) if is_asked]
+    steps = []
+    if mask[0]:
+        steps.append((made[0], *_copied((gradient, weight), channels_last=last), *_capped(list(turned.values()))))
+    if mask[1]:
+        parts = [*turned.values(), _partial_sums(weight, groups)]
+        steps.append((*made, *_copied((gradient, source), channels_last=last), *_capped(parts)))
+    return Workspace(steps=tuple(steps))
+
+
+@contextmanager
+def layouts_without_driver() -> Iterator[None]:
+    """Let fakes of convolutions on a card have the layout of cuDNN also where PyTorch finds none and takes another."""
+    asked = torch._C._conv_determine_backend_memory_format
+
+    def determined(source: Tensor, weight: Tensor, backend: Any) -> Any:
+        if source.device.type != "cuda":
+            return asked(source, weight, backend)
+        return _LAST[source.dim()] if _runs_channels_last(source, weight) else torch.contiguous_format
+
+    torch._C._conv_determine_backend_memory_format = determined  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._C._conv_determine_backend_memory_format = asked
+
+
+def _is_without_workspace(source: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> bool:
+    is_depthwise = groups > 1 and groups == source.shape[1] and not transposed
+    return not torch.backends.cudnn.enabled or (is_depthwise and not _runs_channels_last(source, weight))
+
+
+def _runs_channels_last(source: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch calls cuDNN with channels last: where the source or the weight has them so."""
+    last = _LAST.get(source.dim())
+    return last is not None and any(
+        tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous() for tensor in (source, weight)
+    )
+
+
+def _copied(tensors: Sequence[Tensor], *, channels_last: bool) -> list[int]:
+    """Return the sizes of tensors that are not in the layout of the call."""
+    layout = _LAST[tensors[0].dim()] if channels_last else torch.contiguous_format
+    return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=layout)]
+
+
+def _turned(tensor: Tensor, *, channels_last: bool) -> int:
+    """Return what a tensor takes as Tensor Cores read it; 0 where it is so already, or is not for them."""
+    if tensor.dtype not in _HALVES and not (tensor.dtype is torch.float32 and torch.backends.cudnn.allow_tf32):
+        return 0
+    channels = tensor.shape[1]
+    padded = math.ceil(channels * tensor.element_size() / _CHANNEL_BYTES) * _CHANNEL_BYTES // tensor.element_size()
+    return 0 if channels_last and padded == channels else tensor.nbytes // channels * padded
+
+
+def _partial_sums(weight: Tensor, groups: int) -> int:
+    """Return what the parts of a weight's gradient take: as many as leave no multiprocessor without a tile."""
+    outputs, of_one = weight.shape[0] // groups or 1, weight.shape[1:].numel()
+    tiles = groups * math.ceil(outputs / _TILE) * math.ceil(of_one / _TILE)
+    return max(1, _MULTIPROCESSORS // tiles) * weight.numel() * _FLOAT
+
+
+def _capped(sizes: list[int]) -> list[int]:
+    """Return the pieces of one workspace, or what it is limited to."""
+    cap = os.environ.get(_CAP, "")
+    if cap.isdigit() and sum(sizes) > int(cap) << 20:
+        return [int(cap) << 20]
+    return sizes

@@ -1,0 +1,314 @@
+"""Peak memory of a full training step, without the device it is for: no memory is taken and no arithmetic done.
+
+A model, a batch, a loss and an optimizer come in as `fit` takes them; an `Estimate` goes out. The step that is gone
+through, on fake tensors, is the one that `fit` makes in the middle of a window: gradients and optimizer state in place,
+gradients added to, outputs let go of before the backward pass, autocast with its cache of cast weights, an update.
+Nothing is measured here, and nothing is said about a device's speed.
+
+For a card the fakes say that they are CUDA tensors, which needs no driver: then the dispatcher itself takes the ways of
+CUDA. CPU fakes with rules for every difference were the other choice; they would have had to rewrite dropout, batch
+norm and autocast's lists. What does need a driver (autograd's engine, the choice of attention's
+kernel) is done in `unrolled.py` and `cuda_rules.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from autoaccum.batches import Piece, copied, count, map_tensors, repeated
+from autoaccum.cuda_rules import cuda_workspace
+from autoaccum.errors import InvalidInputError
+from autoaccum.fakes import Stage, batch_like, built_for_real, built_on_meta
+from autoaccum.memory.simulated import Simulated
+from autoaccum.notices import Notices
+from autoaccum.objective import Objective
+from autoaccum.oom import first_line
+from autoaccum.optimizers import resolve
+from autoaccum.precision import PRECISIONS, Precision, own_half_type
+from autoaccum.records import check_positive_int
+from autoaccum.rehearsal import FakePrecision, LooseObjective, Rehearsal
+from autoaccum.step import TrainingStep
+from autoaccum.timeline import Timeline, between
+from autoaccum.traced import Traced
+from autoaccum.workspace import cpu_workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from autoaccum.cards import Card
+    from autoaccum.footprint import Estimate
+    from autoaccum.objective import Loss
+    from autoaccum.optimizers import MakesOptimizer
+
+
+__all__ = ["Traced", "estimate_step", "trace_step"]
+
+# Samples, and tokens.
+_WITH_LENGTH = 2
+_CONVOLUTIONS = torch.nn.modules.conv._ConvNd
+
+
+def trace_step(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    loss: Loss | Sequence[Loss] | None = None,
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    precision: str = "fp32",
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    loss_reduction: str | None = None,
+    clip_grad_norm: float | None = None,
+    kind: str = "cpu",
+    sizes: Sequence[int] | None = None,
+    most: int | None = None,
+    adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
+) -> Traced:
+    """Go through a training step without the device, in a few sizes.
+
+    Args:
+        model: The model, which is left as it is; or a function without arguments that makes it, which is called on the
+            meta device, so that a model of any size can be asked about; where it, or the model, reads values of
+            tensors, of which there are none, it is called anew on the CPU.
+        batch: A batch as the loader yields it; its samples stand for those of any size, with their lengths.
+        loss: As for `fit`.
+        optimizer: As for `fit`. One that is given is copied without its state.
+        precision: As for `fit`.
+        forward: As for `fit`.
+        loss_reduction: As for `fit`.
+        clip_grad_norm: As for `fit`.
+        kind: Whose kernels: "cpu" or "cuda".
+        sizes: The sizes to answer for; None for a few from 1 to `most`.
+        most: The largest size of interest; None means the batch's own length.
+        adapt: Makes a context, of the copy of the model that is gone through, in which that is done: what a training
+            would change of its model for a while, such as `fallback.checkpointed`. The copy is on the CPU, or says that
+            it is on "cuda:0"; what asks for random states has to be told the CPU, since there may be no card.
+
+    Raises:
+        InvalidInputError: An argument cannot be used, or the step cannot be gone through.
+    """
+    samples = count(batch)
+    largest = samples if most is None else check_positive_int("most", most)
+    if kind not in ("cpu", "cuda"):
+        raise InvalidInputError(f"kind={kind!r} is unknown; choose 'cpu' or 'cuda'")
+    if precision not in PRECISIONS:
+        raise InvalidInputError(f"precision={precision!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
+    for size in sizes or ():
+        check_positive_int("each of sizes", size)
+    asked = sorted(set(sizes)) if sizes else sorted({1, min(2, largest), -(-largest // 2), largest})
+    notices = Notices(silent=True)
+    made = model if isinstance(model, nn.Module) else built_on_meta(model, notices)
+    if precision == "auto":
+        precision = "bf16" if kind == "cuda" else "fp32"
+    job = _Job(made, batch, loss, optimizer, precision, forward, loss_reduction, clip_grad_norm, kind, adapt)
+    try:
+        return Traced(job.on_fakes(asked), kind, notes=(*notices.texts, *job.notes()))
+    except Exception as error:
+        reason = _why_stuck(error)
+        if reason is None:
+            raise
+        if any(parameter.is_meta for parameter in made.parameters()):
+            if isinstance(model, nn.Module):
+                raise InvalidInputError(
+                    f"the model cannot be gone through without values ({reason}), and a real step cannot be made, "
+                    "since it is on the meta device; pass the model itself, with its parameters"
+                ) from error
+            job = replace(job, model=built_for_real(model, made, reason))
+    timelines = job.for_real(asked)
+    real = f"a real step of {timelines[0].size} and more samples was made on the CPU: {reason}"
+    return Traced(timelines, kind, real_step=True, notes=(real, *notices.texts, *job.notes()))
+
+
+def estimate_step(
+    model: nn.Module | Callable[[], nn.Module], batch: Any, *, card: Card | None = None, **options: Any
+) -> Estimate:
+    """Predict the peak memory of a training step.
+
+    Args:
+        model: As for `trace_step`.
+        batch: As for `trace_step`.
+        card: The card that it is for; None for the CPU.
+        options: As for `trace_step`, all but `kind`.
+
+    Raises:
+        InvalidInputError: As for `trace_step`.
+    """
+    if card is not None and options.get("precision") == "auto":
+        options["precision"] = "bf16" if card.bf16 else "fp16"
+    return trace_step(model, batch, kind="cpu" if card is None else "cuda", **options).estimate(card)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What was asked, ready to be gone through on fakes or for real."""
+
+    model: nn.Module
+    batch: Any
+    loss: Any
+    optimizer: Any
+    precision: str
+    forward: Any
+    loss_reduction: str | None
+    clip_grad_norm: float | None
+    kind: str
+    adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None
+
+    def on_fakes(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
+        """Go through it without memory."""
+        cuda = self.kind == "cuda"
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        with _undisturbed(), _fake_mode():
+            step = self._staged(device)
+            with self._adapted(step):
+                rehearsal = Rehearsal(
+                    step,
+                    device,
+                    clip_grad_norm=self.clip_grad_norm,
+                    workspace_of=cuda_workspace if cuda else cpu_workspace,
+                    transfers=cuda,
+                )
+                return _all_sizes(
+                    lambda size: rehearsal.run(batch_like(self.batch, size, device), size),
+                    asked,
+                    _lowest(asked),
+                    asked[-1],
+                )
+
+    def for_real(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
+        """Go through it with copies on the CPU, in the smallest sizes."""
+        device = torch.device("cpu")
+        with _undisturbed(), torch.random.fork_rng(devices=()):
+            step = self._staged(device, real=True)
+            with self._adapted(step):
+                rehearsal = Rehearsal(
+                    step,
+                    device,
+                    clip_grad_norm=self.clip_grad_norm,
+                    workspace_of=cpu_workspace if self.kind == "cpu" else None,
+                    transfers=self.kind == "cuda",
+                )
+
+                def run(size: int) -> Timeline:
+                    return rehearsal.run(copied(map_tensors(Tensor.cpu, repeated(self.batch, size))), size)
+
+                try:
+                    return _all_sizes(run, asked, 1, 2)
+                except ValueError:  # BatchNorm refuses a single value a channel
+                    return _all_sizes(run, [size for size in asked if size > 1] or [2], 2, 4)
+
+    def _adapted(self, step: TrainingStep) -> AbstractContextManager[object]:
+        return nullcontext() if self.adapt is None else self.adapt(step.objective.model)
+
+    def _staged(self, device: torch.device, *, real: bool = False) -> TrainingStep:
+        notices = Notices(silent=True)
+        stage = Stage(device, real=real)
+        model = stage.copied(self.model)
+        loss = stage.copied(self.loss) if isinstance(self.loss, nn.Module) else self.loss
+        kind = LooseObjective if device.type == "cuda" else Objective
+        objective = kind(model, loss, forward=self.forward, loss_reduction=self.loss_reduction, notices=notices)
+        given = self.optimizer
+        made = stage.optimizer(given) if isinstance(given, torch.optim.Optimizer) else given
+        chosen = resolve(made, objective.modules, notices)
+        if device.type == "cuda":
+            _take_lists(chosen)
+        own = own_half_type(model)
+        how: Precision
+        if device.type == "cuda":
+            how = FakePrecision(own or self.precision, autocasts=own is None)
+        else:
+            # Halves are as large as each other, and those of fp16 are slow on a CPU.
+            name = "bf16" if real and self.precision == "fp16" else self.precision
+            how = Precision(own or name, device, autocasts=own is None)
+        return TrainingStep(objective, chosen, how, Simulated(2**60), clip_grad_norm=self.clip_grad_norm)
+
+    def notes(self) -> tuple[str, ...]:
+        """Say what was assumed."""
+        lengths = {
+            tensor.shape[1]
+            for tensor in Piece(self.batch).tensors()
+            if tensor.dim() == _WITH_LENGTH and not tensor.is_floating_point()
+        }
+        notes = (
+            [f"sequences are as long as in the batch given: {', '.join(map(str, sorted(lengths)))}"] if lengths else []
+        )
+        if self.kind == "cuda" and any(isinstance(part, _CONVOLUTIONS) for part in self.model.modules()):
+            notes.append("cuDNN chooses its convolutions' workspace when it runs; the most that is usual is counted")
+        return tuple(notes)
+
+
+def _take_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer work as it does on a card, on lists of tensors; fakes make it choose otherwise."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+            group["foreach"] = True
+
+
+def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, high: int) -> tuple[Timeline, ...]:
+    """Go through two sizes, and tell the others from them; go through those too that they do not tell.
+
+    Not through one sample, which can take other ways: an optional dimension is squeezed, a batch statistic refused.
+    """
+    known = {size: run(size) for size in sorted({low, high})}
+    told = dict(known) if high < asked[-1] else {}
+    for size in asked:
+        timeline = known.get(size) or between(known[low], known[high], size)
+        if timeline is None and low < size < high:
+            timeline = run(size)
+        if timeline is not None:
+            told[size] = timeline
+    return tuple(told[size] for size in sorted(told))
+
+
+def _lowest(asked: Sequence[int]) -> int:
+    """Return the smaller of the two sizes to go through; the one that is asked for, where it is only one."""
+    return asked[0] if len(asked) == 1 else min(2, asked[-1])
+
+
+def _why_stuck(error: Exception) -> str | None:
+    """Say in a few words why fakes could not go through; None where it is an error of another kind."""
+    unformed = "; torch.library.register_fake gives it one"
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return f"the model branches on values, by {error.func}"
+    if isinstance(error, UnsupportedOperatorException):
+        return f"the operator {error.func} has no fake form{unformed}"
+    # Custom operators of torch.library say it in words alone.
+    if isinstance(error, RuntimeError) and "no fake impl" in str(error):
+        return f"a custom operator has no fake form ({first_line(error)}){unformed}"
+    # So do operators that ask CUDA for something (cuDNN's LSTM), each kind of build and machine in other ones.
+    if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and "CUDA" in str(error):
+        return f"an operator asks for a CUDA driver, and there is none here ({first_line(error)})"
+    return None
+
+
+@contextmanager
+def _fake_mode() -> Iterator[None]:
+    # Without kernels of its own to fall back to: those would take memory.
+    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+        yield
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep the collector from running, and torch's warnings about a device that is not there from being shown."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if enabled:
+            gc.enable()

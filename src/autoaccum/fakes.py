@@ -1,0 +1,154 @@
+"""Stand-ins for a model, its batch and its optimizer, that have shapes and types but no memory.
+
+Real ones come in and are left as they are; copies whose tensors are fake go out. To be called, and what goes out to be
+used, under a `FakeTensorMode`. What a model keeps in Python is copied, so that a forward pass on the copy leaves no
+trace in the original.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from autoaccum.batches import copied, map_tensors, repeated
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory.limits import format_bytes
+from autoaccum.oom import first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from autoaccum.notices import Notices
+
+# The model, the copy of it that makes the step, its gradients, and the two numbers that Adam keeps of each.
+_COPIES_OF_A_STEP = 5
+
+
+class Stage:
+    """Fakes of one job's modules and optimizer on one device.
+
+    Args:
+        device: Where the fakes are said to be.
+        real: Make real copies there instead.
+    """
+
+    def __init__(self, device: torch.device, *, real: bool = False) -> None:
+        self._device = device
+        self._real = real
+        self._memo: dict[int, Any] = {}
+        self._kept: list[Any] = []  # what the memo's keys stand for must stay alive
+
+    def copied(self, thing: Any) -> Any:
+        """Return a copy of a module, or of whatever holds modules; parameters that are shared stay so.
+
+        Raises:
+            InvalidInputError: It cannot be copied.
+        """
+        self._fake(thing.modules() if isinstance(thing, nn.Module) else ())
+        try:
+            return copy.deepcopy(thing, self._memo)
+        except Exception as error:
+            raise InvalidInputError(
+                f"a {type(thing).__name__} cannot be copied ({type(error).__name__}: {error}), which an estimate needs "
+                "so as not to touch it; pass a function without arguments that makes the model"
+            ) from error
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return an optimizer of the same class, options and groups over the fakes, without state."""
+        fresh: defaultdict[Any, Any] = defaultdict(dict)
+        self._memo[id(optimizer.state)] = fresh
+        return copy.deepcopy(optimizer, self._memo)
+
+    def _fake(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in self._memo:
+                    made = nn.Parameter(self._made(parameter.data), requires_grad=parameter.requires_grad)
+                    self._remember(parameter, made)
+            for buffer in module._buffers.values():
+                if buffer is not None and id(buffer) not in self._memo:
+                    self._remember(buffer, self._made(buffer))
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device, copy=True) if self._real else like(tensor, self._device)
+
+    def _remember(self, real: Tensor, fake: Tensor) -> None:
+        self._memo[id(real)] = fake
+        self._kept.append(real)
+
+
+def built_on_meta(factory: Callable[[], Any], notices: Notices) -> nn.Module:
+    """Return the module that a function makes, without memory for its tensors; or with it, where it reads their values.
+
+    Random state is as before. What the function raises for reasons of its own arrives as it was raised.
+
+    Raises:
+        InvalidInputError: The function returns no module.
+    """
+    with torch.random.fork_rng(devices=()):
+        try:
+            with torch.device("meta"):
+                made = factory()
+        except Exception as error:
+            if not _misses_values(error):
+                raise
+            notices.say(
+                "model: made on the CPU, with memory for its tensors, since the function that makes it reads their "
+                f"values ({first_line(error)})"
+            )
+            made = factory()
+    if not isinstance(made, nn.Module):
+        raise InvalidInputError(f"the function that makes the model returned {made!r}; it has to be a torch.nn.Module")
+    return made
+
+
+def built_for_real(factory: Callable[[], Any], on_meta: nn.Module, reason: str) -> nn.Module:
+    """Return the module that a function makes, with memory for its tensors; random state is as before.
+
+    Args:
+        factory: The function.
+        on_meta: What it made without memory.
+        reason: Why that cannot be gone through.
+
+    Raises:
+        InvalidInputError: A step of it would not fit in the host's memory.
+    """
+    needed = _COPIES_OF_A_STEP * sum(parameter.nbytes for parameter in on_meta.parameters())
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise InvalidInputError(
+            f"the model cannot be gone through without values ({reason}), and a real step takes {format_bytes(needed)} "
+            f"or more for its parameters alone, of which {format_bytes(free)} are free here; ask on a larger machine, "
+            "or about a smaller model of the same kind"
+        )
+    with torch.random.fork_rng(devices=()):
+        made = factory()
+    assert isinstance(made, nn.Module), "as it was on the meta device"
+    return made
+
+
+def _misses_values(error: Exception) -> bool:
+    """Whether an error is one of the meta device: tensors there have no values to read, and few kernels."""
+    return isinstance(error, NotImplementedError | RuntimeError | TypeError) and "meta" in str(error).lower()
+
+
+def like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same form without values."""
+    if tensor.layout is not torch.strided:
+        return tensor.to(device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def batch_like(batch: Any, samples: int, device: torch.device) -> Any:
+    """Return a batch of so many samples in the nesting of the one given, its tensors without values.
+
+    Raises:
+        InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
+    """
+    # What is no tensor is repeated with the samples; a copy, since a cut is a view that holds the whole.
+    return copied(repeated(map_tensors(lambda tensor: like(tensor, device), batch), samples))

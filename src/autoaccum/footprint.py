@@ -1,0 +1,85 @@
+"""What a training step takes at its peak, by what takes it; and the line that such peaks lie on.
+
+Made by `estimate.py` from steps that never ran, and read by the report. Nothing here knows a model or a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of one training step at its peak. The parts add up to `peak_bytes`.
+
+    Attributes:
+        size: Samples in the micro-batch.
+        phase: Where the peak is: "forward", "backward" or "optimizer".
+        peak_bytes: What tensors hold at the peak, as the device's allocator rounds it.
+        reserved_bytes: What the allocator has taken from the device by then: at least `peak_bytes`.
+        parameters_bytes: Weights.
+        buffers_bytes: Buffers.
+        gradients_bytes: Gradients of parameters.
+        optimizer_bytes: The optimizer's state.
+        inputs_bytes: The micro-batch, and the next one on its way.
+        activations_bytes: What forward keeps for backward, the outputs and the loss.
+        temporary_bytes: All else: what operators hold for a moment, workspace, rounding.
+    """
+
+    size: int
+    phase: str
+    peak_bytes: int
+    reserved_bytes: int
+    parameters_bytes: int
+    buffers_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    inputs_bytes: int
+    activations_bytes: int
+    temporary_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The predicted memory of a training step of any size.
+
+    Attributes:
+        footprints: Of the sizes that were gone through, ascending; at least one.
+        real_step: Whether a real small step was made, since the model cannot be gone through with fake tensors.
+        notes: What the reader must know about it, each a sentence.
+    """
+
+    footprints: tuple[Footprint, ...]
+    real_step: bool = False
+    notes: Sequence[str] = ()
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """What each further sample takes, by the last two sizes; 0 where there is only one."""
+        if len(self.footprints) == 1:
+            return 0
+        below, above = self.footprints[-2:]
+        return max(0, above.reserved_bytes - below.reserved_bytes) // (above.size - below.size)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is taken whatever the size, by the same line."""
+        last = self.footprints[-1]
+        return max(0, last.reserved_bytes - last.size * self.bytes_per_sample)
+
+    def reserved_bytes(self, size: int) -> int:
+        """Predict what the allocator takes from the device for a step of this size, in bytes."""
+        known = {footprint.size: footprint.reserved_bytes for footprint in self.footprints}
+        return known.get(size, max(self.fixed_bytes + size * self.bytes_per_sample, self.footprints[0].reserved_bytes))
+
+    def largest(self, free_bytes: int, most: int) -> int:
+        """Return the largest size up to `most` whose step is predicted to fit in `free_bytes`; 0 where none is."""
+        low, high = 0, most
+        while low < high:
+            size = (low + high + 1) // 2
+            low, high = (size, high) if self.reserved_bytes(size) <= free_bytes else (low, size - 1)
+        return low

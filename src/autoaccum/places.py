@@ -1,0 +1,165 @@
+"""Which module of a model has made a tensor, told from the marks that its forward pass leaves in autograd's graph.
+
+From `begin` to `end` every module of the model marks the graph's node behind what it returns with its own name, and the
+nodes behind what it is given with that of the module around it. A mark lives and dies with its node, so nothing is kept
+alive and nothing has to be cleared; where there is no graph there is no mark. No tensor is touched.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import CodeType, FrameType
+
+    from torch.utils.hooks import RemovableHandle
+
+_KEY = "autoaccum"
+_PYTORCH, _AUTOACCUM = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+# How the model itself is called, whose path is empty.
+MODEL = "(model)"
+
+
+class Place(NamedTuple):
+    """A module at work.
+
+    Attributes:
+        module: Its path in the model.
+        kind: The name of its class.
+        code: Of its own forward, or, where that is PyTorch's, of the function that called it, the nearest of the
+            model's that is not PyTorch's; None where all are.
+        line: Where that begins, or where the call stands.
+    """
+
+    module: str
+    kind: str
+    code: CodeType | None
+    line: int
+
+    @property
+    def source(self) -> str | None:
+        """That line, as "file.py:12"."""
+        return None if self.code is None else f"{self.code.co_filename}:{self.line}"
+
+
+class Places:
+    """Marks what modules make while it is entered.
+
+    Args:
+        modules: The model first, then losses that are modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)  # names go by ids, which only last as long as these do
+        self._names: dict[int, tuple[str, str]] = {}
+        self._own_code: dict[int, tuple[CodeType, int]] = {}
+        for number, root in enumerate(modules):
+            for path, part in root.named_modules():
+                name = ".".join(filter(None, ("" if number == 0 else "(loss)", path))) or MODEL
+                self._names.setdefault(id(part), (name, type(part).__name__))
+                code = getattr(type(part).forward, "__code__", None)
+                if code is not None and not code.co_filename.startswith((_PYTORCH, _AUTOACCUM)):
+                    self._own_code[id(part)] = code, code.co_firstlineno
+        self._can_mark = not any(_is_compiled(part) for root in modules for part in root.modules())
+        self._at_work: list[Place] = []
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def names(self) -> Mapping[int, tuple[str, str]]:
+        """Path and class of each module, by its id."""
+        return self._names
+
+    @property
+    def is_marking(self) -> bool:
+        """Whether modules mark what they make."""
+        return bool(self._handles)
+
+    @property
+    def at_work(self) -> tuple[Place, ...]:
+        """The modules that have begun and not ended, outermost first; after an exception, those it came through."""
+        return tuple(self._at_work)
+
+    def begin(self) -> None:
+        """Begin to mark, unless the model is compiled: hooks would break its graphs."""
+        if self._can_mark:
+            # On all modules of the process, since hooks of its own would go into each copy of the model.
+            self._handles = [
+                hooks.register_module_forward_pre_hook(self._enter),
+                hooks.register_module_forward_hook(self._leave, with_kwargs=True),
+            ]
+
+    def end(self) -> None:
+        """Stop marking; marks that are there stay with their nodes."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the modules at work, which an exception has ended."""
+        self._at_work.clear()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        if name[0] == MODEL:
+            self._at_work.clear()  # what an exception left there that the user's own code has caught
+        elif self._at_work:
+            _mark(args, self._at_work[-1])
+        self._at_work.append(Place(*name, *(self._own_code.get(id(module)) or _caller())))
+
+    def _leave(self, module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        while self._at_work:
+            place = self._at_work.pop()
+            if place.module == name[0]:
+                _mark((outputs,), place)
+                break
+        if kwargs and self._at_work:
+            _mark(kwargs.values(), self._at_work[-1])
+
+
+def mark_of(node: Any) -> Place | None:
+    """Return the module that has made what this node of autograd's graph stands for, where it was marked."""
+    place: Place | None = node.metadata.get(_KEY)
+    return place
+
+
+def _mark(values: Iterable[Any], place: Place) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            node = value.grad_fn
+            if node is not None:
+                marks: dict[str, Place] = node.metadata  # type: ignore[assignment]  # a property, by its stub a method
+                marks.setdefault(_KEY, place)
+        elif isinstance(value, list | tuple):
+            _mark(value, place)
+        elif isinstance(value, dict):
+            _mark(value.values(), place)
+
+
+def _caller() -> tuple[CodeType | None, int]:
+    """Return where the model's own code called the module; None where the model has none, and we called it."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_AUTOACCUM):
+            break
+        if not file.startswith(_PYTORCH):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None, 0
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"

@@ -1,0 +1,242 @@
+"""One training step gone through with the ledger open: on fake tensors, or on real ones where those cannot go.
+
+A training step that is put together comes in; a timeline of each size goes out. The step is met in the middle of
+training: gradients and the optimizer's state are there, gradients are added to, and then the update is made.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoaccum import cuda_rules
+from autoaccum.batches import Piece, copied
+from autoaccum.cuda_rules import CudaCalls, without_driver
+from autoaccum.ledger import Ledger
+from autoaccum.objective import Factors, Objective
+from autoaccum.precision import Precision
+from autoaccum.step import Accumulated
+from autoaccum.timeline import Category
+from autoaccum.unrolled import loosened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from autoaccum.objective import Source, Term
+    from autoaccum.step import TrainingStep
+    from autoaccum.timeline import Storage, Timeline
+    from autoaccum.workspace import Workspace
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FakePrecision(Precision):
+    """A precision on CUDA that needs no CUDA.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        autocasts: As for `Precision`.
+    """
+
+    def __init__(self, name: str, *, autocasts: bool = True) -> None:
+        super().__init__("fp32", torch.device("cpu"))
+        self.name = name
+        self._dtype = _HALVES.get(name) if autocasts else None
+        if self._dtype is torch.float16:
+            # One for CUDA switches itself off where there is none; where its tensors are, the loss decides.
+            self.scaler = torch.amp.GradScaler("cpu")
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context for a forward pass."""
+        return nullcontext() if self._dtype is None else cuda_rules.autocast(self._dtype)
+
+
+class LooseObjective(Objective):
+    """An objective whose losses do not hold the graph, for a backward pass without autograd's engine."""
+
+    def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
+        """Run one source on one micro-batch, as `Objective` does."""
+        terms, outputs = super().terms(source, batch, samples)
+        for term in terms:
+            term.value = loosened(term.value)
+        return terms, outputs
+
+
+class Rehearsal:
+    """Goes through steps of one training step's parts.
+
+    Args:
+        step: The parts, on fake tensors or real ones.
+        device: Where they are, or are said to be.
+        clip_grad_norm: As for `fit`.
+        workspace_of: What kernels take for themselves; None where nothing is to be said of them.
+        transfers: Whether the next micro-batch is on its way to the device meanwhile.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        device: torch.device,
+        *,
+        clip_grad_norm: float | None,
+        workspace_of: Callable[..., Workspace | None] | None,
+        transfers: bool,
+    ) -> None:
+        self._step = step
+        self._device = device
+        self._clip_grad_norm = clip_grad_norm
+        self._workspace_of = workspace_of
+        self._transfers = transfers
+        self._update: tuple[list[int], list[Storage]] | None = None
+        self._trainable = [parameter for parameter in step.parameters if parameter.requires_grad]
+        self._make_state()
+
+    def run(self, batch: Any, size: int) -> Timeline:
+        """Go through a step of one size.
+
+        Args:
+            batch: Its samples, on the device.
+            size: How many they are.
+        """
+        timeline, arrived = self._gone_through(batch, size)
+        used = [parameter for parameter in self._trainable if id(parameter) in arrived]
+        if len(used) == len(self._trainable):
+            return timeline
+        # Those that a step gives no gradient have none, and no state of the optimizer.
+        for parameter in self._trainable:
+            if id(parameter) not in arrived:
+                self._step.optimizer.state.pop(parameter, None)
+        self._trainable, self._update = used, None
+        return self._gone_through(batch, size)[0]
+
+    def _gone_through(self, batch: Any, size: int) -> tuple[Timeline, set[int]]:
+        step = self._step
+        self._make_gradients()
+        arrived: set[int] = set()
+        watches = [_watched(parameter, arrived) for parameter in self._trainable]
+        ledger = Ledger(size, self._device.type, self._workspace_of, lambda: step.phase)
+        ledger.hold(step.parameters, Category.PARAMETERS)
+        ledger.hold((buffer for module in step.objective.modules for buffer in module.buffers()), Category.BUFFERS)
+        ledger.hold((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENTS)
+        ledger.hold(_state_of(step.optimizer), Category.OPTIMIZER)
+        ledger.hold(Piece(batch).tensors(), Category.INPUTS)
+        following = copied(batch) if self._transfers else None
+        if following is not None:
+            ledger.hold(Piece(following).tensors(), Category.INPUTS)
+        ledger.enter("forward")
+        step.phase = "forward"
+        is_cuda = self._device.type == "cuda"
+        with without_driver() if is_cuda else nullcontext(), CudaCalls() if is_cuda else nullcontext(), ledger:
+            step.accumulate(batch, size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
+            step.phase = "optimizer"
+            ledger.enter("optimizer")
+            self._make_update(ledger.timeline)
+        for watch in watches:
+            watch.remove()
+        step.clear_gradients()
+        return ledger.timeline, arrived
+
+    def _make_gradients(self) -> None:
+        for parameter in self._trainable:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def _make_state(self) -> None:
+        """Make the optimizer's state, as the first update does."""
+        self._make_gradients()
+        optimizer = self._step.optimizer
+        with _one_of_each(optimizer, lists_too=True) as others:
+            optimizer.step()
+        if not others:
+            return
+        made = dict(optimizer.state)
+        optimizer.state.clear()
+        # In the parameters' order, in which an allocator would be asked for it.
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            one = others.get(parameter, parameter)
+            if one in made:
+                optimizer.state[parameter] = made[one] if one is parameter else _copied(made[one])
+
+    def _make_update(self, timeline: Timeline) -> None:
+        """Go through the update: it is the same for every size."""
+        began, known = len(timeline.events), len(timeline.storages)
+        if self._update is not None:
+            events, storages = self._update
+            timeline.storages += storages
+            timeline.events += [event + known if event >= 0 else event - known for event in events]
+            return
+        step = self._step
+        scaler = step.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(step.optimizer)
+        if self._clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(step.parameters, self._clip_grad_norm)
+        # Not by the scaler, which would wait for the device to say whether a gradient has overflowed.
+        with _one_of_each(step.optimizer):
+            step.optimizer.step()
+        if scaler is not None:
+            scaler._per_optimizer_states.clear()
+        events = timeline.events[began:]
+        if all((event if event >= 0 else ~event) >= known for event in events):
+            self._update = [e - known if e >= 0 else e + known for e in events], timeline.storages[known:]
+
+
+@contextmanager
+def _one_of_each(
+    optimizer: torch.optim.Optimizer, *, lists_too: bool = False
+) -> Iterator[dict[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Leave an optimizer only one parameter of each form while entered; yield those left out, with that one.
+
+    PyTorch's own optimizers treat parameters one by one unless they take lists of them; what a step of theirs takes for
+    a moment is then what the largest parameter needs, and hundreds of others need not be gone through.
+
+    Args:
+        optimizer: The optimizer.
+        lists_too: Do so where it takes lists of them as well, since only the state that it leaves is looked at.
+    """
+    others: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    every = [group["params"] for group in optimizer.param_groups]
+    try:
+        if type(optimizer).__module__.startswith("torch.optim."):
+            for group in optimizer.param_groups:
+                if lists_too or not (group.get("foreach") or group.get("fused")):
+                    group["params"] = _distinct(group["params"], others)
+        yield others
+    finally:
+        for group, parameters in zip(optimizer.param_groups, every, strict=True):
+            group["params"] = parameters
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    # Counts of updates have values even here, and are asked for them.
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _distinct(
+    parameters: list[torch.nn.Parameter], others: dict[torch.nn.Parameter, torch.nn.Parameter]
+) -> list[torch.nn.Parameter]:
+    first: dict[Any, torch.nn.Parameter] = {}
+    for parameter in parameters:
+        form = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device, parameter.grad is None)
+        one = first.setdefault(form, parameter)
+        if one is not parameter:
+            others[parameter] = one
+    return list(first.values())
+
+
+def _watched(parameter: torch.nn.Parameter, arrived: set[int]) -> Any:
+    """Note when a parameter gets a gradient; return what ends that."""
+    return parameter.register_post_accumulate_grad_hook(lambda one: arrived.add(id(one)))  # type: ignore[no-untyped-call]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return _tensors(value for state in optimizer.state.values() for value in state.values())
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

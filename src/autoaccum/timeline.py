@@ -1,0 +1,150 @@
+"""What storages of one training step come and go, in order; and what they hold at their peak.
+
+Written by `ledger.py`, read by `estimate.py`. Pure arithmetic: no torch, no device, no rounding. How an allocator makes
+room for such a timeline is in `caching_allocator.py`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+
+
+class Category(Enum):
+    """What a storage holds. Those made within the step are told apart by how long they live."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    INPUTS = "inputs"
+    MADE = "made"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One storage of a timeline.
+
+    Attributes:
+        size_bytes: Its size.
+        category: What it holds.
+        operator: What made it; "" for what was there before the step.
+    """
+
+    size_bytes: int
+    category: Category
+    operator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment at which a timeline holds most.
+
+    Attributes:
+        index: Of the event after which it does.
+        live_bytes: What is held then.
+        alive: Numbers of the storages that are alive then, in the order in which they were made.
+    """
+
+    index: int
+    live_bytes: int
+    alive: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One training step of one size.
+
+    Attributes:
+        size: Samples in its micro-batch.
+        storages: Every storage, by number.
+        events: The number of a storage where it comes; where it goes, its complement (`~number`), which is negative.
+        phases: Where each phase begins: index of its first event, and name. The first is "before".
+    """
+
+    size: int
+    storages: list[Storage] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=lambda: [(0, "before")])
+
+    def phase_at(self, index: int) -> str:
+        """Return the phase in which an event is."""
+        return self.phases[bisect_right(self.phases, index, key=lambda phase: phase[0]) - 1][1]
+
+    def peak(self) -> Peak:
+        """Return the moment at which most is held, the first of several."""
+        live = best = 0
+        at = -1
+        for index, event in enumerate(self.events):
+            if event < 0:
+                live -= self.storages[~event].size_bytes
+            else:
+                live += self.storages[event].size_bytes
+                if live > best:
+                    best, at = live, index
+        return Peak(at, best, self.alive_at(at))
+
+    def alive_at(self, index: int) -> tuple[int, ...]:
+        """Return the numbers of the storages that are alive after an event, in the order in which they came."""
+        alive: dict[int, None] = {}
+        for event in self.events[: index + 1]:
+            if event < 0:
+                del alive[~event]
+            else:
+                alive[event] = None
+        return tuple(alive)
+
+    def with_held(self, size_bytes: int) -> Timeline:
+        """Return the timeline with one more storage held all the time."""
+        number = len(self.storages)
+        storages = [*self.storages, Storage(size_bytes, Category.WORKSPACE)]
+        phases = [self.phases[0], *((start + 1, name) for start, name in self.phases[1:])]
+        return Timeline(self.size, storages, [number, *self.events], phases)
+
+    def kept_for_backward(self) -> set[int]:
+        """Return the numbers of storages that were made in a forward pass and outlived it."""
+        kept: set[int] = set()
+        bounds = [*self.phases, (len(self.events), "end")]
+        for (start, name), (stop, _) in pairwise(bounds):
+            if name != "forward":
+                continue
+            came: set[int] = set()
+            for event in self.events[start:stop]:
+                if event < 0:
+                    came.discard(~event)
+                else:
+                    came.add(event)
+            kept |= came
+        return kept
+
+
+def between(low: Timeline, high: Timeline, size: int) -> Timeline | None:
+    """Return the timeline of another size, where every storage of two timelines is fixed or grows with the samples.
+
+    Args:
+        low: The step of one size.
+        high: The same step of a larger size.
+        size: Samples in the one that is asked for.
+
+    Returns:
+        What a step of that size holds; None where the two do not go through the same operators, or where a storage is
+        neither fixed nor proportional to the samples, so that two sizes do not tell what a third takes.
+    """
+    if low.events != high.events or low.phases != high.phases or len(low.storages) != len(high.storages):
+        return None
+    storages: list[Storage] = []
+    for one, other in zip(low.storages, high.storages, strict=True):
+        if one == other:
+            storages.append(one)
+        elif one.operator == other.operator and _proportional(one, other, low.size, high.size):
+            storages.append(Storage(one.size_bytes * size // low.size, one.category, one.operator))
+        else:
+            return None
+    return Timeline(size, storages, high.events, high.phases)
+
+
+def _proportional(one: Storage, other: Storage, low: int, high: int) -> bool:
+    return one.size_bytes * high == other.size_bytes * low

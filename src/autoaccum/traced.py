@@ -1,0 +1,92 @@
+"""A step that was gone through, and what it holds at its peak on the CPU or on a card.
+
+Timelines come in; an `Estimate` goes out. Nothing is gone through here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoaccum.caching_allocator import Served, serve
+from autoaccum.cuda_rules import cublas_bytes
+from autoaccum.errors import InvalidInputError
+from autoaccum.footprint import Estimate, Footprint
+from autoaccum.timeline import Category
+
+if TYPE_CHECKING:
+    from autoaccum.cards import Card
+    from autoaccum.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A training step that was gone through, for each of a few sizes.
+
+    Attributes:
+        timelines: One a size, ascending.
+        kind: "cpu" or "cuda": whose kernels they were.
+        real_step: Whether real tensors had to be used.
+        notes: What the reader must know about it, each a sentence.
+    """
+
+    timelines: tuple[Timeline, ...]
+    kind: str
+    real_step: bool = False
+    notes: tuple[str, ...] = ()
+
+    def estimate(self, card: Card | None = None) -> Estimate:
+        """Say what the steps hold at their peaks.
+
+        Args:
+            card: The card whose caching allocator serves them; None for exact bytes, as the CPU's allocator counts.
+        """
+        if card is not None and self.kind != "cuda":
+            raise InvalidInputError(
+                f"the step was traced with kind={self.kind!r}, whose kernels are not those of a {card.name}; trace it "
+                "with kind='cuda'"
+            )
+        footprints = tuple(_footprint(timeline, card) for timeline in self.timelines)
+        return Estimate(footprints, self.real_step, self.notes)
+
+
+def _footprint(timeline: Timeline, card: Card | None) -> Footprint:
+    peak = timeline.peak()
+    kept = timeline.kept_for_backward()
+    held = dict.fromkeys(Category, 0)
+    activations = 0
+    for number in peak.alive:
+        storage = timeline.storages[number]
+        held[storage.category] += storage.size_bytes
+        if number in kept:
+            activations += storage.size_bytes
+    peak_bytes = reserved_bytes = peak.live_bytes
+    if card is not None:
+        served = _served(timeline, card)
+        peak_bytes, reserved_bytes = max(peak_bytes, served.peak_bytes), served.reserved_bytes
+    parts = {
+        "parameters_bytes": held[Category.PARAMETERS],
+        "buffers_bytes": held[Category.BUFFERS],
+        "gradients_bytes": held[Category.GRADIENTS],
+        "optimizer_bytes": held[Category.OPTIMIZER],
+        "inputs_bytes": held[Category.INPUTS],
+        "activations_bytes": activations,
+    }
+    return Footprint(
+        size=timeline.size,
+        phase=timeline.phase_at(peak.index),
+        peak_bytes=peak_bytes,
+        reserved_bytes=reserved_bytes,
+        temporary_bytes=peak_bytes - sum(parts.values()),
+        **parts,
+    )
+
+
+def _served(timeline: Timeline, card: Card) -> Served:
+    """Serve a step from a card's memory; where that would not do, from more, so as to say how much."""
+    for_cublas = 2 * cublas_bytes(card.name)
+    step = timeline.with_held(for_cublas)
+    plenty = serve(step)
+    assert plenty is not None
+    # Short of memory the allocator gives its cache back first.
+    return plenty if plenty.reserved_bytes <= card.free_bytes else serve(step, card.free_bytes) or plenty

@@ -1,0 +1,187 @@
+"""What kernels of the CPU take for themselves while they run: one named rule an operator.
+
+An operator, its arguments and its results come in; sizes in bytes go out. Each rule was read off the profiler's memory
+events of the real operator, and its test measures that operator anew (`tests/test_workspace.py`). What is missing here
+takes nothing worth naming. Sizes that hang on the processor are told for the one at hand: oneDNN blocks channels by the
+width of its vectors, and gives each thread buffers of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What one call of an operator takes beside its arguments and results.
+
+    Attributes:
+        steps: Sizes that are held at the same time and given back before the results are made; one group after another.
+        beside: Sizes that are held from the first step until the results are there.
+    """
+
+    steps: tuple[tuple[int, ...], ...] = ()
+    beside: tuple[int, ...] = ()
+
+
+# Floats of one vector register, by which oneDNN blocks channels.
+_LANES = {"AVX512": 16, "AVX2": 8}
+# Up to so many channels the first layer of a network is read in the layout in which it comes.
+_PLAIN_CHANNELS = 4
+_SMALL_KERNEL = 3
+_MKLDNN = ("Mkldnn", "MkldnnTranspose", "MkldnnEmpty")
+
+
+def _lanes() -> int:
+    return _LANES.get(torch.backends.cpu.get_cpu_capability(), 8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """Sizes in bytes of a convolution's tensors as oneDNN blocks them."""
+
+    source: int
+    weight: int
+    result: int
+    plain_source: int
+    plain_weight: int
+    wide_weight: int
+    source_is_read_plain: bool
+    is_channels_last: bool
+    is_strided: bool
+    is_pointwise: bool
+    is_small_groups: bool
+    is_transposed: bool
+    scratch: int
+    backward_scratch: int
+    weight_scratch: int
+
+
+def _blocked(tensor: Tensor, channels: int) -> int:
+    lanes = _lanes()
+    return tensor.nbytes // channels * (math.ceil(channels / lanes) * lanes)
+
+
+def _convolution_of(
+    source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], groups: int, *, transposed: bool
+) -> _Convolution:
+    inputs, outputs = source.shape[1], result.shape[1]
+    of_kernel = weight.shape[2:].numel()
+    strided = any(step > 1 for step in stride)
+    depthwise = groups == inputs == outputs
+    lanes, threads = _lanes(), torch.get_num_threads()
+
+    def padded(channels: int) -> int:
+        return math.ceil(channels / lanes) * lanes
+
+    plain = inputs <= _PLAIN_CHANNELS
+    if depthwise:
+        weight_bytes = weight.nbytes // outputs * padded(outputs)
+    elif groups > 1 or plain:
+        weight_bytes = weight.nbytes
+    else:
+        weight_bytes = weight.nbytes // (inputs * outputs) * padded(inputs) * padded(outputs)
+    pixels = result.shape[2:].numel()
+    channels_last = not result.is_contiguous()
+    scratch = weight_scratch = 0
+    if of_kernel == 1 and strided:
+        scratch += threads * inputs * pixels * source.element_size()  # the pixels that count, gathered
+    half = source.dtype != torch.float32
+    backward_scratch = scratch
+    if of_kernel == 1 and half:
+        # Sums in float32.
+        scratch += threads * padded(outputs) * pixels * 4
+        backward_scratch += threads * padded(inputs) * pixels * 4
+    per_group = inputs // groups
+    small_groups = groups > 1 and per_group < lanes and not (depthwise and max(weight.shape[2:]) <= _SMALL_KERNEL)
+    # Where groups are too small for a vector, each is widened to one, in both dimensions.
+    wide = lanes // per_group if small_groups else 1
+    if half and not (depthwise and not small_groups):
+        image = (source.nbytes // source.shape[0] + result.nbytes // result.shape[0]) * (wide if channels_last else 1)
+        sums = 2 * (weight_bytes * wide * wide if channels_last else weight_bytes)  # in float32
+        # Threads share the samples where those are large, the weights where these are.
+        weight_scratch = sums * (threads if image > sums else 1) + (threads * image if of_kernel > 1 else 0)
+    return _Convolution(
+        source=_blocked(source, inputs),
+        weight=weight_bytes,
+        result=_blocked(result, outputs),
+        plain_source=source.nbytes,
+        plain_weight=weight.nbytes,
+        source_is_read_plain=plain,
+        wide_weight=weight.nbytes * wide * wide,
+        is_channels_last=channels_last,
+        is_strided=strided,
+        is_pointwise=of_kernel == 1,
+        is_small_groups=small_groups,
+        is_transposed=transposed,
+        scratch=scratch,
+        backward_scratch=backward_scratch,
+        weight_scratch=weight_scratch,
+    )
+
+
+def _uses_mkldnn(args: Sequence[Any]) -> bool:
+    return torch._C._select_conv_backend(*args).name in _MKLDNN
+
+
+def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
+    """Arguments and result of a convolution are turned from and into oneDNN's blocked layout."""
+    source, weight, _, stride, _, _, transposed, _, groups = args
+    if not _uses_mkldnn(args):
+        return None
+    of = _convolution_of(source, weight, result, stride, groups, transposed=transposed)
+    if of.is_channels_last:
+        return Workspace(beside=(of.plain_weight, of.plain_weight))
+    read = () if of.source_is_read_plain else (of.source,)
+    return Workspace(
+        steps=((*read, of.weight, of.scratch),), beside=(of.result, of.result) if of.is_transposed else (of.result,)
+    )
+
+
+def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
+    """The two halves of a convolution's backward pass turn their arguments into the blocked layout, each for itself."""
+    gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask = args
+    if not _uses_mkldnn(
+        (source, weight, None, stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
+    ):
+        return None
+    of = _convolution_of(source, weight, gradient, stride, groups, transposed=transposed)
+    made = of.plain_source if mask[0] else 0
+    if of.is_channels_last:
+        return Workspace(steps=((made, of.wide_weight, of.plain_weight, of.plain_weight, of.weight_scratch),))
+    steps: list[tuple[int, ...]] = []
+    if mask[0]:
+        # Once more where there are strides: the result is copied on its way back to the plain layout.
+        again = (of.plain_source,) if of.is_strided else ()
+        steps += [(of.result, of.weight, of.source, of.backward_scratch), (of.source, of.plain_source, *again)]
+    if mask[1]:
+        if of.is_small_groups:
+            steps.append((made, of.weight, of.weight_scratch))
+        else:
+            read = () if of.source_is_read_plain else (of.source,)
+            steps.append((made, of.result, *read, of.weight, of.weight_scratch))
+        steps.append((made, of.weight, of.plain_weight))
+    return Workspace(steps=tuple(steps))
+
+
+_RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
+    _aten.convolution.default: convolution,
+    _aten.convolution_backward.default: convolution_backward,
+}
+
+
+def cpu_workspace(func: Any, args: Sequence[Any], result: Any) -> Workspace | None:
+    """Return what an operator takes for itself on this machine's CPU; None where there is no rule."""
+    rule = _RULES.get(func)
+    return None if rule is None else rule(args, result)

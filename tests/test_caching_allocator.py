@@ -1,0 +1,105 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.caching_allocator import MIB, CachingAllocator, OutOfMemoryError, serve
+from autoaccum.timeline import Category, Storage, Timeline
+
+
+@pytest.mark.parametrize(
+    ("asked", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        # What is left of a large segment is split off only where it is more than 1 MiB.
+        (11 * MIB, 12 * MIB, 12 * MIB),
+    ],
+)
+def test_sizes_are_rounded_and_come_from_segments_of_their_kind(asked, allocated, reserved):
+    allocator = CachingAllocator()
+
+    allocator.allocate(asked)
+
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, reserved)
+
+
+def test_what_was_freed_is_handed_out_again():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB))
+
+    allocator.allocate(20 * MIB)
+
+    assert allocator.reserved_bytes == 30 * MIB
+    assert allocator.allocated_bytes == 20 * MIB
+
+
+def test_best_fit_takes_the_smallest_block_that_does():
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+
+    block = allocator.allocate(19 * MIB + 512)
+
+    assert block.size == 20 * MIB
+
+
+def test_free_neighbours_join():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(40 * MIB))
+    parts = [allocator.allocate(20 * MIB), allocator.allocate(20 * MIB)]
+    for part in parts:
+        allocator.free(part)
+
+    allocator.allocate(40 * MIB)
+
+    assert allocator.reserved_bytes == 40 * MIB
+
+
+def test_cache_is_given_back_before_memory_runs_out():
+    allocator = CachingAllocator(50 * MIB)
+    allocator.free(allocator.allocate(40 * MIB))
+
+    allocator.allocate(50 * MIB)
+
+    assert allocator.reserved_bytes == 50 * MIB
+
+
+def test_memory_runs_out_where_it_is_handed_out():
+    allocator = CachingAllocator(50 * MIB)
+    allocator.allocate(40 * MIB)
+
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(20 * MIB)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB)), max_size=60))
+def test_books_balance_whatever_comes_and_goes(steps):
+    allocator = CachingAllocator()
+    held = []
+    for takes, size in steps:
+        if takes or not held:
+            held.append(allocator.allocate(size))
+        else:
+            allocator.free(held.pop(size % len(held)))
+
+        assert allocator.allocated_bytes == sum(block.size for block in held)
+        assert allocator.allocated_bytes <= allocator.reserved_bytes
+    for block in held:
+        allocator.free(block)
+    allocator.release_cached()
+
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
+
+
+def test_timeline_is_served_within_what_it_needs_and_not_within_less():
+    storages = [Storage(30 * MIB, Category.PARAMETERS), Storage(40 * MIB, Category.MADE)]
+    timeline = Timeline(1, storages, [0, 1, ~1], [(0, "before"), (1, "forward")])
+
+    assert serve(timeline).reserved_bytes == 70 * MIB
+    assert serve(timeline, 70 * MIB) is not None
+    assert serve(timeline, 69 * MIB) is None

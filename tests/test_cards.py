@@ -1,0 +1,103 @@
+"""Cards are found by whatever people call them, and their numbers are possible and have an origin."""
+
+import pytest
+
+from autoaccum.cards import card_named, custom_card, known_cards
+from autoaccum.errors import InvalidInputError
+
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["h100-80gb", "H100 80GB", "h100_80gb", "NVIDIA H100 80GB HBM3", "h100-sxm", " h100 - 80gb "],
+)
+def test_card_is_found_however_it_is_written(name):
+    assert card_named(name).name == "h100-80gb"
+
+
+@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.name)
+def test_every_card_is_found_by_its_own_name(card):
+    assert card_named(card.name) is card
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA L40S", "l40s"),
+    ],
+)
+def test_what_the_driver_calls_a_card_names_it(name, found):
+    assert card_named(name).name == found
+
+
+@pytest.mark.parametrize(
+    ("name", "all_of_them"),
+    [
+        ("a100", ("a100-40gb", "a100-80gb")),
+        ("V100", ("v100-16gb", "v100-32gb")),
+        ("h100", ("h100-80gb", "h100-pcie-80gb", "h100-nvl-94gb")),
+    ],
+)
+def test_name_of_several_cards_is_refused_with_all_of_them(name, all_of_them):
+    with pytest.raises(InvalidInputError) as refused:
+        card_named(name)
+
+    assert all(card in str(refused.value) for card in all_of_them)
+
+
+@pytest.mark.parametrize(("name", "near"), [("a1000-80gb", "a100-80gb"), ("rtx4099", "rtx-4090"), ("l40", "l40s")])
+def test_unknown_name_is_refused_with_a_near_one(name, near):
+    with pytest.raises(InvalidInputError, match=near):
+        card_named(name)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "abacus"])
+def test_name_of_nothing_is_refused(name):
+    with pytest.raises(InvalidInputError, match="device-memory"):
+        card_named(name)
+
+
+@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.name)
+def test_card_has_the_memory_that_its_name_says_less_what_the_driver_keeps(card):
+    sold = {"t4": 16, "rtx-2080-ti": 11, "titan-rtx": 24, "a2": 16, "a10": 24, "a10g": 24, "a30": 24, "a40": 48}
+    sold |= {"rtx-3080": 10, "rtx-3090": 24, "rtx-a6000": 48, "l4": 24, "l40s": 48, "rtx-4080": 16, "rtx-4090": 24}
+    sold |= {"rtx-6000-ada": 48, "rtx-5090": 32}
+    gib = sold[card.name] if card.name in sold else int(card.name.rpartition("-")[2].removesuffix("gb"))
+
+    assert 0.9 * gib * GIB < card.total_bytes < gib * GIB
+    assert 0.9 * card.total_bytes < card.free_bytes < card.total_bytes
+
+
+@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.name)
+def test_every_number_has_an_origin(card):
+    assert card.source.startswith("https://")
+    assert card.basis.startswith(("read from a card", "told by", "worked out"))
+
+
+def test_bfloat16_is_there_from_ampere_on():
+    assert not card_named("t4").bf16
+    assert not card_named("v100-32gb").bf16
+    assert card_named("a100-40gb").bf16
+    assert card_named("rtx-3090").bf16
+
+
+def test_card_of_any_size_can_be_made_up():
+    card = custom_card("24GiB")
+
+    assert card.total_bytes == 24 * GIB
+    assert 0 < card.context_bytes < GIB
+    assert "24GiB" in card.name
+
+
+@pytest.mark.parametrize("text", ["much", "0.5", "50%", "", "-3GiB", "0", "24 bananas", "100MiB"])
+def test_size_that_is_none_is_refused(text):
+    with pytest.raises(InvalidInputError, match="device_memory="):
+        custom_card(text)

@@ -1,0 +1,147 @@
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoaccum.cuda_rules import cuda_workspace
+from autoaccum.cudnn_rules import layouts_without_driver
+from autoaccum.ledger import Ledger
+
+aten = torch.ops.aten
+N, PIXELS = 8, 28
+
+
+@pytest.fixture(autouse=True)
+def fakes():
+    with FakeTensorMode(allow_non_fake_inputs=True), layouts_without_driver():
+        yield
+
+
+def convolution(inputs=64, outputs=128, kernel=3, *, groups=1, dtype=torch.bfloat16, layout=torch.contiguous_format):
+    """Arguments of a convolution on a card that is not there; both are in the same layout."""
+    source = torch.empty(N, inputs, PIXELS, PIXELS, dtype=dtype, device="cuda:0").to(memory_format=layout)
+    weight = torch.empty(outputs, inputs // groups, kernel, kernel, dtype=dtype, device="cuda:0")
+    weight = weight.to(memory_format=layout)
+    return source, weight, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups
+
+
+def forward(source, weight, *options):
+    """What a forward pass takes beside its arguments and its result."""
+    result = aten.convolution(source, weight, None, *options)
+    workspace = cuda_workspace(aten.convolution.default, (source, weight, None, *options), result)
+    return 0 if workspace is None else sum(workspace.beside)
+
+
+def backward(source, weight, *options, mask=(True, True)):
+    """What each half of a backward pass takes, its result included."""
+    gradient = torch.empty_like(aten.convolution(source, weight, None, *options))
+    args = (gradient, source, weight, None, *options, [*mask, False])
+    workspace = cuda_workspace(aten.convolution_backward.default, args, aten.convolution_backward(*args))
+    return [] if workspace is None else [sum(step) for step in workspace.steps]
+
+
+@pytest.mark.parametrize("kernel", [3, 1])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_tensor_cores_read_and_write_is_turned(dtype, groups, kernel):
+    source, weight, *options = convolution(kernel=kernel, groups=groups, dtype=dtype)
+
+    assert forward(source, weight, *options) == 3 * source.nbytes + weight.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_channels_last_is_not_turned(dtype):
+    assert forward(*convolution(dtype=dtype, layout=torch.channels_last)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_channels_last_stays_so_without_a_driver(dtype):
+    source, weight, *options = convolution(dtype=dtype, layout=torch.channels_last)
+    for given in (source, source.contiguous()):
+        result = aten.convolution(given, weight, None, *options)
+
+        assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_few_channels_are_padded_whatever_the_layout(layout):
+    source, weight, *options = convolution(3, 64, layout=layout)
+    turned_result = 0 if layout is torch.channels_last else N * 64 * PIXELS**2 * 2
+
+    assert forward(source, weight, *options) == (source.nbytes + weight.nbytes) // 3 * 8 + turned_result
+
+
+def test_float32_that_is_not_for_tensor_cores_is_not_turned(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+    assert forward(*convolution(dtype=torch.float32)) == 0
+    assert forward(*convolution(dtype=torch.bfloat16)) > 0
+
+
+def test_depthwise_convolution_has_a_kernel_of_its_own():
+    assert forward(*convolution(64, 64, groups=64)) == 0
+    assert backward(*convolution(64, 64, groups=64)) == []
+
+
+def test_source_in_another_layout_than_the_weight_is_copied():
+    source, weight, *options = convolution(layout=torch.channels_last)
+    source = source.contiguous()
+
+    assert forward(source, weight, *options) == source.nbytes
+
+
+def test_backward_pass_turns_what_each_half_reads_and_writes():
+    source, weight, *options = convolution()
+    gradient_bytes = 2 * source.nbytes
+    turned = gradient_bytes + source.nbytes + weight.nbytes
+    of_source, of_weight = backward(source, weight, *options)
+
+    assert of_source == source.nbytes + turned
+    assert source.nbytes + weight.nbytes + turned < of_weight <= source.nbytes + weight.nbytes + turned + (16 << 20)
+
+
+def test_weights_gradient_is_summed_in_parts_even_where_nothing_is_turned():
+    source, weight, *options = convolution(layout=torch.channels_last)
+    tiles = 1 * 5  # 128 outputs, and 64 * 9 numbers for each, by tiles of 128
+
+    assert backward(source, weight, *options, mask=(False, True)) == [
+        weight.nbytes + 132 // tiles * weight.numel() * 4,
+    ]
+
+
+def test_large_weights_are_summed_in_one_part():
+    source, weight, *options = convolution(2048, 2048, layout=torch.channels_last)
+
+    assert backward(source, weight, *options, mask=(False, True)) == [weight.nbytes + weight.numel() * 4]
+
+
+def test_first_layer_has_no_gradient_of_its_input():
+    assert len(backward(*convolution(3, 64), mask=(False, True))) == 1
+
+
+def test_workspace_is_limited_as_cudnn_is_told(monkeypatch):
+    source, weight, *options = convolution()
+    assert forward(source, weight, *options) > 1 << 20
+
+    monkeypatch.setenv("CUDNN_CONV_WSCAP_DBG", "1")
+
+    assert forward(source, weight, *options) == 1 << 20
+
+
+def test_workspace_is_gone_after_the_call():
+    source, weight, *options = convolution()
+
+    with Ledger(N, "cuda", cuda_workspace) as ledger:
+        kept = aten.convolution(source, weight, None, *options)
+
+    taken = forward(source, weight, *options)
+    assert ledger.timeline.peak().live_bytes == kept.nbytes + taken
+    assert sum(ledger.timeline.storages[number].size_bytes for number in ledger.timeline.alive_at(10**9)) == kept.nbytes
+
+
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_convolutions_of_other_dimensions_have_the_same_rule(dimensions):
+    source = torch.empty(N, 64, *[4] * dimensions, dtype=torch.bfloat16, device="cuda:0")
+    weight = torch.empty(128, 64, *[1] * dimensions, dtype=torch.bfloat16, device="cuda:0")
+    options = [1] * dimensions, [0] * dimensions, [1] * dimensions, False, [0] * dimensions, 1
+
+    assert forward(source, weight, *options) == 3 * source.nbytes + weight.nbytes

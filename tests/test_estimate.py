@@ -1,0 +1,476 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from allocations import real_peak
+from autoaccum.cards import Card
+from autoaccum.errors import InvalidInputError
+from autoaccum.estimate import estimate_step, trace_step
+from autoaccum.fallback import checkpointed, offloaded
+from autoaccum.memory import Simulated
+
+CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
+
+
+def mlp(width=2048):
+    return nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(width), nn.Linear(width, 10))
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+def attention():
+    layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(2560, 10))
+
+
+CASES = {
+    "mlp": (mlp, (64,)),
+    "convolutional": (convolutional, (3, 32, 32)),
+    "attention": (attention, (10, 256)),
+}
+
+
+def batch_of(shape, samples=8):
+    return torch.randn(samples, *shape), torch.randint(10, (samples,))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_estimate_is_what_a_real_step_allocates(name, precision):
+    make, shape = CASES[name]
+    model, batch = make(), batch_of(shape, 16)
+
+    predicted = estimate_step(model, batch, precision=precision).footprints[-1]
+
+    assert predicted.peak_bytes == pytest.approx(real_peak(model, batch, precision=precision), rel=0.01)
+
+
+def test_estimate_leaves_model_and_optimizer_as_they_are():
+    model, batch = mlp(), batch_of((64,))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+
+    estimate_step(model, batch, optimizer=optimizer)
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_model_made_by_a_function_has_the_estimate_of_the_model():
+    batch = batch_of((3, 32, 32))
+
+    made, given = estimate_step(convolutional, batch), estimate_step(convolutional(), batch)
+
+    assert made == given
+
+
+def test_parts_add_up_to_the_peak():
+    (footprint,) = estimate_step(mlp(), batch_of((64,)), sizes=[8]).footprints
+
+    parts = [getattr(footprint, name) for name in footprint.__dataclass_fields__ if name.endswith("_bytes")]
+    assert sum(parts) == 2 * footprint.peak_bytes + footprint.reserved_bytes
+    assert footprint.optimizer_bytes >= 2 * footprint.parameters_bytes
+    assert footprint.gradients_bytes == footprint.parameters_bytes
+
+
+def test_options_of_an_optimizer_are_carried_over():
+    model, batch = mlp(), batch_of((64,))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    heavy = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    without, with_momentum = (estimate_step(model, batch, optimizer=o).footprints[-1] for o in (plain, heavy))
+
+    assert without.optimizer_bytes == 0
+    assert with_momentum.optimizer_bytes == with_momentum.parameters_bytes
+
+
+def test_parameters_without_a_gradient_have_neither_gradient_nor_state():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 10), nn.Linear(500, 500)
+
+        def forward(self, x):
+            return self.used(x)
+
+    footprint = estimate_step(Unused(), batch_of((64,))).footprints[-1]
+
+    assert footprint.gradients_bytes == 4 * (64 * 10 + 10)
+
+
+def test_frozen_parameters_have_no_gradient():
+    model = mlp()
+    model[0].requires_grad_(requires_grad=False)
+
+    footprint = estimate_step(model, batch_of((64,))).footprints[-1]
+
+    assert footprint.gradients_bytes == footprint.parameters_bytes - 4 * (64 * 2048 + 2048)
+
+
+def test_sizes_between_two_are_told_as_if_they_had_been_gone_through():
+    batch = batch_of((3, 32, 32))
+
+    told = estimate_step(convolutional(), batch, sizes=[2, 5, 16]).footprints[1]
+
+    assert told == estimate_step(convolutional(), batch, sizes=[5]).footprints[0]
+
+
+def test_default_sizes_reach_from_one_to_the_largest():
+    estimate = estimate_step(mlp(), batch_of((64,)), most=100)
+
+    assert [footprint.size for footprint in estimate.footprints] == [1, 2, 50, 100]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_card_is_predicted_where_there_is_none(name, precision):
+    make, shape = CASES[name]
+
+    footprint = estimate_step(make, batch_of(shape), card=CARD, precision=precision, clip_grad_norm=1.0).footprints[-1]
+
+    assert 0 < footprint.peak_bytes <= footprint.reserved_bytes
+    assert footprint.reserved_bytes % 2**21 == 0
+
+
+def test_next_micro_batch_is_on_its_way_to_a_card():
+    model, (inputs, targets) = mlp(), batch_of((64,))
+
+    on_card = estimate_step(model, (inputs, targets), card=CARD).footprints[-1]
+
+    assert on_card.inputs_bytes == 2 * (inputs.nbytes + targets.nbytes)
+
+
+def test_attention_on_a_card_keeps_no_scores():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(64, 192)
+
+        def forward(self, x):
+            parts = self.project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(*parts).sum()
+
+    def peak(length):
+        batch = torch.randn(2, length, 64)
+        return estimate_step(Attention(), batch, card=CARD, precision="bf16").footprints[-1].activations_bytes
+
+    # Scores grow with the square of the length.
+    assert peak(2048) < 2.2 * peak(1024)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(dropout), nn.Linear(512, 64))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Blocks(nn.Module):
+    """A stack of equal blocks, which may be checkpointed."""
+
+    def __init__(self, *, recompute=False, dropout=0.0):
+        super().__init__()
+        self.recompute, self.head = recompute, nn.Linear(64, 10)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
+
+
+def peak_of(model, samples=1024, **options):
+    return trace_step(model, batch_of((64,), samples), sizes=[samples], **options).estimate().footprints[-1].peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputed_blocks_take_less(kind, precision):
+    plain, recomputed = (
+        peak_of(Blocks(recompute=recompute, dropout=0.1), kind=kind, precision=precision) for recompute in (False, True)
+    )
+
+    assert recomputed < 0.5 * plain
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_take_as_much_on_a_card_as_on_the_cpu(recompute):
+    # In the one the next micro-batch is on its way.
+    following = 1024 * (64 * 4 + 8)
+
+    on_card = peak_of(Blocks(recompute=recompute), kind="cuda") - following
+
+    assert on_card == pytest.approx(peak_of(Blocks(recompute=recompute)), rel=0.02)
+
+
+class Reentrant(Blocks):
+    """Checkpointed by the older kind, which makes a backward pass within the backward pass."""
+
+    def __init__(self):
+        super().__init__(dropout=0.1)
+        self.first = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_reentrant_checkpoints_are_gone_through_for_cards_too(precision):
+    following = 1024 * (64 * 4 + 8)
+
+    on_card = peak_of(Reentrant(), kind="cuda", precision=precision) - following
+
+    assert on_card == pytest.approx(peak_of(Reentrant(), precision=precision), rel=0.05)
+
+
+def test_estimate_of_recomputed_blocks_is_what_a_real_step_allocates():
+    model = Blocks(recompute=True, dropout=0.1)
+
+    assert peak_of(model) == pytest.approx(real_peak(model, batch_of((64,), 1024)), rel=0.01)
+
+
+def checkpointing(model):
+    return checkpointed([model], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_model_is_gone_through_as_it_is_adapted(kind, precision):
+    model, options = Blocks(), {"kind": kind, "precision": precision}
+
+    adapted, made = (peak_of(given, adapt=checkpointing, **options) for given in (model, Blocks))
+
+    assert adapted == made == pytest.approx(peak_of(Blocks(recompute=True), **options), rel=0.02)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates():
+    model = Blocks(dropout=0.1)
+
+    predicted = peak_of(model, adapt=checkpointing)
+
+    with checkpointing(model):
+        assert predicted == pytest.approx(real_peak(model, batch_of((64,), 1024)), rel=0.01)
+
+
+def test_model_that_branches_on_values_is_adapted_too():
+    class Stack(Blocks):
+        def forward(self, x):
+            return super().forward(x) if x.sum() < 1e9 else x
+
+    plain, adapted = (trace_step(Stack(), batch_of((64,), 256), adapt=adapt) for adapt in (None, checkpointing))
+
+    assert plain.real_step
+    assert adapted.estimate().footprints[-1].activations_bytes < plain.estimate().footprints[-1].activations_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_kept_on_the_host_is_not_on_the_card(precision):
+    card = Simulated(2**60, torch.device("cuda", 0))
+
+    plain = peak_of(Blocks(), kind="cuda", precision=precision)
+    kept_on_host = peak_of(Blocks(), kind="cuda", precision=precision, adapt=lambda model: offloaded([model], card))
+
+    assert kept_on_host < 0.5 * plain
+
+
+def test_language_model_says_which_length_was_assumed():
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+        def forward(self, tokens):
+            return self.head(self.embed(tokens)).transpose(1, 2)
+
+    tokens = torch.randint(50, (4, 33))
+
+    assert any("33" in note for note in estimate_step(Language(), (tokens, tokens)).notes)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(10)
+
+    def forward(self, x):
+        y = self.norm(self.layer(x))
+        return y * 2 if y.sum() > 0 else y
+
+
+@pytest.mark.parametrize("card", [None, CARD])
+def test_model_that_branches_on_values_is_answered_by_a_real_step(card):
+    model = Branching()
+    before = model.norm.running_mean.clone()
+
+    estimate = estimate_step(model, batch_of((64,)), card=card)
+
+    assert estimate.real_step
+    assert "branches on values" in estimate.notes[0]
+    assert torch.equal(model.norm.running_mean, before)
+    # One sample is refused by its BatchNorm.
+    assert estimate.footprints[0].size == 2
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(64, 32, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver it can be gone through")
+def test_operator_that_asks_for_a_driver_is_answered_by_a_real_step():
+    estimate = estimate_step(Recurrent(), batch_of((5, 64)), card=CARD)
+
+    assert estimate.real_step
+    assert "CUDA driver" in estimate.notes[0]
+    assert estimate.footprints[-1].peak_bytes > 0
+
+
+@pytest.mark.parametrize("card", [None, CARD])
+def test_branching_model_that_a_function_makes_is_made_anew_for_a_real_step(card):
+    batch = batch_of((64,))
+    before = torch.get_rng_state()
+
+    estimate = estimate_step(Branching, batch, card=card)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert estimate.real_step
+    assert "branches on values" in estimate.notes[0]
+    assert estimate.footprints == estimate_step(Branching(), batch, card=card).footprints
+
+
+def test_branching_model_on_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = Branching()
+
+    with pytest.raises(InvalidInputError, match="pass the model itself"):
+        estimate_step(model, batch_of((64,)))
+
+
+class Huge(Branching):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.table = nn.Parameter(torch.empty(10, 10**11))
+
+    def forward(self, x):
+        return super().forward(x) + self.table[:, :1].T
+
+
+def test_branching_model_that_is_too_large_for_a_real_step_is_refused():
+    with pytest.raises(InvalidInputError, match=r"a real step takes 18\.2 TiB or more"):
+        estimate_step(Huge, batch_of((64,)))
+
+
+def test_operator_without_a_fake_form_is_named():
+    @torch.library.custom_op("autoaccum_tests::mystery", mutates_args=())
+    def mystery(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    torch.library.register_autograd("autoaccum_tests::mystery", lambda _, grad: grad)
+
+    class Mysterious(nn.Linear):
+        def forward(self, x):
+            return mystery(super().forward(x))
+
+    estimate = estimate_step(Mysterious(64, 10), batch_of((64,)))
+
+    assert estimate.real_step
+    assert "autoaccum_tests" in estimate.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "tpu"}, "kind='tpu'"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"most": 0}, "most"),
+        ({"sizes": [0]}, "sizes"),
+    ],
+)
+def test_bad_arguments_are_refused(options, said):
+    with pytest.raises(InvalidInputError, match=said):
+        trace_step(mlp(), batch_of((64,)), **options)
+
+
+def test_step_of_the_cpu_is_not_served_by_a_card():
+    with pytest.raises(InvalidInputError, match="kind='cuda'"):
+        trace_step(mlp(), batch_of((64,))).estimate(CARD)
+
+
+def test_function_that_makes_no_model_is_refused():
+    with pytest.raises(InvalidInputError, match="Module"):
+        estimate_step(lambda: 3, batch_of((64,)))
+
+
+@pytest.mark.parametrize(
+    "width",
+    [lambda: int(torch.tensor(64)), lambda: torch.full((1,), 64).tolist()[0], lambda: len(torch.ones(64).numpy())],
+)
+def test_function_that_reads_values_makes_its_model_on_the_cpu(width):
+    estimate = estimate_step(lambda: nn.Linear(64, width()), batch_of((64,)))
+
+    assert any("made on the CPU" in note for note in estimate.notes)
+    assert estimate.footprints == estimate_step(nn.Linear(64, 64), batch_of((64,))).footprints
+
+
+def test_error_of_the_function_that_makes_the_model_arrives_as_it_was_raised():
+    def make():
+        raise LookupError("no such weights")
+
+    with pytest.raises(LookupError, match="no such weights"):
+        estimate_step(make, batch_of((64,)))
+
+
+def test_making_a_model_leaves_random_state_as_it_was():
+    batch, before = batch_of((64,)), torch.random.get_rng_state()
+
+    estimate_step(lambda: nn.Linear(64, int(torch.tensor(64))), batch)
+
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["vit_b_32", "swin_t"])
+def test_stock_vision_transformers_need_no_real_step(name):
+    models = pytest.importorskip("torchvision").models
+
+    estimate = estimate_step(getattr(models, name), batch_of((3, 224, 224), 2), sizes=[2])
+
+    assert not estimate.real_step
+
+
+def test_huge_model_takes_no_memory():
+    psutil = pytest.importorskip("psutil")
+    before = psutil.Process().memory_info().rss
+
+    estimate = estimate_step(
+        lambda: nn.Sequential(*(nn.Linear(40_000, 40_000) for _ in range(40))), torch.randn(2, 40_000),
+        loss=lambda outputs, _: outputs.mean(), card=CARD, precision="bf16",
+    )  # fmt: skip
+
+    assert estimate.footprints[-1].parameters_bytes > 200e9
+    assert psutil.Process().memory_info().rss - before < 500 * 2**20

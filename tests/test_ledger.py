@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from autoaccum.ledger import Ledger
+from autoaccum.timeline import Category
+from autoaccum.workspace import Workspace
+
+FLOATS = 4
+
+
+def sizes(ledger):
+    """What came (+) and went (-), in order."""
+    stored = ledger.timeline.storages
+    return [stored[event].size_bytes if event >= 0 else -stored[~event].size_bytes for event in ledger.timeline.events]
+
+
+def test_results_come_and_go_and_views_do_not_count():
+    with Ledger(1, "cpu") as ledger:
+        x = torch.ones(10)
+        view = x.view(2, 5)[1]
+        del x
+        y = view + 1
+        del view, y
+
+    assert sizes(ledger) == [40, 20, -40, -20]
+
+
+def test_what_was_there_before_keeps_its_category():
+    parameter = torch.nn.Parameter(torch.ones(10))
+    ledger = Ledger(1, "cpu")
+    ledger.hold([parameter, parameter.data], Category.PARAMETERS)
+
+    with ledger:
+        parameter.data.mul_(2)
+
+    assert [(s.size_bytes, s.category) for s in ledger.timeline.storages] == [(40, Category.PARAMETERS)]
+
+
+def test_activations_go_when_backward_has_used_them():
+    weight = torch.ones(10, requires_grad=True)
+    with Ledger(1, "cpu") as ledger:
+        (weight.exp() * 2).sum().backward()
+        weight.grad = None
+
+    assert sum(sizes(ledger)) == 0
+
+
+def test_storages_elsewhere_do_not_count():
+    with Ledger(1, "cpu") as ledger:
+        kept = torch.empty(10, device="meta")
+
+    assert sizes(ledger) == []
+    del kept
+
+
+def test_storage_that_is_resized_is_counted_anew():
+    with Ledger(1, "cpu") as ledger:
+        kept = torch.empty(10)
+        kept.resize_(30)
+
+    assert sizes(ledger) == [40, -40, 120]
+
+
+def test_phases_are_noted_where_they_begin():
+    phase = "forward"
+    with Ledger(1, "cpu", phase=lambda: phase) as ledger:
+        first = torch.ones(1)
+        phase = "backward"
+        second = torch.ones(1)
+
+    assert ledger.timeline.phases == [(0, "before"), (0, "forward"), (1, "backward")]
+    del first, second
+
+
+def test_workspace_is_held_before_or_beside_the_results():
+    def workspace_of(func, args, result):
+        return Workspace(steps=((1, 2), (3,)), beside=(7,)) if func is torch.ops.aten.mul.Tensor else None
+
+    x = torch.ones(10)
+    with Ledger(1, "cpu", workspace_of) as ledger:
+        y = x * x
+
+    assert sizes(ledger) == [7, 1, 2, -1, -2, 3, -3, 40, -7]
+    del y
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_count_with_indices_and_values():
+    with Ledger(1, "cpu") as ledger:
+        embedding = torch.nn.Embedding(100, 8, sparse=True)
+        embedding(torch.tensor([1, 2])).sum().backward()
+        kept = [s.size_bytes for s in ledger.timeline.storages]
+
+    assert 2 * 8 * FLOATS in kept
