@@ -1,0 +1,53 @@
+"""The names under which `autoaccum run` and the processes that it starts tell each other things.
+
+Read here is only what `fit` obeys: the most samples that may be on one device at once.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_MICRO_BATCH = "AUTOACCUM_MAX_MICRO_BATCH"
+MICRO_BATCH = "AUTOACCUM_MICRO_BATCH"
+ACCUM_STEPS = "AUTOACCUM_ACCUM_STEPS"
+TARGET_BATCH = "AUTOACCUM_TARGET_BATCH"
+WORLD_SIZE = "AUTOACCUM_WORLD_SIZE"
+ATTEMPT = "AUTOACCUM_ATTEMPT"
+REASON_FILE = "AUTOACCUM_REASON_FILE"
+
+# No batch has as many digits; `int` refuses numbers of thousands of them with an error of its own.
+_MOST_DIGITS = 18
+
+
+def max_micro_batch(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the most samples that may be on one device at once, as a wrapper has set it; None where none has.
+
+    Args:
+        environment: The variables of this process; others in tests.
+
+    Raises:
+        InvalidInputError: The variable is set to something else than a whole number of samples.
+    """
+    return positive_int(MAX_MICRO_BATCH, environment)
+
+
+def positive_int(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return a variable that holds a whole number of at least 1; None where it is not set.
+
+    Raises:
+        InvalidInputError: It holds something else.
+    """
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) >= 1):
+        raise InvalidInputError(
+            f"the environment variable {name}={text!r} is no whole number of at least 1; set it to one, or unset it"
+        )
+    return int(text)

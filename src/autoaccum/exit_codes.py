@@ -1,0 +1,109 @@
+"""What a process's exit code says, and how errors become one: one table for every command.
+
+Text for people goes to stderr, and an error of autoaccum's own is one line there. What is no such error keeps its
+traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import typer
+
+from autoaccum.errors import (
+    AutoaccumError,
+    CheckpointError,
+    DeviceLostError,
+    DoesNotFitError,
+    InvalidInputError,
+    RankFailedError,
+    StateDamagedError,
+)
+from autoaccum.jobs import load_recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from autoaccum.jobs import Job
+
+
+class ExitCode(enum.IntEnum):
+    """What the process's exit code says; `--help` and docs/cli.md spell them out."""
+
+    DONE = 0
+    UNEXPECTED = 1
+    USAGE = 2
+    BAD_INPUT = 3
+    DOES_NOT_FIT = 4
+    DAMAGED = 5
+    SMALLER = 6
+    NO_DEVICE = 7
+    START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+EPILOG = (
+    "Exit codes: 0 done, or it fits; 1 unexpected error, with its traceback; 2 command line not understood; "
+    "3 bad input or recipe; 4 does not fit in memory; "
+    "5 device lost, state damaged or another rank failed, start a new process; "
+    "6 fits, but only in smaller micro-batches than required; 7 device busy or missing (report); "
+    "75 start again from the checkpoint, with a smaller cut; 130 interrupted; 143 ended by SIGTERM. "
+    "run passes on the exit code of its command."
+)
+
+
+@contextlib.contextmanager
+def errors_as_exit_codes() -> Iterator[None]:
+    """Turn what autoaccum raises into a message and an exit code; everything else keeps its traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain("interrupted")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except AutoaccumError as error:
+        complain(f"error: {error}")
+        for note in getattr(error, "__notes__", ()):
+            complain(note.removeprefix("autoaccum: "))
+        raise typer.Exit(code_for(error)) from None
+
+
+def complain(text: str) -> None:
+    """Say something to the person at the terminal, or in the log."""
+    typer.echo(f"autoaccum: {text}", err=True)
+
+
+def code_for(error: AutoaccumError) -> ExitCode:
+    """Return the exit code that says what an error says."""
+    if isinstance(error, InvalidInputError | CheckpointError):
+        return ExitCode.BAD_INPUT
+    if isinstance(error, DoesNotFitError):
+        return ExitCode.DOES_NOT_FIT
+    if isinstance(error, DeviceLostError | StateDamagedError | RankFailedError):
+        return ExitCode.DAMAGED
+    return ExitCode.UNEXPECTED
+
+
+def loaded(recipe: str) -> Job:
+    """Load a recipe, and show the traceback of one that raises.
+
+    Raises:
+        InvalidInputError: It cannot be used.
+    """
+    with recipes_told():
+        return load_recipe(recipe)
+
+
+@contextlib.contextmanager
+def recipes_told() -> Iterator[None]:
+    """Show the traceback of a recipe that raises: the message alone would not tell its author where."""
+    try:
+        yield
+    except InvalidInputError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__, file=sys.stderr)
+        raise

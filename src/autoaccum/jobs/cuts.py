@@ -1,0 +1,98 @@
+"""How a script that cuts by itself is told to cut: a target batch in, a micro-batch that divides it out. Pure.
+
+Such a script knows one size and a number of steps, so `micro_batch x accum_steps x world_size` has to be the target
+batch exactly: sizes are divisors of a rank's share. Nothing is rounded; where a target leaves a poor choice, that is
+said, with a target beside it that leaves a better one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.planner import MOST_STEPS_FOR_EQUAL_SIZES, shrink
+from autoaccum.records import check_positive_int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one update of a script is made of: `micro_batch * accum_steps * world_size == target_batch`.
+
+    Attributes:
+        target_batch: Samples an update, over all ranks.
+        micro_batch: Samples at once, on one rank.
+        accum_steps: Micro-batches a rank runs for an update.
+        world_size: Ranks.
+    """
+
+    target_batch: int
+    micro_batch: int
+    accum_steps: int
+    world_size: int
+
+    @property
+    def share(self) -> int:
+        """Samples an update, on one rank."""
+        return self.micro_batch * self.accum_steps
+
+    def __str__(self) -> str:
+        ranks = "" if self.world_size == 1 else f" on each of {self.world_size} ranks"
+        steps = f"micro-batches of {self.micro_batch} samples, {self.accum_steps} an update{ranks}"
+        return f"target batch {self.target_batch}: {steps}"
+
+
+def cut_within(target_batch: int, world_size: int, most: int | None = None) -> Cut:
+    """Return the cut into the largest equal micro-batches.
+
+    Args:
+        target_batch: Samples an update, over all ranks.
+        world_size: Ranks.
+        most: The most samples at once on one rank; None for as many as its share.
+
+    Raises:
+        InvalidInputError: A number is not a positive int, or the ranks cannot have equal shares.
+    """
+    check_positive_int("target_batch", target_batch)
+    check_positive_int("world_size", world_size)
+    share, rest = divmod(target_batch, world_size)
+    if rest:
+        near = [samples for samples in (share * world_size, (share + 1) * world_size) if samples]
+        raise InvalidInputError(
+            f"target_batch={target_batch} cannot be shared equally by world_size={world_size} ranks; choose a multiple "
+            f"of {world_size}, such as {' or '.join(map(str, near))}"
+        )
+    size = _largest_divisor(share, share if most is None else check_positive_int("micro_batch", most))
+    return Cut(target_batch, size, share // size, world_size)
+
+
+def smaller(cut: Cut, failed: int) -> Cut | None:
+    """Return the next cut to try where `failed` samples at once ran out of memory; None where there is none."""
+    most = shrink(cut.share, min(failed, cut.micro_batch))
+    return None if most is None else cut_within(cut.target_batch, cut.world_size, most)
+
+
+def smaller_cap(failed: int) -> int | None:
+    """Return the next cap for a command whose target batch is not known: half of what failed; None below 1."""
+    return failed // 2 or None
+
+
+def remark(cut: Cut, most: int) -> str | None:
+    """Say where the target batch leaves a poor choice of sizes, and which one near it would not.
+
+    Args:
+        cut: The cut that was chosen.
+        most: The most samples at once that were allowed.
+    """
+    fewest = -(-cut.share // most)
+    if cut.accum_steps <= MOST_STEPS_FOR_EQUAL_SIZES * fewest:
+        return None
+    better = round(cut.share / fewest) * fewest * cut.world_size
+    return (
+        f"of the sizes up to {most} only {cut.micro_batch} divides the {cut.share} samples of a rank, which takes "
+        f"{cut.accum_steps} micro-batches where {fewest} would do; --target-batch {better} would be cut better"
+    )
+
+
+def _largest_divisor(share: int, most: int) -> int:
+    # By the number of parts: what is wanted is near the fewest, and that is found at once for all but bad targets.
+    return next(share // parts for parts in range(-(-share // min(most, share)), share + 1) if share % parts == 0)

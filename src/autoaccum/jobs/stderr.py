@@ -1,0 +1,138 @@
+"""What a command writes to stderr, on its way to ours: every byte passed on as it comes, the end of it kept to be read.
+
+Where our stderr is a terminal the command's is one too (a pseudo-terminal of the same size), so that it draws its
+progress bars; else it is a pipe. Stdin and stdout are not touched at all: the command has ours. So the streams stay
+apart, but where both go to the same file their order is only that in which bytes arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+from typing import Self
+
+try:
+    import fcntl
+    import pty
+    import termios
+except ImportError:  # Windows, where nothing here is used, but imported
+    pass
+
+# As much as can be written without waiting to a pipe of which poll says that there is room (PIPE_BUF on Linux).
+_CHUNK_BYTES = 4096
+# A traceback of each rank of a node, many times over.
+_TAIL_BYTES = 1 << 18
+# What was written before the end arrives a moment later through a pseudo-terminal.
+_QUIET_MS = 100
+
+
+class Stderr:
+    """One command's stderr.
+
+    Attributes:
+        theirs: The descriptor for the command.
+        ours: The descriptor to read from; None once nothing more can come.
+    """
+
+    def __init__(self, target: int | None = None) -> None:
+        self._target = sys.__stderr__.fileno() if target is None and sys.__stderr__ is not None else target
+        self._tail = bytearray()
+        self._pending = b""
+        self._is_terminal = self._target is not None and os.isatty(self._target)
+        self.ours: int | None
+        self.ours, self.theirs = pty.openpty() if self._is_terminal else os.pipe()
+        if self._is_terminal:
+            self._resemble()
+        os.set_blocking(self.ours, False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hand_over()
+        self._close()
+
+    @property
+    def tail(self) -> str:
+        """The end of what was written."""
+        return bytes(self._tail).decode(errors="replace").replace("\r\n", "\n")
+
+    def hand_over(self) -> None:
+        """Close the command's end here, once the command has it."""
+        if self.theirs >= 0:
+            os.close(self.theirs)
+            self.theirs = -1
+
+    def resize(self) -> None:
+        """Give the command's terminal the size of ours."""
+        if self._is_terminal and self.ours is not None and self._target is not None:
+            with contextlib.suppress(OSError):
+                size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, bytes(8))
+                fcntl.ioctl(self.ours, termios.TIOCSWINSZ, size)
+
+    def waits_for(self) -> tuple[int, int] | None:
+        """Return the descriptor and the event of `select.poll` for which the next `work` waits; None for nothing."""
+        if self._pending:
+            assert self._target is not None
+            return self._target, select.POLLOUT
+        return None if self.ours is None else (self.ours, select.POLLIN)
+
+    def work(self) -> None:
+        """Pass on some of what has come, once what `waits_for` tells is there; this does not wait."""
+        if self._pending:
+            self._write()
+        elif self.ours is not None:
+            self._read(self.ours)
+
+    def drain(self) -> None:
+        """Pass on what is still on its way once the command has ended; what others write later is not waited for."""
+        while (waits := self.waits_for()) is not None:
+            poll = select.poll()
+            poll.register(*waits)
+            if not poll.poll(None if self._pending else _QUIET_MS):
+                return
+            self.work()
+
+    def _read(self, ours: int) -> None:
+        try:
+            data = os.read(ours, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:  # a terminal that nobody holds any more
+            data = b""
+        if not data:
+            self._close()
+            return
+        self._tail += data
+        if len(self._tail) > 2 * _TAIL_BYTES:
+            del self._tail[:-_TAIL_BYTES]
+        if self._target is not None:
+            self._pending = data
+
+    def _write(self) -> None:
+        assert self._target is not None
+        try:
+            self._pending = self._pending[os.write(self._target, self._pending) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            # Nobody reads it. The command learns of that as it would without us: by its own next write.
+            self._pending = b""
+            self._close()
+
+    def _close(self) -> None:
+        if self.ours is not None:
+            os.close(self.ours)
+            self.ours = None
+
+    def _resemble(self) -> None:
+        """Make the pseudo-terminal like ours, but that it changes nothing: ours makes line ends, once."""
+        assert self._target is not None
+        with contextlib.suppress(termios.error):
+            settings = termios.tcgetattr(self._target)
+            settings[1] &= ~termios.OPOST
+            settings[3] &= ~termios.ECHO
+            termios.tcsetattr(self.theirs, termios.TCSANOW, settings)
+        self.resize()

@@ -1,0 +1,75 @@
+"""How many ranks a command is going to have: from the launcher inside it, or from the variables around it.
+
+`torchrun` (and `python -m torch.distributed.run`) is understood by its own options and by the PET_ variables that stand
+for them. What can only be known on the machine it runs on, or changes while it runs, is asked for instead of guessed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoaccum.environment import positive_int
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic")
+
+
+def world_size_of(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks that share a target batch; 1 where nothing says more.
+
+    Args:
+        command: The command as it is written.
+        environment: The variables that it will see.
+
+    Raises:
+        InvalidInputError: The launcher's options leave the number open, or a variable holds no number.
+    """
+    options = _launcher_options(command)
+    if options is None:
+        return positive_int("WORLD_SIZE", environment) or positive_int("SLURM_NTASKS", environment) or 1
+    nodes = _option(options, "nnodes", environment) or "1"
+    here = _option(options, "nproc-per-node", environment) or "1"
+    return _number(nodes, "--nnodes", {}) * _number(here, "--nproc-per-node", _counts())
+
+
+def _launcher_options(command: Sequence[str]) -> Sequence[str] | None:
+    """Return what follows the launcher in a command; None where there is none."""
+    for index, argument in enumerate(command):
+        is_module = index > 0 and command[index - 1] == "-m" and argument in _MODULES
+        if is_module or Path(argument).name == "torchrun":
+            return command[index + 1 :]
+    return None
+
+
+def _option(options: Sequence[str], name: str, environment: Mapping[str, str]) -> str | None:
+    spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
+    for index, argument in enumerate(options):
+        before, equals, value = argument.partition("=")
+        if before in spellings:
+            return value if equals else next(iter(options[index + 1 : index + 2]), None)
+    return environment.get(f"PET_{name.replace('-', '_').upper()}")
+
+
+def _counts() -> dict[str, int]:
+    """What torchrun makes of words: as many processes as there are devices. Counting them makes no context."""
+    cards = torch.accelerator.device_count()
+    processors = os.cpu_count() or 1
+    return {"cpu": processors, "auto": cards or processors} | ({"gpu": cards, "xpu": cards} if cards else {})
+
+
+def _number(text: str, option: str, words: Mapping[str, int]) -> int:
+    low, colon, high = text.partition(":")
+    if text in words:
+        return words[text]
+    if colon and low == high:
+        text = low
+    if text.isascii() and text.isdigit() and int(text) >= 1:
+        return int(text)
+    raise InvalidInputError(f"{option}={text} leaves open how many ranks there will be; say it with --world-size N")

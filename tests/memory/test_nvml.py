@@ -1,0 +1,93 @@
+"""What NVML tells of the cards, by a stand-in for it: machines without a card have no such library."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from autoaccum.memory import nvml
+
+GIB = 1 << 30
+
+
+def library():
+    """A machine with two cards, on the second of which a process without a name holds memory."""
+
+    class NVMLError(Exception):
+        pass
+
+    uuids = ("GPU-aaaa-1", "GPU-bbbb-2")
+    functions = {
+        "NVMLError": NVMLError,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUUID": lambda handle: uuids[handle],
+        "nvmlDeviceGetName": lambda handle: f"card {handle}",
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=(80 - handle) * GIB),
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: (
+            [SimpleNamespace(pid=(1 << 22) + 1, usedGpuMemory=handle * GIB)] if handle else []
+        ),
+    }
+    return SimpleNamespace(**functions)
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["card 0", "card 1"]),
+        ("1", ["card 1"]),
+        ("1,0", ["card 0", "card 1"]),
+        ("GPU-bbbb", ["card 1"]),
+        ("", []),
+        ("MIG-cccc", []),
+    ],
+)
+def test_only_visible_cards_are_told(monkeypatch, visible, names):
+    monkeypatch.setattr(nvml, "pynvml", library())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    assert [card.name for card in nvml.read_cards()] == names
+
+
+def test_a_card_is_told_with_who_holds_its_memory(monkeypatch):
+    monkeypatch.setattr(nvml, "pynvml", library())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+
+    (card,) = nvml.read_cards()
+
+    assert (card.total_bytes, card.free_bytes) == (80 * GIB, 79 * GIB)
+    assert [(one.name, one.used_bytes) for one in card.neighbours] == [("?", GIB)]
+
+
+def test_without_the_library_there_are_no_cards(monkeypatch):
+    monkeypatch.setattr(nvml, "pynvml", None)
+
+    assert nvml.read_cards() == ()
+
+
+def test_a_library_that_does_not_answer_means_no_cards(monkeypatch):
+    stand_in = library()
+
+    def fail():
+        raise stand_in.NVMLError
+
+    stand_in.nvmlInit = fail
+    monkeypatch.setattr(nvml, "pynvml", stand_in)
+
+    assert nvml.read_cards() == ()
+
+
+def test_processes_that_are_not_told_cost_only_themselves(monkeypatch):
+    stand_in = library()
+
+    def fail(_):
+        raise stand_in.NVMLError
+
+    stand_in.nvmlDeviceGetComputeRunningProcesses = fail
+    monkeypatch.setattr(nvml, "pynvml", stand_in)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    assert [card.neighbours for card in nvml.read_cards()] == [(), ()]
