@@ -1,0 +1,154 @@
+#!/usr/bin/env bash
+# One-node Slurm on this machine alone, to try and to test jobs with.
+#
+#   eval "$(scripts/slurm_here.sh start)"   starts it, and tells this shell where it is (SLURM_CONF)
+#   scripts/slurm_here.sh status            says whether it runs
+#   scripts/slurm_here.sh stop              cancels its jobs and ends what `start` started, by process id
+#
+# Everything it needs is in a folder of its own (AUTOACCUM_SLURM, by default /var/tmp/autoaccum-slurm), also the key and
+# the socket of its munge: a Slurm that is already on the machine is not touched. It listens on loopback only by address,
+# not by firewall: for a machine that you have to yourself. `start` installs Debian's slurm-wlm and munge where they are
+# missing, which takes root; so does Slurm itself, which starts jobs as their users.
+#
+# There are no cgroups, as in most containers: a job's memory is looked at once a second, and one that has more than it
+# asked for is killed whole.
+set -euo pipefail
+
+state="${AUTOACCUM_SLURM:-/var/tmp/autoaccum-slurm}"
+export SLURM_CONF="$state/slurm.conf"
+PATH="$PATH:/usr/sbin:/sbin"
+# A node takes so many tasks at once, whatever there is of cores, so that tests do not wait for each other.
+cpus=16
+
+say() { echo "slurm_here: $*" >&2; }
+
+fail() {
+    say "$*"
+    exit 1
+}
+
+install_slurm() {
+    if command -v slurmctld slurmd munged sbatch >/dev/null; then return; fi
+    [ "$(id -u)" = 0 ] || fail "slurm-wlm and munge are not installed, and only root can do that"
+    command -v apt-get >/dev/null || fail "slurm-wlm and munge are not installed, and there is no apt-get"
+    say "installing slurm-wlm and munge"
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; } >&2 ||
+        fail "slurm-wlm and munge could not be installed"
+}
+
+free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+configure() {
+    local host memory
+    host="$(hostname -s)"
+    memory="$(awk '/MemTotal/ { print int($2 / 1024) }' /proc/meminfo)"
+    mkdir -p "$state/spool" "$state/jobs" "$state/log"
+    chmod 755 "$state"
+    [ -f "$state/munge.key" ] || head -c 1024 /dev/urandom >"$state/munge.key"
+    chmod 400 "$state/munge.key"
+    : >"$state/plugstack.conf"
+    cat >"$SLURM_CONF" <<CONF
+ClusterName=autoaccum
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$(free_port)
+SlurmdPort=$(free_port)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket=$state/munge.socket
+CredType=cred/munge
+PlugStackConfig=$state/plugstack.conf
+StateSaveLocation=$state/jobs
+SlurmdSpoolDir=$state/spool
+SlurmctldPidFile=$state/slurmctld.pid
+SlurmdPidFile=$state/slurmd.pid
+SlurmctldLogFile=$state/log/slurmctld.log
+SlurmdLogFile=$state/log/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=1
+JobAcctGatherParams=OverMemoryKill
+# Quick, because whoever uses this waits for it.
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+KillWait=5
+OverTimeLimit=0
+ReturnToService=2
+JobRequeue=1
+NodeName=$host NodeAddr=127.0.0.1 CPUs=$cpus CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$memory State=UNKNOWN
+PartitionName=here Nodes=ALL Default=YES DefaultTime=10 DefMemPerNode=2048 MaxTime=INFINITE OverSubscribe=FORCE:4 State=UP
+CONF
+}
+
+# The process that a file names, if it is still the one that was started: a number may have been given to another.
+alive() {
+    local file="$state/$1.pid" pid
+    [ -s "$file" ] || return 1
+    pid="$(cat "$file")"
+    # Where nobody waits for it (a container's first process may not), a process that has ended stays as a zombie.
+    [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$1" ] && ! grep -q '^State:.Z' "/proc/$pid/status" 2>/dev/null
+}
+
+runs() { alive munged && alive slurmctld && alive slurmd && [ "$(timeout 10 sinfo --noheader --Format=StateCompact 2>/dev/null | tr -d ' ')" = "${1:-idle}" ]; }
+
+is_up() { runs idle || runs mix || runs alloc; }
+
+start() {
+    install_slurm
+    [ "$(id -u)" = 0 ] || fail "Slurm starts jobs as their users, which takes root"
+    if ! is_up; then
+        end_all
+        configure
+        munged --key-file="$state/munge.key" --socket="$state/munge.socket" --pid-file="$state/munged.pid" \
+            --seed-file="$state/munge.seed" --log-file="$state/log/munged.log" --force >&2 ||
+            fail "munged did not start; see $state/log/munged.log"
+        slurmctld -c >&2 || fail "slurmctld did not start; see $state/log/slurmctld.log"
+        slurmd >&2 || fail "slurmd did not start; see $state/log/slurmd.log"
+        for _ in $(seq 150); do
+            if is_up; then break; fi
+            sleep 0.2
+        done
+        is_up || fail "the node did not come up in 30 s; see $state/log"
+    fi
+    say "running; its folder is $state"
+    echo "export SLURM_CONF=$SLURM_CONF"
+}
+
+end_all() {
+    if alive slurmctld && alive slurmd; then
+        timeout 10 scancel --user="$(id -un)" 2>/dev/null || true
+        for _ in $(seq 100); do  # until what runs in jobs has ended: only slurmd can do that
+            [ -n "$(timeout 10 squeue --noheader 2>/dev/null || true)" ] || break
+            sleep 0.2
+        done
+    fi
+    for name in slurmd slurmctld munged; do
+        if alive "$name"; then
+            kill "$(cat "$state/$name.pid")" 2>/dev/null || true
+            for _ in $(seq 100); do
+                alive "$name" || break
+                sleep 0.1
+            done
+            if alive "$name"; then kill -KILL "$(cat "$state/$name.pid")" 2>/dev/null || true; fi
+        fi
+        rm -f "$state/$name.pid"
+    done
+}
+
+case "${1:-}" in
+start) start ;;
+stop)
+    end_all
+    say "stopped"
+    ;;
+status)
+    if is_up; then say "running; its folder is $state"; else fail "not running"; fi
+    ;;
+*) fail "say start, stop or status" ;;
+esac

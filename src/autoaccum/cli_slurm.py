@@ -1,0 +1,275 @@
+"""`autoaccum slurm` and `autoaccum jobs`: options in, a job of a cluster's or a list of them out.
+
+The number and the folder of a job are the result and go to stdout, as a document with --json; so does what --dry-run
+would submit. Nothing is decided here that `jobs/` does not decide.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.exit_codes import complain, errors_as_exit_codes, recipes_told
+from autoaccum.fallback import FALLBACKS
+from autoaccum.finding import check_finding
+from autoaccum.jobs.recipe import check_recipe
+from autoaccum.jobs.slurm_folder import Submitted
+from autoaccum.jobs.slurm_listing import jobs_in
+from autoaccum.jobs.slurm_submit import WARNING_S, Wanted, script_of, submit
+from autoaccum.jobs.slurm_task import Task, resubmission_of
+from autoaccum.memory.limits import parse_limit
+from autoaccum.memory.simulated import Simulated
+from autoaccum.precision import PRECISIONS
+from autoaccum.progress import format_cut
+from autoaccum.records import check_positive_int
+
+if TYPE_CHECKING:
+    from autoaccum.jobs.slurm_folder import JobFolder
+    from autoaccum.jobs.slurm_listing import Listed
+
+FOLDER = Path("autoaccum-jobs")
+# What a machine usually keeps to itself.
+_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - nothing is written there
+
+
+@dataclass(frozen=True)
+class TaskWithExitCodes:
+    """A task whose process ends with the exit codes of every command; submitit keeps it, and calls it on the node."""
+
+    task: Task
+
+    def __call__(self) -> dict[str, Any]:
+        """Train."""
+        try:
+            with errors_as_exit_codes():
+                return self.task()
+        except typer.Exit as end:
+            sys.exit(end.exit_code)
+
+    def checkpoint(self) -> Any:
+        """Return what is to run after a requeue, as submitit wants it."""
+        return resubmission_of(self)
+
+
+def slurm_command(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE.py[:FUNCTION]",
+            help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
+            show_default=False,
+        ),
+    ],
+    *,
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Cards on each node, and a process for each card.")] = 0,
+    tasks_per_node: Annotated[int, typer.Option(help="Processes on each node, where there are no cards.")] = 1,
+    partition: Annotated[str | None, typer.Option(help="As for sbatch, and so are the next six.")] = None,
+    time_limit: Annotated[
+        str | None,
+        typer.Option("--time", metavar="TIME", help="The time limit; a job is requeued before it, and goes on."),
+    ] = None,
+    mem: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a node, such as 64G.")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(help="Cores of each process.")] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    qos: Annotated[str | None, typer.Option()] = None,
+    constraint: Annotated[str | None, typer.Option()] = None,
+    job_name: Annotated[str | None, typer.Option(help="By default the recipe's.")] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY[=VALUE]", help="Any other option of sbatch's, without dashes; may be given often."),
+    ] = None,
+    signal_delay: Annotated[
+        int, typer.Option(metavar="SECONDS", help="How long before the time limit the job is to leave a checkpoint.")
+    ] = WARNING_S,
+    folder: Annotated[Path, typer.Option(help="Where each job gets a folder; the nodes must see it, too.")] = FOLDER,
+    retries: Annotated[int, typer.Option(help="How often it may start again after it ran out of memory.")] = 5,
+    no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Begin without a look at the device.")] = False,
+    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Most samples on the device at once; else what fits.")] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How windows are cut: fastest, balanced, uniform or greedy.")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model by torch.compile.")] = False,
+    fallback: Annotated[
+        list[str] | None, typer.Option(help="What to do where not even one sample fits: checkpoint or offload.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every random generator.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="For checkpoints; by default one in the job's folder.")
+    ] = None,
+    checkpoint_steps: Annotated[int | None, typer.Option(help="Updates from one checkpoint to the next.")] = None,
+    checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes from one checkpoint to the next.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+) -> None:
+    """Submit the training that a recipe describes to Slurm, so that it comes back until it is done."""
+    overrides: dict[str, Any] = {
+        "target_batch": target_batch,
+        "epochs": epochs,
+        "max_steps": max_steps,
+        "micro_batch": micro_batch,
+        "memory_limit": memory_limit,
+        "strategy": strategy,
+        "compile": True if compiled else None,
+        "fallback": fallback or None,
+        "precision": precision,
+        "seed": seed,
+        "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
+        "checkpoint_steps": checkpoint_steps,
+        "checkpoint_minutes": checkpoint_minutes,
+    }
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    with errors_as_exit_codes():
+        _check(chosen, retries)
+        with recipes_told():
+            whole = check_recipe(recipe)
+        wanted = Wanted(
+            name=job_name or Path(whole.rpartition(":")[0]).stem,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            tasks_per_node=tasks_per_node,
+            time=time_limit,
+            mem=mem,
+            cpus_per_task=cpus_per_task,
+            partition=partition,
+            account=account,
+            qos=qos,
+            constraint=constraint,
+            warning_s=signal_delay,
+            others=dict(_key_and_value(text) for text in slurm or ()),
+        )
+        if dry_run:
+            typer.echo(script_of(wanted, folder))
+            return
+        job_id, made = submit(
+            wanted,
+            folder,
+            lambda made: TaskWithExitCodes(Task(whole, str(made.path), chosen, checks=not no_preflight)),
+            Submitted(
+                name=wanted.name,
+                recipe=whole,
+                tasks=wanted.tasks,
+                retries=retries,
+                submitted_at=time.time(),
+            ),
+        )
+        _print_submitted(job_id, made, as_json=as_json)
+        if str(made.path).startswith(tuple(f"{place}/" for place in _LOCAL)):
+            complain(f"nodes seldom share {made.path.parent}; a job whose folder its node does not see leaves nothing")
+
+
+def jobs_command(
+    *,
+    folder: Annotated[Path, typer.Option(help="The folder that `autoaccum slurm` was given.")] = FOLDER,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as one JSON document.")] = False,
+) -> None:
+    """List submitted jobs: their state, how far they are, how windows are cut, and why they were started again."""
+    with errors_as_exit_codes():
+        listed = jobs_in(folder)
+        if as_json:
+            typer.echo(json.dumps([one.to_dict() for one in listed], allow_nan=False))
+        elif listed:
+            _print_jobs(listed)
+        else:
+            complain(f"there are no jobs in {folder.absolute()}")
+
+
+def _check(chosen: dict[str, Any], retries: int) -> None:
+    """Refuse here what `fit` would refuse hours later, on a node."""
+    for name in ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps"):
+        if name in chosen:
+            check_positive_int(name, chosen[name])
+    check_finding("auto", "off", chosen.get("strategy"))
+    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS}.items():
+        asked = chosen.get(name, ())
+        for value in [asked] if isinstance(asked, str) else asked:
+            if value not in known:
+                raise InvalidInputError(f"--{name} {value!r} is unknown; choose from {', '.join(known)}")
+    parse_limit(chosen.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
+    if retries < 0:
+        raise InvalidInputError(f"--retries {retries} must be 0 or more")
+
+
+def _key_and_value(text: str) -> tuple[str, str | bool]:
+    key, equals, value = text.partition("=")
+    key = key.lstrip("-")
+    if not key:
+        raise InvalidInputError(f"--slurm {text!r} names no option of sbatch's; write --slurm exclude=node7")
+    return key, value if equals else True
+
+
+def _print_submitted(job_id: str, folder: JobFolder, *, as_json: bool) -> None:
+    if as_json:
+        document = {"job_id": job_id, "folder": str(folder.path), "log": str(folder.log(job_id))}
+        typer.echo(json.dumps(document))
+        return
+    typer.echo(f"{job_id} {folder.path}")
+    complain(f"submitted; its log is {folder.log(job_id)}, and `autoaccum jobs` says how far it is")
+
+
+def _print_jobs(listed: list[Listed]) -> None:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for title in ("job", "name", "state", "step", "epoch", "samples/s", "loss", "cut", "restarts"):
+        table.add_column(title, no_wrap=title != "state")
+    for one in listed:
+        table.add_row(*_row(one))
+    # As wide as it has to be: lines of a list that is cut, or broken, help nobody.
+    console = Console(width=200 if not sys.stdout.isatty() else None, color_system=None, highlight=False)
+    console.print(table)
+    for one in listed:
+        for text in _told(one):
+            typer.echo(f"{one.folder.name}: {text}")
+
+
+def _row(one: Listed) -> list[str]:
+    submitted, progress = one.submitted, one.progress
+    row = ["?" if submitted is None else submitted.job_id or "-", one.folder.name, one.state]
+    if progress is None:
+        return [*row, "", "", "", "", "", str(len(one.restarts))]
+    return [
+        *row,
+        str(progress.step) if progress.steps is None else f"{progress.step} / {progress.steps}",
+        _number(progress.epoch) if progress.epochs is None else f"{_number(progress.epoch)} / {progress.epochs}",
+        "" if progress.samples_per_s is None else f"{progress.samples_per_s:.3g}",
+        "" if progress.loss is None else f"{progress.loss:.4g}",
+        format_cut(progress.micro_batches) if progress.micro_batches else "",
+        str(len(one.restarts)),
+    ]
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _told(one: Listed) -> list[str]:
+    """Return what has no place in a table."""
+    told = [
+        f"start {number} after step {restart.step}: {restart.reason}"
+        + ("" if restart.max_micro_batch is None else f"; micro-batches of at most {restart.max_micro_batch}")
+        for number, restart in enumerate(one.restarts, start=2)
+    ]
+    if one.progress is not None and one.progress.error is not None and one.progress.phase == "failed":
+        told.append(one.progress.error)
+    if one.reason is not None:
+        told.append(f"Slurm's reason: {one.reason}")
+    return [*told, *one.problems]

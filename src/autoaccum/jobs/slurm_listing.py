@@ -1,0 +1,120 @@
+"""The jobs of a folder: what Slurm says of them, and what they wrote themselves, put together.
+
+Slurm forgets a job some minutes after its end, and is not everywhere: then what the folder says has to do.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.jobs.slurm_folder import FINAL, JobFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from autoaccum.jobs.slurm_folder import Progress, Restart, Submitted
+
+# A controller that is busy answers late; one that is gone, never.
+_PATIENCE_S = 20
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One job.
+
+    Attributes:
+        folder: Its folder.
+        state: What Slurm says, in small letters; else the phase that the job wrote last, with a question mark where
+            that need not be so any more.
+        reason: Why Slurm lets it wait, or ended it; None where it does not say.
+        submitted: What was asked; None where that cannot be read.
+        progress: How far it is; None where it has not begun.
+        restarts: Every start but the first.
+        problems: What cannot be read, or cannot be right, a text each.
+    """
+
+    folder: Path
+    state: str
+    reason: str | None
+    submitted: Submitted | None
+    progress: Progress | None
+    restarts: Sequence[Restart]
+    problems: Sequence[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON's types."""
+        return {
+            "job_id": None if self.submitted is None else self.submitted.job_id,
+            "folder": str(self.folder),
+            "state": self.state,
+            "reason": self.reason,
+            "submitted": None if self.submitted is None else asdict(self.submitted),
+            "progress": None if self.progress is None else asdict(self.progress),
+            "restarts": [asdict(restart) for restart in self.restarts],
+            "problems": list(self.problems),
+        }
+
+
+def jobs_in(parent: Path) -> list[Listed]:
+    """Return the jobs of a folder, the oldest first.
+
+    Raises:
+        InvalidInputError: There is no such folder.
+    """
+    if not parent.is_dir():
+        raise InvalidInputError(
+            f"there is no folder {str(parent)!r}; pass --folder with the one that `autoaccum slurm` was given"
+        )
+    folders = [JobFolder(path.parent) for path in parent.absolute().glob("*/job.json")]
+    submitted = {folder.path: folder.submitted for folder in folders}
+    states = states_of([one.job_id for one in submitted.values() if one is not None and one.job_id is not None])
+    listed = [_listed(folder, submitted[folder.path], states) for folder in folders]
+    return sorted(listed, key=lambda one: (0.0 if one.submitted is None else one.submitted.submitted_at, one.folder))
+
+
+def _listed(folder: JobFolder, submitted: Submitted | None, states: Mapping[str, tuple[str, str]]) -> Listed:
+    progress = folder.progress
+    job_id = None if submitted is None else submitted.job_id
+    problems = [f"{name} cannot be read" for name in folder.unreadable()]
+    state, reason = states.get(job_id or "", ("", ""))
+    if not state:
+        state = "unknown" if progress is None else progress.phase
+        if progress is not None and progress.phase not in FINAL:
+            state += "?"
+    elif job_id is not None and state not in ("pending", "configuring") and not folder.log(job_id).exists():
+        problems.append("it has begun and there is no log: do the nodes see this folder under the same path?")
+    return Listed(folder.path, state, reason or None, submitted, progress, folder.restarts, problems)
+
+
+def states_of(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return for each job that Slurm still knows its state, in small letters, and the reason for it."""
+    wanted = set(job_ids)
+    if not wanted:
+        return {}
+    # All of the user's, since squeue fails for all where it does not know one.
+    running = _asked(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r"])
+    found = {row[0]: (row[1].lower(), _said(row[2])) for row in running if len(row) == 3 and row[0] in wanted}  # noqa: PLR2004
+    missing = wanted - found.keys()
+    if missing:
+        columns = "--format=JobID,State,Reason"
+        kept = _asked(["sacct", "--noheader", "--parsable2", "--allocations", columns, f"--jobs={','.join(missing)}"])
+        # "CANCELLED by 1000" is one state
+        found |= {row[0]: (row[1].split()[0].lower(), _said(row[2])) for row in kept if len(row) == 3 and row[1]}  # noqa: PLR2004
+    return found
+
+
+def _said(reason: str) -> str:
+    return "" if reason in ("None", "") else reason
+
+
+def _asked(command: Sequence[str]) -> list[list[str]]:
+    """Return the lines that a command of Slurm's prints, cut at the bars; none where there is no answer."""
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)  # noqa: S603 - no shell
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.split("|") for line in ran.stdout.splitlines()] if ran.returncode == 0 else []

@@ -1,0 +1,94 @@
+"""The first seconds of a job: a look at its device, and whether anything fits there at all.
+
+A step of one or two samples is tried for real and leaves no trace; how far beyond that micro-batches may go, the first
+windows find out. Where not even that fits there is nothing to wait for: the whole report is written, with what would
+help, and the job ends.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.errors import DoesNotFitError
+from autoaccum.memory.limits import format_bytes
+from autoaccum.preflight import preflight
+from autoaccum.preflight.feeding import first_of
+from autoaccum.report.files import beside
+from autoaccum.report.table import plain_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from autoaccum.jobs.job import Job
+    from autoaccum.report import Report
+
+# BatchNorm in training mode refuses one sample.
+_SAMPLES = 2
+
+
+def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> None:
+    """Look at the device and try a step.
+
+    Args:
+        job: What is to be trained, its model made.
+        report_file: Where the report is written; None for nowhere.
+        say: Told what was found.
+
+    Raises:
+        DoesNotFitError: Nothing fits, and the job has no `fallback`.
+    """
+    batch = first_of(job.loader)
+    if batch is None:
+        say("pre-flight: nothing was tried, since the loader's batches can be had only once")
+        return
+    report = _report(job, batch, min(_SAMPLES, job.target_batch))
+    if not report.fits and job.fallback is None:
+        report = _report(job, batch, job.target_batch)
+    if report_file is not None:
+        with beside(report_file) as unfinished:
+            unfinished.write_text(json.dumps(report.to_dict(), allow_nan=False), encoding="utf-8")
+    say(f"pre-flight: {_summary(report)}")
+    if report.fits:
+        return
+    if job.fallback is not None:
+        say("pre-flight: that alone does not fit, so the training will use its fallback")
+        return
+    say(plain_text(report))
+    assert report.measured is not None
+    raise DoesNotFitError(report.measured.reason or "not even the smallest micro-batch fits")
+
+
+def _report(job: Job, batch: Any, target_batch: int) -> Report:
+    return preflight(
+        job.model,
+        batch,
+        target_batch,
+        loss=job.loss,
+        optimizer=job.optimizer,
+        device=job.device,
+        precision=job.precision,
+        memory_limit=job.memory_limit,
+        max_micro_batch=min(_SAMPLES, target_batch),
+        forward=job.forward,
+        loss_reduction=job.loss_reduction,
+        loss_scope=job.loss_scope,
+        batchnorm=job.batchnorm,
+        measure=True,
+    )
+
+
+def _summary(report: Report) -> str:
+    assert report.measured is not None
+    device, trials = report.measured.device, report.measured.trials
+    texts = [f"{device.name}, {format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"]
+    if device.limit_bytes is not None:
+        texts.append(f"limited to {format_bytes(device.limit_bytes)}")
+    if device.others_bytes:
+        texts.append(f"other processes hold {format_bytes(device.others_bytes)}")
+    if report.fits:
+        largest = max((trial for trial in trials if trial.fits), key=lambda trial: trial.size)
+        took = "" if largest.peak_bytes is None else f" and takes {format_bytes(largest.peak_bytes)}"
+        texts.append(f"a step of {largest.size} fits{took}")
+    return "; ".join(texts)

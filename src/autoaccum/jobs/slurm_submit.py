@@ -1,0 +1,249 @@
+"""What a person asks for in, a batch script that Slurm has accepted out; submitit writes it and hands it over.
+
+The script runs its step in a loop: `slurm_again.py` says whether a round is to follow. Whether a job can run at all is
+for Slurm to say; its own words are passed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.jobs.slurm_again import MARK
+from autoaccum.jobs.slurm_folder import JobFolder, Submitted, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from submitit import SlurmExecutor
+
+# The slowest part of a stop is the checkpoint: a minute and a half writes some 50 GB to an ordinary disk's 600 MB/s.
+WARNING_S = 90
+# submitit counts time-outs down. Here what counts is whether a job gets on (`slurm_task.py`).
+_TIMEOUTS = 1_000_000
+# The forms in which Slurm takes a time; without days: M, M:S, H:M:S; with days: D-H, D-H:M, D-H:M:S.
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+_MINUTES_A_DAY = 24 * 60
+# Set here, and needed as they are.
+_OWN = ("output", "error", "open-mode", "signal", "requeue", "array", "wrap", "parsable", "test-only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is asked of Slurm, as its options name it; None leaves it to the cluster.
+
+    Attributes:
+        nodes: How many.
+        gpus_per_node: Cards on each; a process for each of them.
+        tasks_per_node: Processes on each node without cards.
+        time: The time limit, in any of Slurm's forms.
+        warning_s: Seconds before the time limit at which the job is warned.
+        others: Any further options.
+    """
+
+    name: str
+    nodes: int = 1
+    gpus_per_node: int = 0
+    tasks_per_node: int = 1
+    time: str | None = None
+    mem: str | None = None
+    cpus_per_task: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    warning_s: int = WARNING_S
+    others: Mapping[str, str | bool] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> int:
+        """Processes in all, each a rank."""
+        return self.nodes * (self.gpus_per_node or self.tasks_per_node)
+
+    def parameters(self) -> dict[str, Any]:
+        """Return what submitit calls them.
+
+        Raises:
+            InvalidInputError: One of them cannot be.
+        """
+        for name in ("nodes", "tasks_per_node", "cpus_per_task", "warning_s"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInputError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if self.gpus_per_node < 0:
+            raise InvalidInputError(f"--gpus-per-node {self.gpus_per_node} must be 0 or more; 0 is for the CPU")
+        for name in self.others:
+            if name in _OWN:
+                raise InvalidInputError(f"--slurm {name}=... is set by autoaccum itself; leave it out")
+        return {
+            "job_name": self.name,
+            "nodes": self.nodes,
+            "gpus_per_node": self.gpus_per_node or None,
+            "ntasks_per_node": self.gpus_per_node or self.tasks_per_node,
+            "time": None if self.time is None else minutes_of(self.time),
+            "mem": self.mem,
+            "cpus_per_task": self.cpus_per_task,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "signal_delay_s": self.warning_s,
+            "stderr_to_stdout": True,
+            "wckey": None,  # which submitit would set to its own name
+            # One process that ends badly leaves the others waiting for it.
+            "srun_args": ["--kill-on-bad-exit=1"],
+            "additional_parameters": {"requeue": True, **self.others},
+        }
+
+
+def minutes_of(text: str) -> int:
+    """Return the minutes of a time limit, rounded up.
+
+    Raises:
+        InvalidInputError: Slurm would not understand it.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise InvalidInputError(
+            f"--time {text!r} is no time that Slurm knows; write minutes (90), hours:minutes:seconds (12:00:00) or "
+            "days-hours (2-12)"
+        )
+    days, *numbers = (int(part) if part else 0 for part in match.groups())
+    if match["days"] is not None or match["third"] is not None:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, numbers[:2]
+    total = math.ceil(days * _MINUTES_A_DAY + hours * 60 + minutes + seconds / 60)
+    if total < 1:
+        raise InvalidInputError(f"--time {text!r} is no time at all; give at least one minute")
+    return total
+
+
+def script_of(wanted: Wanted, parent: Path) -> str:
+    """Return the batch script as it would be submitted, and leave nothing behind.
+
+    Raises:
+        InvalidInputError: Something cannot be, or submitit is not installed.
+    """
+    folder = parent.absolute() / f"{plain(wanted.name)}-DATE-TIME"
+    with tempfile.TemporaryDirectory() as nowhere:
+        # submitit makes the folder of an executor.
+        executor = _executor(wanted, JobFolder(Path(nowhere)))
+        text = executor._make_submission_file_text(executor._submitit_command_str, "")
+        return text.replace(nowhere, str(folder))
+
+
+def submit(
+    wanted: Wanted, parent: Path, task: Callable[[JobFolder], Any], submitted: Submitted
+) -> tuple[str, JobFolder]:
+    """Submit a job.
+
+    Args:
+        wanted: What is asked of Slurm.
+        parent: Where its folder is made.
+        task: Makes what is to run, given the folder.
+        submitted: What is asked, to be kept there.
+
+    Returns:
+        Slurm's number for it, and its folder.
+
+    Raises:
+        InvalidInputError: There is no Slurm, or it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise InvalidInputError(
+            "there is no Slurm here (no sbatch on the PATH); submit from a machine of the cluster, or see with "
+            "--dry-run what would be submitted"
+        )
+    wanted.parameters()
+    folder = JobFolder.made(parent.absolute(), wanted.name)
+    try:
+        folder.write_submitted(submitted)
+        job_id = _accepted(_executor(wanted, folder), task(folder))
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    folder.write_submitted(replace(submitted, job_id=job_id))
+    return job_id, folder
+
+
+def _accepted(executor: SlurmExecutor, task: Any) -> str:
+    from submitit.core.utils import FailedJobError, FailedSubmissionError  # noqa: PLC0415
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+            return str(executor.submit(task).job_id)
+    except (FailedJobError, FailedSubmissionError) as error:
+        words = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in str(error).splitlines())
+        raise InvalidInputError(f"Slurm refuses the job: {words}") from error
+
+
+def _executor(wanted: Wanted, folder: JobFolder) -> SlurmExecutor:
+    parameters = wanted.parameters()
+    executor: SlurmExecutor = _kind_of_executor()(folder.path, max_num_timeout=_TIMEOUTS)
+    has_time = parameters["time"] is not None
+    if not has_time:
+        # submitit reckons with a time; without one in the script, the partition's holds.
+        parameters["time"] = 365 * _MINUTES_A_DAY
+    executor.has_time = has_time  # type: ignore[attr-defined]
+    executor.update_parameters(**parameters, setup=_setup(), teardown=_teardown(folder))
+    return executor
+
+
+def _setup() -> list[str]:
+    return [
+        "stopped=",
+        "trap 'stopped=1' TERM  # what runs below hears it too, and leaves a checkpoint",
+        "while true; do",
+        f'echo "{MARK}"',
+    ]
+
+
+def _teardown(folder: JobFolder) -> list[str]:
+    again = shlex.join([sys.executable, "-m", "autoaccum.jobs.slurm_again", str(folder.path)])
+    return [
+        "code=$?",
+        'if [ "$code" = 0 ] || [ "$stopped" ]; then exit "$code"; fi',
+        f'{again} "$SLURM_JOB_ID" "$code" || exit "$code"',
+        "done",
+    ]
+
+
+def _kind_of_executor() -> Any:
+    # Here, because submitit is an extra.
+    try:
+        from submitit import SlurmExecutor  # noqa: PLC0415
+    except ImportError:
+        raise InvalidInputError(
+            "submitit is not installed, and jobs are submitted by it: pip install 'autoaccum[slurm]'"
+        ) from None
+
+    class Executor(SlurmExecutor):
+        """One that also writes scripts where there is no Slurm, and scripts without a time limit."""
+
+        has_time = True
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 2
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            kept = self.parameters
+            try:
+                if not self.has_time:
+                    self.parameters = {**kept, "time": None}
+                return super()._make_submission_file_text(command, uid)
+            finally:
+                self.parameters = kept
+
+    return Executor

@@ -1,0 +1,212 @@
+"""What every process of a Slurm job runs: a recipe in, `fit` called, and what follows its end put in motion.
+
+submitit unpickles a `Task` on the node and calls it; its checkpoint mechanism asks for it anew where the job is
+requeued. A process that ends by an error leaves a note of it, so that whoever decides about another start knows that it
+was not killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoaccum.errors import AutoaccumError, DeviceLostError, StateDamagedError
+from autoaccum.fit import fit
+from autoaccum.jobs import slurm_preflight
+from autoaccum.jobs.recipe import load_recipe
+from autoaccum.jobs.slurm_folder import IN_VAIN, JobFolder, Restart
+from autoaccum.jobs.slurm_progress import ProgressFile
+from autoaccum.jobs.slurm_stop import Stop, Stopped
+from autoaccum.loggers import JSONLinesLog
+from autoaccum.notices import Notices
+from autoaccum.oom import first_line
+
+if TYPE_CHECKING:
+    from submitit import JobEnvironment
+
+    from autoaccum.jobs.job import Job
+    from autoaccum.records import FitResult
+
+# What `fit` takes for the largest micro-batch that it may try.
+CAP_VARIABLE = "AUTOACCUM_MAX_MICRO_BATCH"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training that submitit can start, and start again.
+
+    Attributes:
+        recipe: The recipe, with its whole path.
+        folder: The job's folder.
+        overrides: What is to replace what the recipe says, named as `fit` names it.
+        checks: Whether the device is looked at first.
+    """
+
+    recipe: str
+    folder: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    checks: bool = True
+
+    def __call__(self) -> dict[str, Any]:
+        """Train; return what was done.
+
+        Raises:
+            SystemExit: A signal has stopped it; what follows has been set in motion.
+        """
+        # Here, because submitit is needed nowhere else in what runs, and is an extra.
+        from submitit import JobEnvironment  # noqa: PLC0415
+
+        return _Run(self, JobEnvironment()).run()
+
+    def checkpoint(self) -> Any:
+        """Return, when submitit asks for it, what is to run after the requeue: the same, from its own checkpoint."""
+        return resubmission_of(self)
+
+
+def resubmission_of(task: Any) -> Any:
+    """Return a task as submitit wants it for a requeue."""
+    from submitit.helpers import DelayedSubmission  # noqa: PLC0415 - as above
+
+    return DelayedSubmission(task)
+
+
+class _Run:
+    """One start of a task in one process.
+
+    Args:
+        task: What is to be done.
+        environment: Where this process is in the job.
+    """
+
+    def __init__(self, task: Task, environment: JobEnvironment) -> None:
+        self._task = task
+        self._environment = environment
+        self._rank = environment.global_rank
+        self._folder = JobFolder(Path(task.folder))
+        self._notices = Notices(silent=self._rank != 0)
+        self._progress: ProgressFile | None = None
+
+    def run(self) -> dict[str, Any]:
+        self._notices.say(f"{version('autoaccum')}, job {self._environment.job_id}, {self._task.recipe}")
+        if self._rank == 0:
+            self._note_requeue()
+            self._progress = ProgressFile(self._folder, self._notices)
+        stop = Stop(getattr(signal, f"SIG{self._environment.USR_SIG}"))
+        try:
+            with stop:
+                self._be_one_of_many()
+                result = self._train()
+        except Stopped:
+            pass
+        except Exception as error:
+            text = f"{type(error).__name__}: {first_line(error)}"
+            needs_new_process = isinstance(error, DeviceLostError | StateDamagedError)
+            self._folder.note_failure(self._rank, text, needs_new_process=needs_new_process)
+            self._end("failed", text)
+            raise
+        else:
+            self._end("done")
+            return {"steps": result.steps, "samples": result.samples, "elapsed_s": result.elapsed_s}
+        # Here, where the training's frames are gone.
+        return self._follow(stop)
+
+    # --- the training -------------------------------------------------------------------------------------------------
+
+    def _train(self) -> FitResult:
+        job = self._job()
+        if self._task.checks:
+            slurm_preflight.check(job, self._folder.path / "report.json" if self._rank == 0 else None, self._say)
+        return fit(**job.fit_arguments(), progress="auto" if self._rank == 0 else False)
+
+    def _job(self) -> Job:
+        job = load_recipe(self._task.recipe)
+        chosen: dict[str, Any] = dict(self._task.overrides)
+        if job.checkpoint is None:
+            chosen.setdefault("checkpoint", self._folder.checkpoints)
+        if self._progress is not None:
+            log = JSONLinesLog(self._folder.path / "log.jsonl")
+            self._progress.target_batch = chosen.get("target_batch", job.target_batch)
+            chosen["callbacks"] = [*job.callbacks, log, self._progress]
+        if self._folder.restarts:
+            chosen["resume"] = "auto"  # a recipe that starts anew has done so
+        cap = self._folder.max_micro_batch
+        if cap is not None:
+            os.environ[CAP_VARIABLE] = str(cap)
+            asked = chosen.get("micro_batch", job.micro_batch)
+            if isinstance(asked, int) and asked > cap:
+                chosen["micro_batch"] = cap
+            self._notices.say(f"micro-batches have at most {cap} samples, since memory ran out before")
+        # Made once: pre-flight and training share it, and the random numbers it draws.
+        chosen["model"] = job.fit_arguments()["model"]
+        return dataclasses.replace(job, **chosen)
+
+    def _be_one_of_many(self) -> None:
+        """Tell torch.distributed, and whoever asks as under torchrun, which of the processes this is."""
+        tasks = self._environment.num_tasks
+        if tasks == 1:
+            return
+        from submitit.helpers import TorchDistributedEnvironment  # noqa: PLC0415
+
+        # As torchrun does: every process sees every card of its node, and takes that of its own number.
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        if self._environment.num_nodes == 1:
+            os.environ["MASTER_ADDR"] = "127.0.0.1"  # a node's name need not be known to itself
+        local = self._environment.local_rank
+        if torch.cuda.is_available() and local < torch.cuda.device_count():
+            torch.cuda.set_device(local)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _follow(self, stop: Stop) -> dict[str, Any]:
+        """Do what follows a stop: after a warning the job is requeued, by its first process."""
+        if not stop.warned:
+            self._end("stopped", "SIGTERM")
+            sys.exit(128 + signal.SIGTERM)
+        if self._progress is not None:
+            self._end("stopped", "requeued")
+            self._check_that_it_gets_on()
+            reason = "Slurm's warning of the time limit, or of preemption"
+            self._folder.add_restart(Restart(kind="requeue", reason=reason, step=self._progress.step))
+        # submitit's own: it asks for the checkpoint, requeues, and exits, in the first process; in others it returns.
+        try:
+            stop.former(getattr(signal, f"SIG{self._environment.USR_SIG}"), None)
+        except (OSError, subprocess.SubprocessError) as error:
+            text = f"Slurm did not requeue the job ({first_line(error)}); submit it again with the same --checkpoint"
+            self._end("failed", text)
+            raise AutoaccumError(text) from error
+        return {"stopped": True}
+
+    def _check_that_it_gets_on(self) -> None:
+        if self._folder.gets_nowhere:
+            error = AutoaccumError(
+                f"the job was requeued {IN_VAIN} times without a single further update, so it is not requeued again; "
+                "give it more time (--time), or a smaller target batch"
+            )
+            self._end("failed", str(error))
+            raise error
+
+    def _note_requeue(self) -> None:
+        """Note a requeue of Slurm's own: a preemption that left no time, a node that failed, or a person."""
+        seen = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        known = sum(restart.kind == "requeue" for restart in self._folder.restarts)
+        if seen > known:
+            progress = self._folder.progress
+            step = 0 if progress is None else progress.step
+            reason = "requeued from outside (preempted, its node failed, or by hand)"
+            self._folder.add_restart(Restart(kind="requeue", reason=reason, step=step))
+
+    def _end(self, phase: str, error: str | None = None) -> None:
+        if self._progress is not None:
+            self._progress.end(phase, error)
+
+    def _say(self, text: str) -> None:
+        self._notices.say(text)
