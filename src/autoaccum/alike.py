@@ -1,0 +1,152 @@
+"""Sees that all ranks of a training were started alike, and begins them from the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.batches import Piece
+from autoaccum.buckets import Buckets
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from autoaccum.batches import Window
+    from autoaccum.notices import Notices
+    from autoaccum.ranks import Ranks
+    from autoaccum.step import TrainingStep
+
+
+def check_alike(ranks: Ranks, step: TrainingStep, arguments: Mapping[str, Any]) -> None:
+    """Refuse ranks whose model, optimizer or arguments differ, and say which.
+
+    Args:
+        ranks: All ranks.
+        step: This one's training step.
+        arguments: The arguments of `fit` that must be the same, by name.
+
+    Raises:
+        InvalidInputError: They differ; on every rank.
+    """
+    mine = {
+        **{name: repr(value) for name, value in arguments.items()},
+        "model": _forms(step),
+        "optimizer": _optimizer(step.optimizer),
+        "device": step.memory.device.type,
+        "precision": step.precision.name,
+    }
+    said = ranks.exchange("arguments", mine)
+    for name in mine:
+        for rank, theirs in enumerate(said[1:], 1):
+            if theirs[name] != said[0][name]:
+                found = _first_difference(said[0][name], theirs[name])
+                raise InvalidInputError(
+                    f"rank {rank} has another {name} than rank 0 ({found}); every process of a training needs the same"
+                )
+
+
+def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
+    """Refuse layers that talk to other ranks in their forward pass, or give gradients that cannot be added up flat.
+
+    Raises:
+        InvalidInputError: There are such layers.
+    """
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                raise InvalidInputError(
+                    f"layer {name!r} is a SyncBatchNorm, which waits for all ranks in every forward pass; ranks cut "
+                    "their windows each as it can, so use BatchNorm (its statistics are averaged after every window) "
+                    "or GroupNorm"
+                )
+            if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                raise InvalidInputError(
+                    f"layer {name!r} has sparse gradients, which several ranks cannot add up; pass sparse=False"
+                )
+
+
+def begin_alike(ranks: Ranks, step: TrainingStep, notices: Notices) -> None:
+    """Give every rank the weights and buffers of rank 0, and say if they were others."""
+    tensors = _state(step)
+    digests = ranks.exchange("weights at start", _digest(tensors))
+    if len(set(digests)) == 1:
+        return
+    failure = Buckets(tensors).exchange(tensors, lambda bucket: ranks.spread(bucket, 0)) if tensors else None
+    failed = ranks.exchange("weights alike", failure is not None)
+    if failure is not None:
+        raise failure
+    if any(failed):
+        raise InvalidInputError("the weights of rank 0 could not be taken over by every rank")
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    notices.say(f"the model's weights differed on ranks {', '.join(map(str, others))}; all begin with those of rank 0")
+
+
+def look_at_data(ranks: Ranks, first: Window, notices: Notices) -> None:
+    """Say, once, if every rank's loader gives the same samples."""
+    tensors = Piece(first.cut(0, 1)).tensors() if first.samples else []
+    said = ranks.exchange("first samples", _digest(tensors))
+    if len(set(said)) == 1 and first.samples:
+        notices.say(
+            "every rank's loader gives the same samples, so each is used once by every rank; pass shard=True, or give "
+            "each rank its own by a DistributedSampler"
+        )
+
+
+def _forms(step: TrainingStep) -> str:
+    names: list[str] = []
+    for number, module in enumerate(step.objective.modules):
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            trained = "" if not isinstance(tensor, nn.Parameter) or tensor.requires_grad else " (frozen)"
+            names.append(f"{number}.{name}: {tuple(tensor.shape)} of {tensor.dtype}{trained}")
+    return "; ".join(names)
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> str:
+    groups = [
+        {
+            **{name: _plain(value) for name, value in group.items() if name != "params"},
+            "parameters": len(group["params"]),
+        }
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _first_difference(one: str, other: str) -> str:
+    pairs = itertools.zip_longest(one.split("; "), other.split("; "), fillvalue="nothing")
+    here, there = next((a, b) for a, b in pairs if a != b)
+    return f"{there}, and {here} on rank 0"
+
+
+def _state(step: TrainingStep) -> list[Tensor]:
+    device = step.memory.device.type
+    found = {
+        id(tensor): tensor
+        for module in step.objective.modules
+        for tensor in itertools.chain(module.parameters(), module.buffers())
+        if tensor.device.type == device
+    }
+    return list(found.values())
+
+
+def _digest(tensors: Sequence[Tensor]) -> bytes:
+    """Return what stands for the bits of some tensors: their sums as whole numbers, taken on their device."""
+    sums = [int(_as_whole(tensor.detach()).sum(dtype=torch.int64)) for tensor in tensors]
+    return hashlib.blake2b(repr(sums).encode(), digest_size=16).digest()
+
+
+def _as_whole(tensor: Tensor) -> Tensor:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not tensor.is_floating_point():
+        return tensor
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(whole[tensor.dtype.itemsize])

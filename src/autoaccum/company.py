@@ -1,0 +1,251 @@
+"""What a training does beside its windows where it is one of several: whose samples are whose, and checkpoints of all.
+
+A training alone has none of this. Windows themselves are made together in `joint.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.alike import look_at_data
+from autoaccum.batches import Window, stream
+from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
+from autoaccum.joint import Joint
+from autoaccum.sharding import ShardedLoader, can_be_sharded
+from autoaccum.shares import Shares, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from autoaccum.notices import Notices
+    from autoaccum.position import Track
+    from autoaccum.ranks import Ranks
+    from autoaccum.records import Plan
+    from autoaccum.step import TrainingStep
+
+# What a rank may wish to happen after a window, as bits.
+SAVE, END = 1, 2
+
+
+class Company:
+    """The ranks of one training, as one of them sees them.
+
+    Args:
+        ranks: All ranks.
+        loader: As for `fit`.
+        target_batch: Samples a window, on all ranks together.
+        last_window: As for `fit`.
+        shard: Whether every rank's loader gives all samples, of which each is to take its part.
+        shares: "equal" or "speed".
+        notices: Where choices are said.
+
+    Attributes:
+        ranks: All ranks.
+        loader: What this rank loads from.
+        target_batch: Samples of a window that are this rank's, where shares are equal.
+        joint: Through which windows are made together; None before `begin`.
+
+    Raises:
+        InvalidInputError: There are more ranks than samples in a window, or samples cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        loader: Iterable[Any],
+        target_batch: int,
+        *,
+        last_window: str,
+        shard: bool,
+        shares: str,
+        notices: Notices,
+    ) -> None:
+        if target_batch < ranks.size:
+            raise InvalidInputError(
+                f"target_batch={target_batch} is shared out among {ranks.size} ranks, so that some would have nothing "
+                "to do; take a larger target_batch, or fewer ranks"
+            )
+        self.ranks = ranks
+        self.joint: Joint | None = None
+        self._notices = notices
+        self._whole_target = target_batch
+        self._last_window = last_window
+        self._shards = shard
+        self._shares = Shares(ranks.size, by_speed=shares == "speed")
+        self._bounds = cut(target_batch, self._shares.weights)
+        self.target_batch = self._bounds[ranks.rank + 1] - self._bounds[ranks.rank]
+        self._sharded: ShardedLoader | None = None
+        self.loader = loader
+        if shard:
+            _refuse_own_samples(loader)
+            if can_be_sharded(loader):
+                self._sharded = self.loader = ShardedLoader(
+                    loader,  # type: ignore[arg-type]
+                    ranks,
+                    target_batch,
+                    drops_last=last_window == "drop",
+                )
+            else:
+                notices.say(
+                    f"shard=True: a {type(loader).__name__} cannot be told apart by indices, so every rank goes "
+                    "through all of it and leaves out what is not its own; a DataLoader over a dataset with indices "
+                    "loads each sample once"
+                )
+        self._is_looked_at = shard
+
+    def begin(self, step: TrainingStep, wishes: Callable[[], int]) -> None:
+        """Make ready to make windows together.
+
+        Args:
+            step: This rank's training step.
+            wishes: Returns what this rank wishes to happen after a window.
+        """
+        self.joint = Joint(self.ranks, step)
+        self.joint.wishes = wishes
+        self.joint.note = self._reached
+        self.joint.is_timed = self._shares.by_speed
+
+    # --- whose samples are whose --------------------------------------------------------------------------------------
+
+    def windows(self, batches: Track, windows_done: int, skip: int) -> Iterator[Window]:
+        """Return an epoch's windows, of which this rank's part is `part`.
+
+        Args:
+            batches: The epoch's batches, from where it goes on.
+            windows_done: Windows of the epoch that a sharded loader has given before.
+            skip: Samples of the first batch that are used already.
+        """
+        if self._sharded is not None:
+            sizes = map(self._sharded.share_of, itertools.count(windows_done))
+            return stream(batches, sizes, skip=skip)
+        if self._shards:
+            return stream(batches, self._whole_target, last_window=self._last_window, skip=skip)
+        return stream(batches, self.target_batch, skip=skip)
+
+    @property
+    def windows_done(self) -> int:
+        """Windows of the present epoch that are done, where a loader counts them."""
+        return 0 if self._sharded is None else int(self._sharded.state_dict()["windows"])
+
+    def part(self, window: Window) -> Window:
+        """Return this rank's part of what `windows` gave."""
+        if not self._shards or self._sharded is not None or not window.samples:
+            return window
+        bounds = cut(window.samples, self._shares.weights)
+        return window.part(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
+
+    def look_at(self, first: Window) -> None:
+        """Look, once, whether each rank has samples of its own."""
+        if not self._is_looked_at:
+            self._is_looked_at = True
+            look_at_data(self.ranks, first, self._notices)
+
+    def is_to_be_dropped(self, part: Window) -> bool:
+        """Whether a window is too short to be made, where such are to be left out."""
+        if self._last_window != "drop":
+            return False
+        samples: list[int] = self.ranks.exchange("samples", part.samples)
+        return sum(samples) < self._whole_target
+
+    def has_anything(self, batches: int) -> bool:
+        """Whether the loader of any rank has given a batch in this epoch."""
+        return any(self.ranks.exchange("epoch", batches))
+
+    def share_out(self) -> None:
+        """Set the shares by what the window that was just made has shown."""
+        assert self.joint is not None
+        parts = self.joint.parts
+        if not self._shares.note([part.samples for part in parts], [part.seconds for part in parts]):
+            return
+        if self._sharded is not None:
+            self._sharded.share_out(self._shares.weights, max(part.note for part in parts))
+        total = sum(self._shares.weights)
+        shares = ", ".join(f"{weight / total:.0%}" for weight in self._shares.weights)
+        self._notices.say(f"shares of the ranks by their speed: {shares}")
+
+    def _reached(self) -> int:
+        """Return up to where in the epoch this rank's loader has come."""
+        return 0 if self._sharded is None else self._sharded.reached
+
+    def tell_plans(self, plan: Plan | None) -> None:
+        """Say what each rank begins with, where they were asked beforehand."""
+        said = self.ranks.exchange("plan", None if plan is None else plan.micro_batch)
+        if len(set(said)) > 1:
+            found = ", ".join("-" if one is None else str(one) for one in said)
+            self._notices.say(f"ranks take at most {found} samples at once")
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def check_that_all_found(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        """Refuse to go on from a checkpoint that not all ranks have found.
+
+        Raises:
+            CheckpointError: They have found different ones.
+        """
+        said = self.ranks.exchange("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
+        for rank, one in enumerate(said):
+            if one != said[0]:
+                names = [("none" if one is None else one[0]) for one in (said[0], one)]
+                raise CheckpointError(
+                    f"rank 0 finds the checkpoint {names[0]} and rank {rank} finds {names[1]}; the folder must be one "
+                    "that all of them see"
+                )
+
+    def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+        """Return what a checkpoint holds of this rank; None where it was written by another number of ranks.
+
+        Raises:
+            CheckpointError: It was, in the middle of an epoch, by ranks with loaders of their own.
+        """
+        return part_of(content, path, self.ranks.rank, self.ranks.size, can_reshard=self._shards)
+
+    def stand_together(self, error: BaseException, *, is_whole: bool) -> bool:
+        """Tell the others of an error, and return whether all were at the same moment, which they can save together."""
+        if not isinstance(error, RankFailedError):
+            self.ranks.moment = self.ranks.moment if is_whole else -1
+            self.ranks.fail(error)
+        return self.ranks.stood_together
+
+    def written_by_one(self, write: Any) -> Path:
+        """Have rank 0 write a checkpoint, and return its path on every rank.
+
+        Args:
+            write: Called on rank 0 alone.
+        """
+        path = write() if self.ranks.rank == 0 else None
+        return Path(self.ranks.exchange("written", None if path is None else str(path))[0])
+
+
+def part_of(
+    content: Mapping[str, Any], path: Path, rank: int, size: int, *, can_reshard: bool
+) -> Mapping[str, Any] | None:
+    """Return what a checkpoint holds of one of `size` ranks; None where it was written by another number of them.
+
+    Raises:
+        CheckpointError: It was, in the middle of an epoch, and its loaders cannot be shared out anew.
+    """
+    parts = content.get("ranks") or [content]
+    if len(parts) == size:
+        found: Mapping[str, Any] = parts[rank]
+        return found
+    is_within = any(part["position"]["batches"] for part in parts)
+    if is_within and not can_reshard:
+        raise CheckpointError(
+            f"the checkpoint {path} was written by {len(parts)} process{'es' if len(parts) > 1 else ''} in the middle "
+            f"of an epoch, and this training has {size}: what each loader had left cannot be shared out anew, which "
+            f"takes several processes before and after, and shard=True; go on with {len(parts)}, or pass resume=False "
+            "to start anew"
+        )
+    return None
+
+
+def _refuse_own_samples(loader: Any) -> None:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise InvalidInputError(
+                f"shard=True shares out what every rank's loader gives, and this one's {type(sampler).__name__} does "
+                "so already; leave one of them out"
+            )

@@ -1,0 +1,434 @@
+"""One window, made by several processes together: each works on its part, then one update is made by all.
+
+No process says anything to the others while it works on its micro-batches, so that one that runs out of memory there
+keeps nobody waiting for longer than its second attempt takes. Then they agree in two steps, as a distributed commit
+does: what the parts weigh and that all are done, upon which gradients are added up in flat buckets; and that all hold
+the sum, upon which each steps its own optimizer. Up to there every one of them can still go back to where the window
+began, and all do where one has to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autoaccum.buckets import Buckets
+from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.objective import PAIR, SUM
+from autoaccum.oom import is_oom
+from autoaccum.weighting import in_full
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from autoaccum.accumulation import Accumulation, Given
+    from autoaccum.batches import Window
+    from autoaccum.ranks import Ranks
+    from autoaccum.step import TrainingStep
+    from autoaccum.weighting import Weighting
+
+
+_T = TypeVar("_T")
+# So often what parts weigh is asked for.
+_TRIES = 4
+_STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank says of its part of a window, once that is done.
+
+    Attributes:
+        samples: Samples in it.
+        weight: What it weighs; None where that is on the device, or makes no difference.
+        known: Stands for what is known of the losses.
+        names: Stands for their names.
+        gradients: Which parameters have a gradient, as bits.
+        buffers: Which buffers were written, as bits.
+        seconds: How long the rank has worked on it.
+        wishes: What it wishes to happen after this window.
+        note: Windows of the epoch that its loader has reached.
+    """
+
+    samples: int
+    weight: float | None
+    known: bytes
+    gradients: int
+    buffers: int
+    seconds: float
+    wishes: int
+    note: int
+
+    def packed(self) -> tuple[Any, ...]:
+        """Return the values alone, which are short to send."""
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+
+class Joint:
+    """Makes windows together with other ranks.
+
+    Args:
+        ranks: All of them.
+        step: This one's training step.
+
+    Attributes:
+        parts: What each rank has said of its part of the present window, by rank.
+        wishes: Returns what this rank wishes to happen after the present window: bits, of which all learn.
+        note: Returns what else this rank has to say with every window.
+        seconds: How long this rank has worked on its part.
+        is_timed: Whether that is to be how long its device has worked, which is waited for.
+        share: What the parts of the present window weigh together, where they cannot be added up afterwards.
+    """
+
+    def __init__(self, ranks: Ranks, step: TrainingStep) -> None:
+        self.ranks = ranks
+        self.parts: list[Part] = []
+        self.wishes: Callable[[], int] = lambda: 0
+        self.note: Callable[[], int] = lambda: 0
+        self.seconds = 0.0
+        self.is_timed = False
+        self._step = step
+        self._trained = [parameter for parameter in step.parameters if parameter.requires_grad]
+        self._gradients = Buckets(self._trained)
+        self._present = 0
+        self._buffers = _SharedBuffers(step)
+        self._losses: list[str] = []
+        self._norm, self._pair = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
+        self._values = self._norm
+        self.share: _Share | None = None
+        self._known_before = b""
+        self._begun: Window | None = None
+        # What a card's collectives take is taken with the first one: better now than beside a window's activations.
+        ranks.add_up(self._norm)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the present window, on all ranks together."""
+        return sum(part.samples for part in self.parts)
+
+    def expected_gradients(self) -> int:
+        """Return how many parameters will have a gradient, by what is known on this rank."""
+        own = sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None)
+        return (own | self._present).bit_count()
+
+    def begin(self, window: Window) -> _Share | None:
+        """Begin a window; return what its parts weigh together, where they cannot be added up afterwards.
+
+        Args:
+            window: This rank's part.
+        """
+        self._buffers.begin()
+        if self._begun is window:
+            return self.share  # a second attempt of this rank alone
+        self._begun = window
+        self._known_before = self._known()
+        self.share = self._share_of(window)
+        return self.share
+
+    def agree(self, window: Window, work: Accumulation, given: Given) -> bool:
+        """See that all ranks have done their parts; return False where some have to do theirs again.
+
+        Raises:
+            RankFailedError: Another rank cannot go on.
+        """
+        objective = self._step.objective
+        mine = Part(
+            samples=window.samples,
+            weight=self._weight(window),
+            known=self._known(given.losses),
+            gradients=sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None),
+            buffers=self._buffers.written(),
+            seconds=self.seconds,
+            wishes=self.wishes(),
+            note=self.note(),
+        )
+        # Made anew for every window, since the last one's are read later, and before the others wait for it.
+        self._values = in_full(torch.zeros(len(self._losses), device=self._step.memory.device))
+        self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
+        agree = len({part.known for part in self.parts}) == 1
+        was_shared, is_shared = self.share is not None, objective.common_weight is None
+        if agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before):
+            return True
+        if not agree:
+            self._learn_from_others()
+        self._known_before = self._known()
+        self.share = self._share_of(window)
+        if was_shared or is_shared or self.share is not None or self._known_before != mine.known:
+            work.start_over(self.share)
+        return False
+
+    def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> _Alone:
+        """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
+
+        Whatever fails on this rank alone, it sends what the others wait for to the end, and what it holds then is of no
+        use. Nothing that is sent is made here, and so nothing of it can fail to be there.
+
+        Args:
+            given: What this rank's part has given.
+            check: Called with the window's losses.
+
+        Returns:
+            What came of it; still to be told to the others.
+
+        Raises:
+            InvalidInputError: Nothing counts in the whole window; on every rank.
+            RankFailedError: Another rank is gone.
+        """
+        self._step.phase = "reduce"
+        alone = _Alone()
+        factor = self._factor(given, alone)
+        self._present = 0
+        for part in self.parts:
+            self._present |= part.gradients
+        wanted = [bool(self._present >> n & 1) for n in range(len(self._trained))]
+        alone.run(lambda: self._make_gradients(wanted))
+        gradients = [parameter.grad for parameter in self._trained]
+        alone.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
+        alone.run(lambda: self._fill_losses(given, factor))
+        self.ranks.add_up(self._values)
+        alone.note(self._buffers.exchange(self.ranks, self.parts))
+        found = alone.run(lambda: dict(zip(self._losses, self._values.unbind(), strict=True)))
+        alone.losses = found or {}
+        self._unscale_and_clip(alone)
+        alone.run(lambda: check(alone.losses))
+        return alone
+
+    def _unscale_and_clip(self, alone: _Alone) -> None:
+        """Bring the gradients to what the optimizers are to be given, by the same norm on every rank."""
+        updates = self._step.updates
+        norm = alone.run(updates.norm)
+        if not updates.clips:
+            return
+        if norm is not None:
+            alone.run(lambda: self._norm.fill_(norm))
+        # Other kinds of devices, and other numbers of threads, may sum in another order.
+        self.ranks.spread(self._norm, 0)
+        if norm is not None:
+            alone.run(lambda: updates.clip(norm.copy_(self._norm)))
+        alone.norm = norm
+
+    def all_ready(self, alone: _Alone) -> bool:
+        """Whether every rank holds the same gradients, unscaled and clipped."""
+        are_ready = not any(self.ranks.exchange("update", alone.failure is not None))
+        if are_ready:
+            self._begun = None
+        return are_ready
+
+    # --- what parts weigh ---------------------------------------------------------------------------------------------
+
+    def _share_of(self, window: Window) -> _Share | None:
+        if self._step.objective.common_weight is not None:
+            return None
+        said = self._weights_of_all(window)
+        totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
+        share = _Share(self.ranks, totals)
+        if not window.samples and self._step.objective.mixes_pairs():
+            share.of_pairs({})  # the others ask, and wait for an answer
+        return share
+
+    def _weights_of_all(self, window: Window) -> list[dict[str, float]]:
+        """Return what each part weighs; where one rank lacks memory to find out, all try once more."""
+        for _ in range(_TRIES):
+            alone = _Alone()
+            own = alone.run(lambda: self._step.objective.weights(window))
+            said = self.ranks.exchange("weights", own)
+            if None not in said:
+                return said
+            if alone.failure is not None and not is_oom(alone.failure):
+                raise alone.failure
+            alone.failure = None
+            self._step.memory.release()
+        raise DoesNotFitError("some rank has no memory left to find out what its part of a window weighs")
+
+    def _weight(self, window: Window) -> float | None:
+        common = self._step.objective.common_weight
+        if common is None or common in (PAIR, SUM):
+            return None
+        return self._step.objective.weights(window).get(common, 0.0)
+
+    def _factor(self, given: Given, alone: _Alone) -> float | Tensor:
+        """Return by what this rank's gradients and losses are multiplied, so that those of all add up."""
+        common = self._step.objective.common_weight
+        if self.share is not None or common == SUM:
+            return 1.0
+        if common == PAIR:
+            return self._factor_of_pair(given, alone)
+        own, total = self.parts[self.ranks.rank].weight or 0.0, sum(part.weight or 0.0 for part in self.parts)
+        if total == 0.0:
+            raise InvalidInputError(
+                "no target of this window counts on any rank, so the mean loss over it does not exist; leave such "
+                "samples out"
+            )
+        return own / total
+
+    def _factor_of_pair(self, given: Given, alone: _Alone) -> float | Tensor:
+        weight = 0.0 if given.pair_weight is None else given.pair_weight
+        alone.run(lambda: self._pair.fill_(weight))
+        self.ranks.add_up(self._pair)
+        alone.run(self._check_pair)
+        factor = alone.run(lambda: given.samples / self._pair)
+        return 1.0 if factor is None else factor
+
+    def _check_pair(self) -> None:
+        if self._pair.device.type == "cpu" and not float(self._pair):
+            raise InvalidInputError(
+                "the (sum, weight) pairs of this window have weight 0 together on all ranks, so their mean does not "
+                "exist; leave such samples out"
+            )
+
+    def _known(self, losses: Mapping[str, Any] | None = None) -> bytes:
+        """Return what stands for all that is known of the losses, alike where that is alike."""
+        for name in losses or ():
+            if name not in self._losses:
+                self._losses = sorted([*self._losses, name])
+        known = self._step.objective.knowledge
+        text = [(name, _spelled(how)) for name, (how, _) in sorted(known.items())]
+        return hashlib.blake2b(repr((text, self._losses)).encode(), digest_size=8).digest()
+
+    def _learn_from_others(self) -> None:
+        """Take over, for each loss, what the rank knows that has ruled out most; of those alike the first."""
+        said = self.ranks.exchange("losses", (self._step.objective.knowledge, self._losses))
+        self._losses = sorted({name for _, names in said for name in names})
+        best: dict[str, tuple[Weighting, int]] = {}
+        for known, _ in said:
+            for name, (how, ruled_out) in known.items():
+                if name not in best or ruled_out > best[name][1]:
+                    best[name] = (how, ruled_out)
+        own = self._step.objective.knowledge
+        self._step.objective.adopt(
+            {name: how for name, (how, _) in best.items() if name not in own or _spelled(own[name][0]) != _spelled(how)}
+        )
+
+    # --- adding up ----------------------------------------------------------------------------------------------------
+
+    def _make_gradients(self, wanted: Sequence[bool]) -> None:
+        """See that each gradient that any rank has is there, in a form that can be sent in parts."""
+        for parameter, is_wanted in zip(self._trained, wanted, strict=True):
+            if is_wanted and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif (
+                parameter.grad is not None and not parameter.grad.is_contiguous() and self._gradients.splits(parameter)
+            ):
+                parameter.grad = parameter.grad.contiguous()
+
+    def _fill_losses(self, given: Given, factor: float | Tensor) -> None:
+        for value, name in zip(self._values.unbind(), self._losses, strict=True):
+            if name in given.losses:
+                value.fill_(given.losses[name])
+        self._values.mul_(factor)
+
+
+class _Alone:
+    """What one rank does by itself while others wait for what it sends: until something fails, then nothing more.
+
+    Attributes:
+        failure: What failed.
+        losses: The window's losses by name.
+        norm: The norm of the gradients before clipping, where they are clipped.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.losses: dict[str, Tensor] = {}
+        self.norm: Tensor | None = None
+
+    def run(self, work: Callable[[], _T]) -> _T | None:
+        """Do some work and return what came of it; None where it, or something before it, has failed."""
+        if self.failure is None:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 - it is told to the others first
+                self.failure = error
+        return None
+
+    def note(self, failure: Exception | None) -> None:
+        """Note what has failed elsewhere."""
+        self.failure = self.failure or failure
+
+
+class _Share:
+    """What the whole window weighs, of which this rank has a part."""
+
+    def __init__(self, ranks: Ranks, totals: Mapping[str, float]) -> None:
+        self.totals = totals
+        self._ranks = ranks
+        self._pairs: dict[str, float] | None = None
+
+    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        if self._pairs is None:  # else it is a second attempt of this rank alone
+            said = self._ranks.exchange("pairs", dict(weights))
+            self._pairs = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
+            if not all(self._pairs.values()):
+                raise InvalidInputError(
+                    "the (sum, weight) pairs of this window have weight 0 together on all ranks, so their mean does "
+                    "not exist; leave such samples out"
+                )
+        return {name: self._pairs[name] for name in weights}
+
+
+class _SharedBuffers:
+    """The buffers that training moves: after each window every rank has the same.
+
+    BatchNorm's running statistics become their means over the ranks, by samples; whatever else was written is taken
+    over from the first rank that had samples.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        parts = dict.fromkeys(part for module in step.objective.modules for part in module.modules())
+        device = step.memory.device.type
+        self._owners = [
+            (part, name)
+            for part in parts
+            for name, buffer in part._buffers.items()
+            if buffer is not None and buffer.device.type == device
+        ]
+        at_first = [part._buffers[name] for part, name in self._owners]
+        self._forms = [(buffer.shape, buffer.dtype) for buffer in at_first if buffer is not None]
+        self._averaged = [isinstance(part, _BatchNorm) and name in _STATISTICS for part, name in self._owners]
+        self._buckets = Buckets([buffer for buffer in at_first if buffer is not None]) if at_first else None
+        self._before: list[tuple[Tensor | None, int]] = []
+
+    def begin(self) -> None:
+        """Note what the buffers are before a window."""
+        self._before = [(buffer, 0 if buffer is None else buffer._version) for buffer in self._now()]
+
+    def written(self) -> int:
+        """Return which buffers were written since, as bits."""
+        bits = 0
+        for number, (now, (before, version)) in enumerate(zip(self._now(), self._before, strict=True)):
+            # BatchNorm's kernels write without moving a counter.
+            by_kernel = self._averaged[number] and self._owners[number][0].training
+            if now is not None and (by_kernel or now is not before or now._version != version):
+                bits |= 1 << number
+        return bits
+
+    def _now(self) -> list[Tensor | None]:
+        """Return the buffers; None for one that is no longer of the form in which it would be sent."""
+        found = (part._buffers.get(name) for part, name in self._owners)
+        return [
+            buffer if buffer is not None and (buffer.shape, buffer.dtype) == form else None
+            for buffer, form in zip(found, self._forms, strict=True)
+        ]
+
+    def exchange(self, ranks: Ranks, parts: Sequence[Part]) -> Exception | None:
+        """Make the buffers the same; return what failed here."""
+        if self._buckets is None:
+            return None
+        source = next(rank for rank, part in enumerate(parts) if part.samples)
+        wanted = [bool(parts[source].buffers >> number & 1) for number in range(len(self._owners))]
+        means = [one and averaged for one, averaged in zip(wanted, self._averaged, strict=True)]
+        others = [one and not averaged for one, averaged in zip(wanted, self._averaged, strict=True)]
+        factor = parts[ranks.rank].samples / sum(part.samples for part in parts)
+        failure = self._buckets.exchange(self._now(), ranks.add_up, factor=factor, wanted=means)
+        return self._buckets.exchange(self._now(), lambda one: ranks.spread(one, source), wanted=others) or failure
+
+
+def _spelled(how: Weighting) -> tuple[Any, ...]:
+    weights = None if how.class_weights is None else tuple(how.class_weights.tolist())
+    void = sorted(map(sorted, how.void))
+    return how.over.name, how.ignore_index, how.target, how.nor, void, weights

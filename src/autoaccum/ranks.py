@@ -1,0 +1,314 @@
+"""The processes of one training: found, joined, and the few things that they say to each other.
+
+Every rank says the same things in the same order, and whatever is said, one of them may say instead that it has failed:
+then every other one raises RankFailedError at that point, and none is left waiting. What is said is small and goes
+through the hosts (gloo), whatever the device; tensors go through the group of the device.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from autoaccum.errors import InvalidInputError, RankFailedError
+from autoaccum.oom import first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from autoaccum.memory.base import MemoryBackend
+
+# What torchrun sets, and torch.distributed needs.
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = "AUTOACCUM_RANK_TIMEOUT_S"
+# As long as torch.distributed waits by default where it waits for hosts.
+_TIMEOUT_S = 1800.0
+# Topic, whether the rank has failed, where it stands, length of what is said: all in one message where that is short
+# enough, which what is said in every window is.
+_HEAD = struct.Struct("=16s?qI")
+_Head = tuple[bytes, bool, int, int]
+_MESSAGE_BYTES = 512
+_INLINE_BYTES = _MESSAGE_BYTES - _HEAD.size
+# Asked for at first at once, then less and less often: other ranks may share this one's cores.
+_LOOK_FIRST_S, _LOOK_LAST_S = 2e-5, 1e-3
+
+
+class Ranks:
+    """The processes of one training, of which this is one.
+
+    Args:
+        memory: The device that this one computes on.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        moment: Windows done, to be kept up to date; -1 where what this rank holds is not whole.
+        stood_together: Whether all ranks were alive and at the same moment when one failed.
+    """
+
+    def __init__(self, memory: MemoryBackend) -> None:
+        self.rank = distributed.get_rank()
+        self.size = distributed.get_world_size()
+        self.moment = -1
+        self.stood_together = False
+        self._memory = memory
+        self._limit_s = timeout_s()
+        self._has_failed = False
+        backends = distributed.get_backend_config()
+        self._hosts: Any = distributed.group.WORLD
+        if "cpu:gloo" not in backends:
+            # One group more has addresses that a second attempt under torchrun may find of the first: only where the
+            # user's own has no way for what the hosts say.
+            with memory.lifted():  # threads are started here, and what they need is no part of a training
+                self._hosts = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
+        self._tensors: Any = self._hosts if memory.device.type == "cpu" else distributed.group.WORLD
+        self._is_gloo = memory.device.type == "cpu" or f"{memory.device.type}:gloo" in backends
+        self._sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        self._received = [torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+
+    def exchange(self, topic: str, value: Any = None) -> list[Any]:
+        """Say something, and return what every rank has said, by rank.
+
+        Args:
+            topic: What it is about, at most 16 letters; every rank has to speak of the same.
+            value: Anything that can be pickled.
+
+        Raises:
+            RankFailedError: Another rank has failed, is gone or speaks of something else.
+        """
+        return self._exchange(topic, pickle.dumps(value, pickle.HIGHEST_PROTOCOL), failed=False)
+
+    def exchange_tensors(self, topic: str, value: Any) -> list[Any]:
+        """Like `exchange`, for what holds tensors on the host."""
+        kept = io.BytesIO()
+        torch.save(value, kept)  # by itself pickle cannot load a tensor of bytes
+        return [torch.load(io.BytesIO(one), weights_only=False) for one in self.exchange(topic, kept.getvalue())]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, at whatever they say next, that this rank has failed; once, and not where they are gone."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        try:
+            text = f"{type(error).__name__}: {first_line(error)}"
+            self._exchange("failure", pickle.dumps(text), failed=True)
+        except RankFailedError:
+            pass
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a tensor on the device by the sum over all ranks, the same to the last bit on each.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        with self._told():
+            self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
+
+    def spread(self, tensor: Tensor, source: int) -> None:
+        """Replace a tensor on the device by that of the rank `source`.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        with self._told():
+            self._wait(distributed.broadcast(tensor, source, group=self._tensors, async_op=True))
+
+    def _exchange(self, topic: str, said: bytes, *, failed: bool) -> list[Any]:
+        with self._told():
+            heads = self._gather_heads(topic, said, failed=failed)
+            longest = max(length for *_, length in heads)
+            texts = self._inline(heads) if longest <= _INLINE_BYTES else self._gather(said, longest, heads)
+        failures = {rank: text for rank, (text, head) in enumerate(zip(texts, heads, strict=True)) if head[1]}
+        if failures:
+            moments = {moment for _, _, moment, _ in heads}
+            self.stood_together = len(moments) == 1 and -1 not in moments
+            who = "; ".join(f"rank {rank}: {pickle.loads(text)}" for rank, text in failures.items())  # noqa: S301
+            raise RankFailedError(f"this training cannot go on, since another process of it has failed ({who})")
+        topics = [name.rstrip(b"\0").decode() for name, *_ in heads]
+        if len(set(topics)) > 1:
+            who = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(topics))
+            raise RankFailedError(
+                f"the processes of this training are out of step ({who}); give all the same arguments"
+            )
+        return [pickle.loads(text) for text in texts]  # noqa: S301 - what this training's own processes have said
+
+    def _gather_heads(self, topic: str, said: bytes, *, failed: bool) -> list[_Head]:
+        message = _HEAD.pack(topic.encode(), failed, self.moment, len(said)) + said[:_INLINE_BYTES]
+        self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self._wait(distributed.all_gather(self._received, self._sent, group=self._hosts, async_op=True))
+        return [_HEAD.unpack(one[: _HEAD.size].numpy().tobytes()) for one in self._received]
+
+    def _inline(self, heads: list[_Head]) -> list[bytes]:
+        return [
+            one[_HEAD.size : _HEAD.size + length].numpy().tobytes()
+            for one, (*_, length) in zip(self._received, heads, strict=True)
+        ]
+
+    def _gather(self, said: bytes, longest: int, heads: list[_Head]) -> list[bytes]:
+        sent = torch.zeros(longest, dtype=torch.uint8)
+        sent[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._wait(distributed.all_gather(received, sent, group=self._hosts, async_op=True))
+        return [one[:length].numpy().tobytes() for one, (*_, length) in zip(received, heads, strict=True)]
+
+    def _wait(self, work: Any) -> None:
+        """Wait in Python, so that signals are heard; work of a card waits in its own queue instead."""
+        if self._is_gloo:
+            pause = _LOOK_FIRST_S
+            while not work.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK_LAST_S)
+        work.wait()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Run what goes through the network, outside of a limit that its native threads could not bear."""
+        try:
+            with self._memory.lifted():
+                yield
+        except (RuntimeError, ValueError) as error:  # the second where the group is gone
+            raise RankFailedError(
+                f"another process of this training is gone, or has not answered in time ({first_line(error)}); its own "
+                "output says why"
+            ) from error
+
+
+@contextmanager
+def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
+    """Join the other processes of this training for a block; None where this is the only one.
+
+    Where torch.distributed is set up already its group is used, else it is set up by the variables that torchrun sets.
+    Whatever ends the block by an error, the others are told.
+
+    Raises:
+        InvalidInputError: The variables are half set.
+        RankFailedError: Another process has not come.
+    """
+    makes_group = _is_to_be_set_up()
+    if makes_group:
+        _set_up(memory.device)
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        if makes_group:
+            distributed.destroy_process_group()
+        yield None
+        return
+    ranks = Ranks(memory)
+    try:
+        yield ranks
+    except RankFailedError:
+        raise
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+    finally:
+        if makes_group:
+            distributed.destroy_process_group()
+
+
+def world_size() -> int:
+    """Return how many processes this training has, by torch.distributed or else by torchrun's variables.
+
+    Raises:
+        InvalidInputError: The variables are half set.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return _number("WORLD_SIZE") if _is_to_be_set_up() else 1
+
+
+def own_rank() -> int:
+    """Return the number of this process in its training, before it has met the others.
+
+    Raises:
+        InvalidInputError: torchrun's variables are half set.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return _number("RANK") if _is_to_be_set_up() else 0
+
+
+def local_rank() -> int:
+    """Return the number of this process on its machine."""
+    return _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
+
+
+def timeout_s() -> float:
+    """Return how long ranks wait for each other.
+
+    Raises:
+        InvalidInputError: The variable that says so holds no positive number.
+    """
+    text = os.environ.get(_TIMEOUT, "")
+    try:
+        seconds = float(text) if text else _TIMEOUT_S
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0.0:
+        raise InvalidInputError(f"{_TIMEOUT}={text!r} must be a positive number of seconds")
+    return seconds
+
+
+def _is_to_be_set_up() -> bool:
+    if not distributed.is_available() or distributed.is_initialized():
+        return False
+    found = [name for name in VARIABLES if os.environ.get(name)]
+    if "RANK" not in found or "WORLD_SIZE" not in found:
+        # Of these two one alone means nothing (some clusters set WORLD_SIZE in every job), both mean ranks.
+        if "RANK" in found or _is_above_one(os.environ.get("WORLD_SIZE", "")):
+            raise _half_set(found)
+        return False
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if size > 1 and len(found) < len(VARIABLES):
+        raise _half_set(found)
+    if not rank < size:
+        raise InvalidInputError(f"RANK={rank} and WORLD_SIZE={size}: ranks are numbered from 0 to WORLD_SIZE - 1")
+    return size > 1
+
+
+def _is_above_one(text: str) -> bool:
+    return text.isdigit() and int(text) > 1
+
+
+def _half_set(found: list[str]) -> InvalidInputError:
+    missing = [name for name in VARIABLES if name not in found]
+    return InvalidInputError(
+        f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} set in the environment and {', '.join(missing)} "
+        f"{'is' if len(missing) == 1 else 'are'} not; start every process by torchrun, or unset {', '.join(found)}"
+    )
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdigit():
+        raise InvalidInputError(
+            f"{name}={text!r} in the environment is no whole number; start by torchrun, or unset it"
+        )
+    return int(text)
+
+
+def _set_up(device: torch.device) -> None:
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device.type)
+    limit = timedelta(seconds=timeout_s())
+    try:
+        store, rank, size = next(distributed.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+        # torchrun's own store lives through its restarts, and ranks of a second attempt would find the addresses of the
+        # first.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = distributed.PrefixStore(f"autoaccum/{attempt}", store)  # type: ignore[attr-defined]
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise RankFailedError(
+            f"the other processes of this training were not met ({first_line(error)}); they must be started with the "
+            "same MASTER_ADDR and MASTER_PORT, each with a RANK of its own"
+        ) from error

@@ -1,0 +1,157 @@
+"""A DataLoader of which every rank has the whole, turned into one that loads only this rank's part of every window.
+
+Every rank goes through the same order, which rank 0 has drawn, and cuts it into the same windows. What other ranks
+take is never loaded here. Where an epoch stands is the number of its windows, so a run can go on with another number of
+ranks. Loaders that are no DataLoader over a dataset with indices are not for this module.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from autoaccum.position import generators_of
+from autoaccum.shares import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from autoaccum.ranks import Ranks
+
+# What of the loader's own arguments the part has too.
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers"),
+)
+
+
+def can_be_sharded(loader: Any) -> bool:
+    """Whether a loader's samples can be told apart without loading them."""
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+        and hasattr(loader.batch_sampler, "__len__")
+    )
+
+
+class ShardedLoader:
+    """Loads this rank's part of every window, in batches that never reach across two windows.
+
+    It keeps its own state, as torchdata's StatefulDataLoader does, and that is the same on every rank.
+
+    Args:
+        loader: The whole, on every rank.
+        ranks: All ranks.
+        target_batch: Samples a window, on all ranks together.
+        drops_last: Whether a shorter last window is left out.
+
+    Attributes:
+        reached: Windows of this epoch of which the loader's workers may have been asked for a part already.
+    """
+
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks, target_batch: int, *, drops_last: bool) -> None:
+        self.reached = 0
+        self._loader = loader
+        self._ranks = ranks
+        self._target_batch = target_batch
+        self._drops_last = drops_last
+        self._batch_size = loader.batch_size or max(1, target_batch // ranks.size)
+        self._generators = generators_of(loader)
+        arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+        self._part = DataLoader(loader.dataset, batch_sampler=_Batches(self._asked_for), **arguments)
+        # What the order of the epoch was drawn from, and where in it the next iterator begins.
+        self._source: Any = None
+        self._begins_at = self._done = 0
+        self._order: list[Any] = []
+        self._ends: deque[bool] = deque()
+        self._weights: list[tuple[int, tuple[float, ...]]] = [(0, (1.0,) * ranks.size)]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch, or go on with that of the state that was loaded."""
+        if self._source is None:
+            own = torch.empty((), dtype=torch.int64).random_().item(), [g.get_state() for g in self._generators]
+            # Rank 0's, so that all have the same order.
+            self._source = self._ranks.exchange_tensors("order", own)[0]
+            self._weights = [(0, self._weights[-1][1])]
+        self._order = self._drawn(*self._source)
+        self._done = self.reached = self._begins_at
+        self._ends.clear()
+        for batch in self._part:
+            self._done += self._ends.popleft()
+            yield batch
+        self._source, self._begins_at, self._done = None, 0, 0
+
+    def share_of(self, window: int) -> int:
+        """Return how many samples of a window of this epoch are this rank's."""
+        bounds = self._bounds(window)
+        return bounds[self._ranks.rank + 1] - bounds[self._ranks.rank]
+
+    def share_out(self, weights: Sequence[float], since: int) -> None:
+        """Share windows out by other weights.
+
+        Args:
+            weights: By rank.
+            since: The first window for which they hold, which no rank may have reached.
+        """
+        self._weights.append((since, tuple(weights)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch stands."""
+        return {"source": self._source, "windows": self._done, "weights": list(self._weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go where a state was taken, by however many ranks; the next iterator begins there."""
+        self._source, self._begins_at, self._done = state["source"], state["windows"], state["windows"]
+        alike = all(len(weights) == self._ranks.size for _, weights in state["weights"])
+        self._weights = list(state["weights"]) if alike else [(0, (1.0,) * self._ranks.size)]
+
+    def _drawn(self, seed: int, states: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the order of the samples, and leave the random generators as they are, but for the loader's own."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the sampler's choice
+        try:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            assert self._loader.batch_sampler is not None
+            return [index for batch in self._loader.batch_sampler for index in batch]
+        finally:
+            torch.set_rng_state(before[0])
+            random.setstate(before[1])
+            np.random.set_state(before[2])  # noqa: NPY002
+
+    def _asked_for(self) -> Iterator[list[Any]]:
+        """Yield the indices of this rank's batches; runs ahead of what is yielded where workers load."""
+        samples, target = len(self._order), self._target_batch
+        windows = samples // target if self._drops_last else math.ceil(samples / target)
+        for window in range(self._begins_at, windows):
+            self.reached = window + 1
+            bounds = self._bounds(window)
+            start, stop = bounds[self._ranks.rank], bounds[self._ranks.rank + 1]
+            for at in range(start, stop, self._batch_size):
+                end = min(stop, at + self._batch_size)
+                self._ends.append(end == stop)
+                yield self._order[window * target + at : window * target + end]
+
+    def _bounds(self, window: int) -> list[int]:
+        samples = min(self._target_batch, len(self._order) - window * self._target_batch)
+        weights = next(weights for since, weights in reversed(self._weights) if since <= window)
+        return cut(max(0, samples), weights)
+
+
+class _Batches:
+    """A batch sampler that asks anew for every epoch what is in it."""
+
+    def __init__(self, asked_for: Callable[[], Iterator[list[Any]]]) -> None:
+        self._asked_for = asked_for
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._asked_for()

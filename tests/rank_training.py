@@ -1,0 +1,330 @@
+"""Trainings that tests run on several ranks, and alone to compare."""
+
+import contextlib
+import io
+import random
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import autoaccum
+
+SAMPLES, WIDTH, CLASSES, LENGTH = 50, 6, 4, 5
+
+
+def vectors(samples=SAMPLES, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, WIDTH, generator=chance, dtype=torch.float64)
+    return list(zip(inputs, torch.randint(CLASSES, (samples,), generator=chance), strict=True))
+
+
+def texts(samples=SAMPLES, seed=0, nothing_counts_below=0):
+    """Inputs (T, WIDTH) and targets (T,) of which -100 does not count, in other numbers for each sample."""
+    chance = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, LENGTH, WIDTH, generator=chance, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (samples, LENGTH), generator=chance)
+    lengths = torch.randint(1, LENGTH + 1, (samples,), generator=chance)
+    targets[torch.arange(LENGTH) >= lengths[:, None]] = -100
+    targets[:nothing_counts_below] = -100
+    return list(zip(inputs, targets, strict=True))
+
+
+def net(seed=0, *, norm=False, dropout=0.0):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(WIDTH, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*layers).double()
+
+
+def of_tokens(outputs, targets):
+    return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def pair(outputs, targets):
+    counts = targets != -100
+    each = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+    return each, counts.sum()
+
+
+def several(outputs, targets):
+    return {
+        "tokens": of_tokens(outputs, targets),
+        "size": outputs.pow(2).mean(),
+        "pair": (outputs.sum(), (targets != -100).sum()),
+    }
+
+
+def one_of_list(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def other_of_list(model, batch):
+    return model(batch[0]).pow(2).sum(1)
+
+
+LOSSES = {
+    "mean": (vectors, None),
+    "sum": (vectors, nn.CrossEntropyLoss(reduction="sum")),
+    "vector": (vectors, nn.CrossEntropyLoss(reduction="none")),
+    "class weights": (vectors, nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=torch.float64))),
+    "tokens, found out": (texts, of_tokens),
+    "pair": (texts, pair),
+    "several": (texts, several),
+    "list": (vectors, [one_of_list, other_of_list]),
+}
+
+
+def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_loader=None, **arguments):
+    """Run `fit` and return what became of it, alone where `size` is 1."""
+    made, function = LOSSES[loss]
+    model = model or net(seed=rank)  # ranks begin with other weights, and are to take those of rank 0
+    samples = made() if data is None else data
+    if wrap:
+        model = nn.parallel.DistributedDataParallel(model)
+    given = {"optimizer": sgd, "device": "cpu", "progress": False, "cache": False, "strategy": "balanced"}
+    loader = DataLoader(samples, batch_size=7) if make_loader is None else make_loader(rank, size, samples)
+    result = autoaccum.fit(model, loader, loss=function, **{**given, **arguments})
+    return outcome(model.module if wrap else model, result)
+
+
+def outcome(model, result):
+    return {
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+        "buffers": [buffer.clone() for buffer in model.buffers()],
+        "losses": [report.loss for report in result.history],
+        "norms": [report.grad_norm for report in result.history],
+        "samples": [report.samples for report in result.history],
+        "cuts": [report.micro_batches for report in result.history],
+        "oom": result.oom_events,
+        "evaluations": [(one.loss, dict(one.metrics), one.samples) for one in result.evaluations],
+        "steps": result.steps,
+        "all samples": result.samples,
+    }
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def seeded(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def own_loader(lengths):
+    """Return what gives each rank the next so many samples."""
+
+    def make(rank, size, samples):
+        start = sum(lengths[:rank])
+        return DataLoader(samples[start : start + lengths[rank]], batch_size=4)
+
+    return make
+
+
+def with_own_samples(rank, size, lengths, **arguments):
+    return train(rank, size, make_loader=own_loader(lengths), **arguments)
+
+
+def with_norm(rank, size, **arguments):
+    return train(rank, size, model=net(norm=True), **arguments)
+
+
+def evaluated(rank, size, lengths, **arguments):
+    samples = texts(sum(lengths), seed=5)
+    loader = own_loader(lengths)(rank, size, samples)
+    return train(rank, size, loss="tokens, found out", val_loader=loader, metrics={"size": mean_size}, **arguments)
+
+
+def mean_size(outputs, targets):
+    return outputs.abs().mean()
+
+
+class FailingLoader:
+    """Raises after so many batches on one rank."""
+
+    def __init__(self, samples, error, after):
+        self.samples, self.error, self.after = samples, error, after
+
+    def __iter__(self):
+        for number, batch in enumerate(DataLoader(self.samples, batch_size=4)):
+            if number == self.after:
+                raise self.error
+            yield batch
+
+
+def failing(rank, size, who, what, folder=None):
+    """Train where something of the user's own raises on one rank."""
+    error = ZeroDivisionError("the user's own")
+    mine = rank == who
+
+    class Raising(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            self.has_done_two = report.step == 2
+            if mine and what == "callback" and self.has_done_two:
+                raise error
+
+    raising = Raising()
+    raising.has_done_two = False
+
+    def loss(outputs, targets):
+        if mine and what == "loss" and raising.has_done_two:
+            raise error
+        return functional.cross_entropy(outputs, targets)
+
+    loader = FailingLoader(vectors(), error, 9 if mine and what == "loader" else None)
+    model = net()
+    result = autoaccum.fit(
+        model,
+        loader,
+        16,
+        loss=loss,
+        loss_reduction="mean",
+        micro_batch=3,
+        optimizer=sgd,
+        device="cpu",
+        progress=False,
+        checkpoint=folder,
+        callbacks=[raising],
+        shard=True,
+    )
+    return outcome(model, result)
+
+
+def different(rank, size, what):
+    """Train with something else on rank 1."""
+    mine = rank == 1
+    model = net() if not (mine and what == "model") else nn.Sequential(net(), nn.Linear(CLASSES, CLASSES)).double()
+    optimizer = adam if mine and what == "optimizer" else sgd
+    target = 20 if mine and what == "target_batch" else 16
+    return train(rank, size, model=model, optimizer=optimizer, target_batch=target, shard=True, micro_batch=4)
+
+
+class Counting(nn.Module):
+    """Counts its own steps in a buffer, and remembers the last input's mean in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("constant", torch.full((3,), 0.1, dtype=torch.float64))
+
+    def forward(self, inputs):
+        if self.training:
+            self.calls += 1
+            self.last.copy_(inputs.mean(0))
+        return self.inner(inputs)
+
+
+def with_buffers(rank, size, **arguments):
+    return train(rank, size, model=Counting(), **arguments)
+
+
+def unused(rank, size, **arguments):
+    """Train a model of which one layer is never used, and another only for samples of the first rank."""
+    model = Picky()
+    before = model.never.weight.detach().clone()
+    found = train(rank, size, model=model, optimizer=decaying, **arguments)
+    return {**found, "never is as it was": torch.equal(model.never.weight, before)}
+
+
+def decaying(parameters):
+    return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9, weight_decay=0.1)
+
+
+def said(rank, size, **arguments):
+    """Return what a training has said on this rank."""
+    with contextlib.redirect_stderr(io.StringIO()) as spoken:
+        train(rank, size, target_batch=16, micro_batch=4, progress="lines", **arguments)
+    return spoken.getvalue()
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.never = net(), nn.Linear(2, 2).double()
+        self.sometimes = nn.Linear(WIDTH, CLASSES).double()
+        torch.manual_seed(3)
+        nn.init.normal_(self.sometimes.weight)
+
+    def forward(self, inputs):
+        outputs, marked = self.inner(inputs), inputs[:, :1] > 100
+        return outputs + marked * self.sometimes(inputs) if marked.any() else outputs
+
+
+def wide(samples=SAMPLES):
+    """Samples of which the first in every 16 are marked."""
+    made = vectors(samples)
+    for at, (inputs, _) in enumerate(made):
+        if at % 16 < 3:
+            inputs[0] = 200.0
+    return made
+
+
+def resumed(rank, size, folder, *, steps, shuffle=False, workers=0, shard=True, **arguments):
+    """Train some steps with checkpoints, as a process does that is started again until all are done."""
+    chance = torch.Generator().manual_seed(7)
+    loader = DataLoader(vectors(), batch_size=5, shuffle=shuffle, generator=chance, num_workers=workers)
+    seeded(100 + rank)
+    return train(
+        rank,
+        size,
+        model=net(seed=rank, dropout=0.3),
+        make_loader=lambda *_: loader,
+        target_batch=16,
+        micro_batch=3,
+        shard=shard,
+        checkpoint=folder,
+        max_steps=steps,
+        optimizer=adam,
+        **arguments,
+    )
+
+
+def as_it_is(rank, size, samples):
+    return samples
+
+
+def on_simulated(rank, size, sizes, **arguments):
+    """Train on simulated devices, of another size on each rank, with sizes found out as by default."""
+    memory = autoaccum.Simulated(sizes[rank])
+    found = train(
+        rank,
+        size,
+        data=vectors(200),
+        device=memory,
+        strategy=None,
+        make_loader=lambda *_: DataLoader(vectors(200), batch_size=50),
+        **arguments,
+    )
+    return {**found, "largest": max(max(cut, default=0) for cut in found["cuts"])}
+
+
+class Slow(nn.Module):
+    """Takes so many seconds for each sample, as a slower device would."""
+
+    def __init__(self, seconds, seed):
+        super().__init__()
+        self.inner, self.seconds = net(seed), seconds
+
+    def forward(self, inputs):
+        time.sleep(self.seconds * len(inputs))
+        return self.inner(inputs)
+
+
+def with_slow_rank(rank, size, who, **arguments):
+    return train(rank, size, model=Slow(0.01 if rank == who else 0.001, seed=rank), **arguments)
+
+
+def workers_loader(rank, size, samples):
+    return DataLoader(samples, batch_size=4, num_workers=2)
+
+
+def no_dataloader(rank, size, samples):
+    return [tuple(map(torch.stack, zip(*samples[at : at + 7], strict=True))) for at in range(0, len(samples), 7)]

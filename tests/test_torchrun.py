@@ -1,0 +1,107 @@
+"""Processes that torchrun starts: killed, ended by a signal, started again, or started wrongly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import autoaccum
+from autoaccum import ranks
+from autoaccum.memory.host import Host
+
+HERE = Path(__file__).parent
+
+
+def torchrun(folder, action, *options, size=2):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *options]
+    return subprocess.Popen(
+        [*command, str(HERE / "torchrun_job.py"), str(folder), action],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(folder, action, *options, size=2):
+    folder.mkdir(exist_ok=True)
+    with torchrun(folder, action, *options, size=size) as process:
+        said = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, said
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("undisturbed"), "nothing")
+
+
+def test_rank_that_is_killed_is_started_again_and_the_training_ends_where_the_undisturbed_one_ends(
+    tmp_path, undisturbed
+):
+    found = finished(tmp_path, "kill", "--max-restarts", "1")
+
+    assert [one["from"] for one in found] == [2, 2]
+    assert found[0]["numbers"] == found[1]["numbers"] == undisturbed[0]["numbers"]
+
+
+def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(tmp_path, undisturbed):
+    with torchrun(tmp_path, "wait") as process:
+        deadline = time.monotonic() + 100
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=100)[1]
+    assert process.returncode != 0, said
+
+    found = finished(tmp_path, "nothing")
+
+    assert found[0]["from"] in (3, 4, 5), said
+    assert found[0]["from"] == found[1]["from"]
+    assert found[0]["numbers"] == found[1]["numbers"] == undisturbed[0]["numbers"]
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0"}, "RANK is set in the environment and WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT are not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are not; start every process by torchrun"),
+        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "numbered from 0"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is no whole number"),
+    ],
+)
+def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=text), ranks.joined(Host()):
+        pass
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_process_alone_joins_nobody(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with ranks.joined(Host()) as found:
+        assert found is None
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan"])
+def test_time_limit_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("AUTOACCUM_RANK_TIMEOUT_S", text)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="must be a positive number of seconds"):
+        ranks.timeout_s()
