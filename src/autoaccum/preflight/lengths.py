@@ -1,0 +1,166 @@
+"""How long sequences are: a loader's first batches in, one of the length in question out.
+
+What a step takes hangs on the length, and where batches differ in it (each padded to its own longest sequence) one
+batch says nothing of the next. Sequences run along the dimensions in which the batches differ; where they do not, along
+the second one of token tensors: whole numbers, samples by tokens. What is put in where a batch is made longer is what
+it holds, over again, so that tokens stay tokens that the model knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoaccum.batches import Piece, map_tensors
+from autoaccum.errors import InvalidInputError
+from autoaccum.records import check_positive_int
+from autoaccum.report.records import Lengths
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_TOKENS = 2  # dimensions: samples and tokens
+_FRAMES = 3  # samples, frames, features: as sequences of sounds and of embeddings are; images have one more
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A dimension along which sequences run.
+
+    Attributes:
+        tensor: The tensor's number, in the order of the batch's nesting.
+        dimension: Which of its dimensions.
+        lengths: How long it is in each batch.
+    """
+
+    tensor: int
+    dimension: int
+    lengths: tuple[int, ...]
+
+
+def may_vary(batch: Any) -> bool:
+    """Whether further batches are worth a look: some tensor has a form that sequences have."""
+    return any(_TOKENS <= tensor.dim() <= _FRAMES for tensor in Piece(batch).tensors())
+
+
+def of_length(batch: Any, further: Sequence[Any], length: int | Mapping[str, int] | None) -> tuple[Any, Lengths | None]:
+    """Return a batch whose sequences are as long as is asked, or as the longest that was seen.
+
+    Args:
+        batch: The loader's first batch.
+        further: Some of its batches, drawn anew.
+        length: How long; by the names of what the batch holds where that differs. None means the longest seen.
+
+    Returns:
+        The batch, and what was seen of lengths; None where the batches hold no sequences.
+
+    Raises:
+        InvalidInputError: The length cannot be used, or does not say which sequences are meant.
+    """
+    tensors = Piece(batch).tensors()
+    runs = _runs(tensors, [Piece(other).tensors() for other in further])
+    if not runs:
+        if length is not None:
+            raise InvalidInputError(
+                f"length={length!r}: the batch holds no sequences (no tensor of whole numbers, samples by tokens, and "
+                f"the {max(1, len(further))} looked at do not differ in any dimension); leave it out, and let the "
+                "loader yield batches of that length"
+            )
+        return batch, None
+    wanted = _wanted(runs, _names(batch, tensors), length)
+    every = [number for run in runs for number in run.lengths]
+    lengths = Lengths(
+        shortest=min(every),
+        longest=max(every),
+        batches=max(1, len(further)),
+        used=max(wanted.values()),
+        is_asked=length is not None,
+        varies=any(len(set(run.lengths)) > 1 for run in runs),
+    )
+    return _made(batch, tensors, wanted), lengths
+
+
+def _runs(tensors: Sequence[Tensor], further: Sequence[Sequence[Tensor]]) -> list[_Run]:
+    alike = [others for others in further if [other.dim() for other in others] == [one.dim() for one in tensors]]
+    every = [
+        _Run(number, dimension, (tensor.shape[dimension], *(others[number].shape[dimension] for others in alike)))
+        for number, tensor in enumerate(tensors)
+        for dimension in range(1, tensor.dim())
+    ]
+    varying = [run for run in every if len(set(run.lengths)) > 1]
+    if varying:
+        return varying
+    return [run for run in every if tensors[run.tensor].dim() == _TOKENS and _holds_tokens(tensors[run.tensor])]
+
+
+def _holds_tokens(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _names(batch: Any, tensors: Sequence[Tensor]) -> list[str]:
+    """Name each tensor by the key under which the batch holds it, or by its place."""
+    members: Any = batch.items() if isinstance(batch, Mapping) else enumerate(batch if _is_sequence(batch) else ())
+    named: dict[int, str] = {}
+    for key, member in members:
+        map_tensors(lambda tensor, key=key: named.setdefault(id(tensor), str(key)), member)
+    return [named.get(id(tensor), str(number)) for number, tensor in enumerate(tensors)]
+
+
+def _is_sequence(batch: Any) -> bool:
+    return isinstance(batch, tuple | list)
+
+
+def _wanted(runs: Sequence[_Run], names: Sequence[str], length: int | Mapping[str, int] | None) -> dict[_Run, int]:
+    """Say how long each is to be.
+
+    Raises:
+        InvalidInputError: That cannot be said.
+    """
+    if length is None:
+        return {run: max(run.lengths) for run in runs}
+    if not isinstance(length, Mapping):
+        check_positive_int("length", length)
+        if len({run.lengths for run in runs}) > 1:
+            found = ", ".join(f"{names[run.tensor]}: {_span(run.lengths)}" for run in runs)
+            example = f"{names[runs[0].tensor]}={length}"
+            raise InvalidInputError(
+                f"length={length} does not say which sequences are meant, since they differ in length within a batch "
+                f"({found}); give it by name, as --length {example} (in Python length={{{names[runs[0].tensor]!r}: "
+                f"{length}}}); those that are not named stay as long as the longest seen"
+            )
+        return dict.fromkeys(runs, length)
+    known = {names[run.tensor] for run in runs}
+    for name, number in length.items():
+        check_positive_int(f"length of {name}", number)
+        if name not in known:
+            raise InvalidInputError(f"length of {name!r}: the batch has no such sequence; it has {', '.join(known)}")
+    return {run: length.get(names[run.tensor], max(run.lengths)) for run in runs}
+
+
+def _span(lengths: Sequence[int]) -> str:
+    low, high = min(lengths), max(lengths)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _made(batch: Any, tensors: Sequence[Tensor], wanted: Mapping[_Run, int]) -> Any:
+    if all(run.lengths[0] == length for run, length in wanted.items()):
+        return batch
+    changed = list(tensors)
+    for run, length in wanted.items():
+        changed[run.tensor] = _as_long(changed[run.tensor], run.dimension, length)
+    in_order = iter(changed)
+    return map_tensors(lambda _: next(in_order), batch)
+
+
+def _as_long(tensor: Tensor, dimension: int, length: int) -> Tensor:
+    now = tensor.shape[dimension]
+    if length <= now:
+        return tensor.narrow(dimension, 0, length).clone()
+    if now == 0:
+        return tensor.new_zeros((*tensor.shape[:dimension], length, *tensor.shape[dimension + 1 :]))
+    return tensor.index_select(dimension, torch.arange(length, device=tensor.device) % now)

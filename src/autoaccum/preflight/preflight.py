@@ -1,0 +1,409 @@
+"""The pre-flight report, as users ask for it: arguments checked, both halves asked, and one `Report` put together.
+
+What is trained is not changed: parameters, buffers, gradients, optimizer state, random state and the loader's
+generators are bit for bit as before; only the model's device may have changed, where something was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autoaccum import devices, optimizers
+from autoaccum.batches import count
+from autoaccum.batchnorm import BatchNorms, check_batchnorm
+from autoaccum.cards import card_named, custom_card
+from autoaccum.errors import InvalidInputError
+from autoaccum.estimate import trace_step
+from autoaccum.fakes import built_on_meta
+from autoaccum.finding import check_finding
+from autoaccum.memory.host import Host
+from autoaccum.notices import Notices
+from autoaccum.objective import Objective
+from autoaccum.precision import PRECISIONS, own_half_type
+from autoaccum.preflight.deadline import seconds_in
+from autoaccum.preflight.feeding import first_batches, listen_to, samples_of
+from autoaccum.preflight.lengths import may_vary, of_length
+from autoaccum.preflight.measuring import Asked, measure_on
+from autoaccum.preflight.predicting import predict
+from autoaccum.preflight.remedies import Place, Remedies, are_due
+from autoaccum.records import check_positive_int
+from autoaccum.report import Report
+from autoaccum.report.records import HostFacts, Subject
+from autoaccum.report.wording import format_seconds
+from autoaccum.scope import check_loss_scope
+from autoaccum.step import assemble
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from autoaccum.cards import Card
+    from autoaccum.estimate import Traced
+    from autoaccum.memory.base import MemoryBackend
+    from autoaccum.objective import Loss
+    from autoaccum.optimizers import MakesOptimizer
+    from autoaccum.records import Trial
+    from autoaccum.report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
+
+
+# Batches of a loader that are looked at for their lengths.
+_LOOKED_AT = 8
+
+
+def preflight(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    target_batch: int,
+    *,
+    loss: Loss | Sequence[Loss] | None = None,
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    device: str | torch.device | MemoryBackend | None = None,
+    precision: str = "auto",
+    memory_limit: float | str | None = None,
+    max_micro_batch: int | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    loss_reduction: str | None = None,
+    loss_scope: str = "micro_batch",
+    batchnorm: str = "keep",
+    strategy: str | None = None,
+    gpus: str | Sequence[str] = (),
+    device_memory: str | None = None,
+    loader: Iterable[Any] | None = None,
+    length: int | Mapping[str, int] | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    time_limit: float | str | None = None,
+    measure: bool | None = None,
+    on_trial: Callable[[Trial], None] = lambda _: None,
+    on_part: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Say beforehand whether and how a job can be trained: measured on a device at hand, predicted for any other.
+
+    What is measured is tried for real, and leaves parameters, buffers, gradients, optimizer state, random state and
+    modes bit for bit as they were; only the model's device may have changed.
+
+    Args:
+        model: The model, or a function without arguments that makes it; where nothing is measured it is made on the
+            meta device, so that a model of any size can be asked about.
+        batch: A batch as the loader yields it; its samples are repeated to make larger ones.
+        target_batch: Samples an update is to be made from.
+        loss: As for `fit`.
+        optimizer: As for `fit`; its state counts.
+        device: As for `fit`.
+        precision: As for `fit`.
+        memory_limit: As for `fit`, also for the cards that are asked about.
+        max_micro_batch: The largest size of interest; None means `target_batch`.
+        forward: As for `fit`.
+        loss_reduction: As for `fit`.
+        loss_scope: As for `fit`.
+        batchnorm: As for `fit`.
+        strategy: As for `fit`; None for "balanced".
+        gpus: Names of cards for which to predict, such as "h100-80gb".
+        device_memory: The memory of a card that is not known by name, such as "24GiB", for which to predict too.
+        loader: The loader, whose speed is then measured beside the training's. It is gone through anew for a moment.
+        length: How long sequences are to be: batches are cut or padded to it. Where several sequences of a batch differ
+            in length, by the names under which the batch holds them, `{"input_ids": 512, "labels": 64}`. None: as in
+            the batch; where the loader's first batches differ, as in the longest of them.
+        epochs: As for `fit`; how long the whole training takes is told where this is given, or `max_steps`.
+        max_steps: As for `fit`.
+        time_limit: What the whole training may take, in seconds or as "12h" or "1-12:00:00"; where it takes longer
+            there is a warning.
+        measure: Whether to measure on a device at hand. None: yes, but where cards are asked about and there is
+            neither `device` nor an accelerator.
+        on_trial: Called after each trial.
+        on_part: Called with what is done next, in a few words, before each part that takes its time.
+
+    Returns:
+        The report. That nothing fits is an answer too, and no error.
+
+    Raises:
+        InvalidInputError: An argument cannot be used; a card is not known; there is nothing to ask about.
+        DeviceMissingError: `device` is not there.
+    """
+    check_positive_int("target_batch", target_batch)
+    check_finding("auto", "off", strategy)
+    check_loss_scope(loss_scope)
+    check_batchnorm(batchnorm)
+    most = target_batch if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
+    for name, number in (("epochs", epochs), ("max_steps", max_steps)):
+        if number is not None:
+            check_positive_int(name, number)
+    limit_s = seconds_in(time_limit, name="time_limit") if isinstance(time_limit, str) else time_limit
+    count(batch)
+    batch, lengths = of_length(batch, _further(loader, batch), length)
+    cards = _cards(gpus, device_memory)
+    measures = _measures(measure, cards, device)
+    notices = Notices(silent=True)
+    made = _made(model, notices, on_meta=not measures)
+    asked = Asked(batch, target_batch, most, strategy or "balanced", memory_limit, loss_scope)
+    objective = Objective(made, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+    chosen = optimizers.resolve(optimizer, objective.modules, notices)
+    predicted = _predicted(
+        asked,
+        cards,
+        made,
+        precision,
+        on_part,
+        loss=loss,
+        optimizer=chosen,
+        forward=forward,
+        loss_reduction=loss_reduction,
+    )
+    measured: Measured | None = None
+    warnings: tuple[str, ...] = ()
+    if measures:
+        memory = devices.resolve(device, made, notices)
+        put_together = partial(
+            assemble,
+            made,
+            loss,
+            chosen,
+            memory=memory,
+            precision_name=precision,
+            forward=forward,
+            loss_reduction=loss_reduction,
+            clip_grad_norm=None,
+            notices=notices,
+        )
+        on_part(f"measuring on {memory.name}")
+        measured, warnings = measure_on(asked, memory, put_together, on_trial)
+    remedies_on: str | None = None
+    remedies: tuple[Remedy, ...] = ()
+    if loss_scope == "micro_batch":
+        trace = partial(trace_step, made, loss=loss, forward=forward, loss_reduction=loss_reduction)
+        on_part("looking at what would help")
+        remedies_on, remedies = _remedies(asked, measured, predicted, trace, made, chosen)
+        if remedies_on is not None and not remedies:
+            notices.say(f"what would help on {remedies_on}: no single change of those that were gone through")
+    facts = None
+    if measured is not None and loader is not None:
+        on_part("listening to the loader")
+        measured, facts = _beside(loader, measured, batch)
+    if measured is not None:
+        measured = _to_the_end(measured, target_batch, epochs, max_steps, limit_s)
+    return Report(
+        subject=_subject(made, chosen, asked),
+        measured=measured,
+        predicted=predicted,
+        host=_host(),
+        loader=facts,
+        remedies=remedies,
+        remedies_on=remedies_on,
+        lengths=lengths,
+        warnings=(
+            *_of_lengths(lengths),
+            *warnings,
+            *_further_warnings(objective.modules, batchnorm, measured, predicted, facts),
+            *_of_time(measured, limit_s),
+        ),
+        notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.estimate.notes)])),
+    )
+
+
+def _further(loader: Iterable[Any] | None, batch: Any) -> list[Any]:
+    """Return the loader's first batches, where they may tell of other lengths."""
+    return [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
+
+
+def _of_lengths(lengths: Lengths | None) -> list[str]:
+    if lengths is None or not lengths.varies or lengths.is_asked:
+        return []
+    seen = f"sequences of {lengths.shortest} to {lengths.longest} were seen in {lengths.batches} batches"
+    asks = "ask for the length that may come (--length, in Python length=)"
+    return [f"{seen}: all that is said here holds for {lengths.used}, the longest; {asks}"]
+
+
+def _cards(gpus: str | Sequence[str], device_memory: str | None) -> list[Card]:
+    names = [gpus] if isinstance(gpus, str) else list(gpus)
+    cards = [card_named(name) for name in names]
+    return cards if device_memory is None else [*cards, custom_card(device_memory)]
+
+
+def _measures(asked: bool | None, cards: Sequence[Card], device: object) -> bool:
+    if asked is not None and not asked and not cards:
+        raise InvalidInputError(
+            "measure=False and no card: there is nothing to report; name cards (gpus=['h100-80gb']), give "
+            "device_memory=, or measure"
+        )
+    if asked is not None:
+        return asked
+    return not cards or device is not None or torch.accelerator.is_available()
+
+
+def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_meta: bool) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    made = (built_on_meta(model, notices) if on_meta else model()) if callable(model) else model
+    if not isinstance(made, nn.Module):
+        raise InvalidInputError(
+            f"model={model!r} is neither a torch.nn.Module nor a function without arguments that makes one"
+        )
+    return made
+
+
+def _predicted(
+    asked: Asked,
+    cards: Sequence[Card],
+    model: nn.Module,
+    precision: str,
+    on_part: Callable[[str], None],
+    **what: Any,
+) -> tuple[Predicted, ...]:
+    """Go through a step once for each precision in which the cards would run it."""
+    traced: dict[str, Traced] = {}
+    predicted = []
+    for card in cards:
+        name = _precision_on(card, model, precision)
+        on_part(f"predicting for {card.name} in {name}")
+        if name not in traced:
+            traced[name] = trace_step(model, asked.batch, precision=name, kind="cuda", most=asked.most, **what)
+        predicted.append(predict(asked, card, name, traced[name].estimate(card)))
+    return tuple(predicted)
+
+
+def _remedies(
+    asked: Asked,
+    measured: Measured | None,
+    predicted: Sequence[Predicted],
+    trace: Callable[..., Traced],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[str | None, tuple[Remedy, ...]]:
+    """Say what would make the step smaller on the first device that needs it, and which that is."""
+    places: list[tuple[str, Place]] = []
+    if measured is not None and are_due(measured.micro_batch, asked.target_batch):
+        device = measured.device
+        place = Place(
+            kind="cuda" if device.device.startswith("cuda") else "cpu",
+            card=None,
+            room_bytes=device.room_bytes,
+            unlimited_bytes=None if device.limit_bytes is None else max(device.free_bytes, device.room_bytes),
+            holds_model=device.holds_model,
+            precision=measured.precision or "fp32",
+            half=True,
+        )
+        places.append((device.name, place))
+    for one in predicted:
+        if are_due(one.micro_batch, asked.target_batch):
+            is_limited = one.room_bytes < one.card.free_bytes
+            place = Place(
+                kind="cuda",
+                card=one.card,
+                room_bytes=one.room_bytes,
+                unlimited_bytes=one.card.free_bytes if is_limited else None,
+                holds_model=True,
+                precision=one.precision,
+                half=one.card.bf16,
+            )
+            places.append((one.card.name, place))
+    if not places:
+        return None, ()
+    name, place = places[0]
+
+    def changed(*, optimizer: Any = optimizer, **options: Any) -> Traced:
+        return trace(optimizer=optimizer, **options)
+
+    return name, Remedies(asked, place, changed, model, optimizer).all()
+
+
+def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
+    if asked not in PRECISIONS:
+        raise InvalidInputError(f"precision={asked!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
+    own = own_half_type(model)
+    if own is not None or asked != "auto":
+        return own or asked
+    return "bf16" if card.bf16 else "fp16"
+
+
+def _beside(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple[Measured, LoaderFacts | None]:
+    """Time the loader, and say what the training and it make of an epoch together."""
+    heard, pace = listen_to(loader), measured.pace
+    loads = None if heard is None else heard.samples_per_s
+    if pace is None:
+        return measured, heard
+    if heard is not None and loads is not None:
+        heard = replace(heard, feeds=loads >= pace.samples_per_s)
+    samples = samples_of(loader, batch)
+    epoch_s = None
+    if samples is not None:
+        trains_s, loads_s = samples / pace.samples_per_s, 0.0 if loads is None else samples / loads
+        # Workers load while the device computes; a loader without any takes turns with it.
+        in_turns = heard is not None and not heard.workers
+        epoch_s = trains_s + loads_s if in_turns else max(trains_s, loads_s)
+    return replace(measured, pace=replace(pace, epoch_samples=samples, epoch_s=epoch_s)), heard
+
+
+def _to_the_end(
+    measured: Measured, target_batch: int, epochs: int | None, max_steps: int | None, limit_s: float | None
+) -> Measured:
+    """Say how long the whole training takes: what ends first, epochs or steps."""
+    pace = measured.pace
+    if pace is None:
+        return measured
+    whole = []
+    if epochs is not None and pace.epoch_s is not None:
+        whole.append(epochs * pace.epoch_s)
+    if max_steps is not None:
+        with_loader = pace.epoch_s is not None and pace.epoch_samples
+        sample_s = pace.epoch_s / pace.epoch_samples if with_loader else 1 / pace.samples_per_s  # type: ignore[operator]
+        whole.append(max_steps * target_batch * sample_s)
+    return replace(measured, pace=replace(pace, training_s=min(whole, default=None), limit_s=limit_s))
+
+
+def _of_time(measured: Measured | None, limit_s: float | None) -> list[str]:
+    if limit_s is None:
+        return []
+    pace = None if measured is None else measured.pace
+    if pace is None or pace.training_s is None:
+        why = "nothing was timed" if pace is None else "it is not known how long it is (epochs=, max_steps=)"
+        return [f"whether the training is done within {format_seconds(limit_s)} is not told, since {why}"]
+    if pace.training_s <= limit_s:
+        return []
+    taken = f"the whole training takes {format_seconds(pace.training_s)}, and it may take {format_seconds(limit_s)}"
+    return [f"{taken}: fewer epochs or steps, more time, or checkpoint= to go on in another job"]
+
+
+def _further_warnings(
+    modules: Sequence[nn.Module],
+    batchnorm: str,
+    measured: Measured | None,
+    predicted: Sequence[Predicted],
+    loader: LoaderFacts | None,
+) -> list[str]:
+    warnings = Notices(silent=True)
+    norms = BatchNorms(modules, batchnorm, warnings)
+    plans = [one.plan for one in predicted] if measured is None else [measured.plan]
+    for plan in plans:
+        if plan is not None:
+            norms.announce(plan.micro_batches)
+    if loader is not None and loader.feeds is False:
+        warnings.say(
+            "the loader is slower than the training, which will wait for it: more workers (num_workers=), or less work "
+            "a sample"
+        )
+    if any(one.estimate.real_step for one in predicted):
+        warnings.say("the step could not be gone through without a device, so a real small one was made to predict it")
+    return list(warnings.texts)
+
+
+def _subject(model: nn.Module, optimizer: torch.optim.Optimizer, asked: Asked) -> Subject:
+    parameters = list(model.parameters())
+    return Subject(
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        optimizer=type(optimizer).__name__,
+        target_batch=asked.target_batch,
+        strategy=asked.strategy,
+        max_micro_batch=asked.most,
+        memory_limit=None if asked.memory_limit is None else str(asked.memory_limit),
+    )
+
+
+def _host() -> HostFacts:
+    reading = Host().reading()
+    return HostFacts(reading.total_bytes, reading.free_bytes)

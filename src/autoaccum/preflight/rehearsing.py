@@ -1,0 +1,299 @@
+"""One plan rehearsed: what takes a step's memory, how long an update takes, and what a reader should be warned of.
+
+A training step and a plan that fits come in; parts, times and warnings go out. As with the trials, parameters, buffers,
+gradients, optimizer state and random state are bit for bit as before afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum import signals
+from autoaccum.batches import Window, count
+from autoaccum.footprint import Footprint
+from autoaccum.memory.limits import format_bytes
+from autoaccum.oom import is_oom, is_too_large, let_go
+from autoaccum.planner import balanced
+from autoaccum.report.records import Pace
+from autoaccum.state import Mark, Snapshot
+from autoaccum.trial import Trials, standing_still
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autoaccum.records import Plan
+    from autoaccum.step import TrainingStep
+
+# The first of these finds what later ones find ready; of the others the quicker counts, since other work only slows.
+_TIMED = 2
+# An allocator that has taken this much more than tensors hold has it in pieces that nothing fits in.
+_IN_PIECES = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a rehearsal has shown.
+
+    Attributes:
+        footprint: What takes the memory, the model included.
+        activation_bytes_per_sample: What forward keeps for backward, a sample; None where it cannot be seen.
+        pace: How long an update takes.
+        warnings: What may go otherwise than expected.
+    """
+
+    footprint: Footprint | None
+    activation_bytes_per_sample: int | None
+    pace: Pace
+    warnings: tuple[str, ...]
+
+
+def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None) -> Rehearsal | None:
+    """Rehearse a plan.
+
+    Args:
+        step: The training step.
+        batch: Samples to repeat.
+        plan: A plan whose largest micro-batch was tried and fits.
+        limit_bytes: In the memory backend's terms; None for what there is.
+
+    Returns:
+        What was seen; None where memory ran out, which by the trials it should not.
+    """
+    for looks_inside in (True, False):
+        snapshot = Snapshot(step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler)
+        step.clear_gradients()
+        try:
+            with step.memory.limited(limit_bytes):
+                return _Stage(step, batch, plan, looks_inside=looks_inside).play()
+        except Exception as error:
+            if is_oom(error) or is_too_large(error):
+                let_go(error)
+                return None
+            # Some of torch's transforms (torch.func) refuse to run where somebody sees what is kept for backward.
+            if not looks_inside:
+                raise
+        finally:
+            with signals.held():
+                step.abandon()
+                snapshot.put_back()
+                step.memory.release()
+    return None
+
+
+class _Stage:
+    """Where a plan is rehearsed: inside a limit, with everything set aside."""
+
+    def __init__(self, step: TrainingStep, batch: Any, plan: Plan, *, looks_inside: bool) -> None:
+        self._step = step
+        self._batch = batch
+        self._plan = plan
+        self._looks_inside = looks_inside
+        self._trials = Trials(step, batch)
+        self._warnings: list[str] = []
+        self._peak: int | None = None
+
+    def play(self) -> Rehearsal:
+        step, size = self._step, self._plan.micro_batch
+        retries = step.memory.alloc_retries()
+        smaller = max(size // 2, min(size, 2))  # not one sample, which BatchNorm refuses
+        kept_of_smaller = self._try(smaller)
+        state_bytes = _state_bytes(step.optimizer)
+        kept = self._try(size)
+        peak, growing = self._peak, self._trials.growing_bytes.get(size)
+        pace, allocated = self._timed(size, peak)
+        activations_each = None
+        if kept is not None and kept_of_smaller is not None:
+            apart = size - smaller
+            activations_each = (kept - kept_of_smaller) // apart if apart else kept // size
+        footprint = None
+        if peak is not None:
+            footprint = self._footprint(size, peak, growing or peak, allocated, kept or 0)
+        self._warn_of_state(state_bytes)
+        self._warn_of_pieces(footprint, step.memory.alloc_retries() - retries)
+        self._warn_of_loss()
+        return Rehearsal(footprint, activations_each, pace, tuple(self._warnings))
+
+    def _try(self, size: int) -> int | None:
+        """Try a size; return what forward keeps for backward, where that can be seen."""
+        if not self._looks_inside:
+            self._peak = self._run(size)
+            return None
+        with _Kept(self._step) as kept:
+            self._peak = self._run(size)
+        return kept.bytes
+
+    def _run(self, size: int) -> int | None:
+        trial = self._trials.run(size)
+        if not trial.fits:
+            raise torch.OutOfMemoryError(f"a micro-batch of {size} fitted a moment ago, and does not now")
+        return trial.peak_bytes
+
+    def _timed(self, size: int, peak: int | None) -> tuple[Pace, int | None]:
+        """Return the pace, and the most that tensors held where the device tells that apart."""
+        step, memory = self._step, self._step.memory
+        memory.ensure((peak or 0) - (self._trials.held_bytes or 0))
+        memory.reset_peak()
+        seconds = []
+        for _ in range(_TIMED):
+            memory.synchronize()
+            started = time.perf_counter()
+            self._trials.one_micro_batch(size)
+            memory.synchronize()
+            seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        with standing_still(step.optimizer):
+            step.updates.make()
+        memory.synchronize()
+        optimizer_s = time.perf_counter() - started
+        is_cuda = memory.device.type == "cuda"
+        allocated = torch.cuda.max_memory_allocated(memory.device) if is_cuda else None
+        # Smaller micro-batches of the plan are taken to be shorter in proportion.
+        update_s = min(seconds) * self._plan.target_batch / size + optimizer_s
+        return Pace(min(seconds), optimizer_s, update_s, self._plan.target_batch / update_s), allocated
+
+    def _footprint(self, size: int, peak: int, growing: int, allocated: int | None, kept: int) -> Footprint:
+        step = self._step
+        on_card = step.memory.device.type != "cpu"
+        tensors = [*step.parameters, *_buffers(step.objective.modules)]
+        parameters = sum(tensor.nbytes for tensor in step.parameters)
+        buffers = sum(tensor.nbytes for tensor in tensors) - parameters
+        gradients = sum(parameter.grad.nbytes for parameter in step.parameters if parameter.grad is not None)
+        state = _state_bytes(step.optimizer)
+        # On a card the next micro-batch is on its way while one is worked on.
+        inputs = size * Window([self._batch]).sample_bytes()[0] * (2 if on_card else 1)
+        reserved = peak if on_card else peak + parameters + buffers
+        in_update = peak > growing
+        highest = reserved if allocated is None else min(allocated, reserved)
+        rest = highest - parameters - buffers - gradients - state - inputs
+        # Backward lets go of some of what was kept before the last gradient is made, and an update finds none of it.
+        activations = 0 if in_update else max(0, min(kept, rest))
+        temporary = max(0, rest - activations)
+        highest = parameters + buffers + gradients + state + inputs + activations + temporary
+        return Footprint(
+            size=size,
+            phase="optimizer" if in_update else "backward",
+            peak_bytes=highest,
+            reserved_bytes=max(reserved, highest),
+            parameters_bytes=parameters,
+            buffers_bytes=buffers,
+            gradients_bytes=gradients,
+            optimizer_bytes=state,
+            inputs_bytes=inputs,
+            activations_bytes=activations,
+            temporary_bytes=temporary,
+        )
+
+    def _warn_of_state(self, bytes_at_first: int) -> None:
+        grown = _state_bytes(self._step.optimizer) - bytes_at_first
+        if grown > 0:
+            self._warnings.append(
+                f"the optimizer's state grew by {format_bytes(grown)} after its first update, and may grow further: "
+                "leave room for it (memory_limit)"
+            )
+        untouched = [p for p in self._step.parameters if p.requires_grad and p.grad is None]
+        if untouched:
+            size = format_bytes(sum(parameter.nbytes for parameter in untouched))
+            self._warnings.append(
+                f"{len(untouched)} parameters ({size}) need a gradient and got none from this batch: where a later one "
+                "reaches them, their gradients and the optimizer's state for them come on top"
+            )
+
+    def _warn_of_pieces(self, footprint: Footprint | None, retries: int) -> None:
+        if footprint is None or self._step.memory.device.type != "cuda":
+            return
+        apart = footprint.reserved_bytes - footprint.peak_bytes
+        if retries > 0 or apart > _IN_PIECES * footprint.reserved_bytes:
+            again = f", and gave its cache back {retries} times to go on" if retries > 0 else ""
+            self._warnings.append(
+                f"fragmentation: the allocator has taken {format_bytes(apart)} more than tensors hold{again}; "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may win it back"
+            )
+
+    def _warn_of_loss(self) -> None:
+        """Find out what the loss runs over, as the first window would, and say where it cannot be."""
+        step, samples = self._step, count(self._batch)
+        if self._plan.accum_steps == 1 or samples == 1:
+            return
+        mark = Mark(step.objective.modules, step.memory.device)
+        sizes = balanced(samples, min(self._plan.micro_batch, samples - 1))
+        try:
+            step.objective.settle(Window([self._batch]), sizes, step.transfer.place, mark, step.precision.autocast)
+        except Exception as error:
+            if not (is_oom(error) or is_too_large(error)):
+                raise
+            let_go(error)
+            return
+        for name in step.objective.of_unknown_weight:
+            self._warnings.append(
+                f"loss {name!r}: what it runs over could not be found out, so micro-batches weigh by their samples and "
+                "the gradient may not be the whole batch's; a torch.nn loss, a (sum, weight) pair or loss_reduction= "
+                "says it"
+            )
+
+
+class _Kept:
+    """Sees what forward passes keep for backward on the device, but for parameters, buffers and the model's inputs.
+
+    Attributes:
+        bytes: The most that was kept at once.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.bytes = 0
+        self._step = step
+        self._device_type = step.memory.device.type
+        self._known: set[int] = set()
+        self._kept: dict[int, int] = {}
+        self._is_backward = False
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
+        self._before_forward: Any = None
+
+    def __enter__(self) -> Self:
+        own = [*self._step.parameters, *_buffers(self._step.objective.modules)]
+        self._known = {_storage(tensor) for tensor in own}
+        model = self._step.objective.model
+        self._before_forward = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+        self._before_forward.remove()
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        self._known.update(_storage(one) for one in given if isinstance(one, Tensor))
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if self._is_backward:  # another forward pass has begun
+            self._kept.clear()
+            self._is_backward = False
+        storage = _storage(tensor)
+        if storage and storage not in self._known and tensor.device.type == self._device_type:
+            self._kept[storage] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _give(self, tensor: Tensor) -> Tensor:
+        if not self._is_backward:
+            self.bytes = max(self.bytes, sum(self._kept.values()))
+            self._is_backward = True
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return where a tensor's memory lies; 0 where it has none of the usual kind."""
+    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
+
+
+def _buffers(modules: Sequence[nn.Module]) -> list[Tensor]:
+    return list(dict.fromkeys(buffer for module in modules for buffer in module.buffers()))
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = torch.utils._pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))

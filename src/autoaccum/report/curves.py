@@ -1,0 +1,173 @@
+"""Memory over the micro-batch as lines and points: a report in, what a picture shows out, whoever draws it.
+
+Nothing here draws. Micro-batches are whole numbers of samples, memory is in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoaccum.memory.limits import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autoaccum.report.records import Measured, Predicted
+    from autoaccum.report.report import Report
+
+# Beyond the largest size that matters a line goes on by this much, so that its end can be seen.
+_BEYOND = 1.15
+# A limit that lies higher than this many times all else would leave nothing else to see.
+_IN_SIGHT = 3
+# So many places are named at a limit that they share; more would not fit in its line.
+_NAMED = 4
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One place's memory over the micro-batch.
+
+    Attributes:
+        name: Where.
+        line: Points of (samples, bytes) along the line; empty where there is none.
+        fitted: Points that were tried or gone through.
+        failed: Sizes that were tried and did not fit.
+        room_bytes: What a step may come to there.
+        chosen: The plan's largest micro-batch and what it comes to; None where there is none.
+        is_measured: Whether the points were tried for real.
+    """
+
+    name: str
+    line: tuple[tuple[int, int], ...]
+    fitted: tuple[tuple[int, int], ...]
+    failed: tuple[int, ...]
+    room_bytes: int
+    chosen: tuple[int, int] | None
+    is_measured: bool
+
+    @property
+    def label(self) -> str:
+        """The place and how its line is known."""
+        return f"{self.name}, {'measured' if self.is_measured else 'predicted'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a step may come to, in one place or in several that have the same.
+
+    Attributes:
+        names: Where.
+        room_bytes: How much.
+        curve: The number of the curve whose limit it is; None where it is that of several.
+    """
+
+    names: tuple[str, ...]
+    room_bytes: int
+    curve: int | None
+
+    @property
+    def label(self) -> str:
+        """The places and the limit."""
+        named = ", ".join(self.names[:_NAMED])
+        further = len(self.names) - _NAMED
+        return f"{named}{f' and {further} more' if further > 0 else ''}: {format_bytes(self.room_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """All curves, and how far they reach.
+
+    Attributes:
+        curves: One for each place that was asked about, the measured one first.
+        most: The largest size to show.
+        top_bytes: The most memory to show.
+    """
+
+    curves: tuple[Curve, ...]
+    most: int
+    top_bytes: int
+
+    @property
+    def unit(self) -> tuple[int, str]:
+        """In what to count memory: bytes, and their name."""
+        return next(((size, name) for size, name in _UNITS if self.top_bytes >= size), (1, "B"))
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The limits in sight, highest first; those that read the same are one."""
+        same: dict[str, list[int]] = {}
+        for index, curve in enumerate(self.curves):
+            if self.shows(curve.room_bytes):
+                same.setdefault(format_bytes(curve.room_bytes), []).append(index)
+        limits = (
+            Limit(
+                tuple(dict.fromkeys(self.curves[index].name for index in those)),
+                max(self.curves[index].room_bytes for index in those),
+                those[0] if len(those) == 1 else None,
+            )
+            for those in same.values()
+        )
+        return tuple(sorted(limits, key=lambda limit: -limit.room_bytes))
+
+    def shows(self, room_bytes: int) -> bool:
+        """Whether a limit is in sight."""
+        return room_bytes <= self.top_bytes
+
+
+def apart(heights: Sequence[float], least: float) -> list[float]:
+    """Return heights for labels, at least so far apart and not below 0, each near the one that was given.
+
+    Args:
+        heights: Where the labels belong, highest first.
+        least: How far apart they have to be.
+    """
+    lowered: list[float] = []
+    for height in heights:
+        lowered.append(min(height, lowered[-1] - least) if lowered else height)
+    raised: list[float] = []
+    for height in reversed(lowered):
+        raised.append(max(height, raised[-1] + least) if raised else max(0.0, height))
+    return raised[::-1]
+
+
+def picture_of(report: Report) -> Picture:
+    """Return what a picture of the report shows."""
+    sizes = [footprint.size for one in report.predicted for footprint in one.estimate.footprints]
+    sizes += [one.micro_batch for one in report.predicted]
+    sizes += [] if report.measured is None else [trial.size for trial in report.measured.trials]
+    most = max(2, int(max(sizes, default=1) * _BEYOND))
+    curves = [] if report.measured is None else [_of_measured(report.measured, most)]
+    curves += [_of_predicted(one, most) for one in report.predicted]
+    points = [height for curve in curves for _, height in (*curve.line, *curve.fitted)]
+    highest = max(points, default=0)
+    rooms = [curve.room_bytes for curve in curves if curve.room_bytes <= highest * _IN_SIGHT or curve.failed]
+    return Picture(tuple(curves), most, max([highest, *rooms, 1]))
+
+
+def _of_measured(measured: Measured, most: int) -> Curve:
+    line: tuple[tuple[int, int], ...] = ()
+    if measured.fixed_bytes is not None and measured.bytes_per_sample is not None:
+        line = ((0, measured.fixed_bytes), (most, measured.fixed_bytes + most * measured.bytes_per_sample))
+    chosen = None
+    if measured.plan is not None and measured.peak_bytes is not None:
+        chosen = (measured.plan.micro_batch, measured.peak_bytes)
+    return Curve(
+        measured.device.name,
+        line,
+        tuple(sorted((trial.size, trial.peak_bytes) for trial in measured.trials if trial.peak_bytes is not None)),
+        tuple(sorted(trial.size for trial in measured.trials if not trial.fits)),
+        measured.device.room_bytes,
+        chosen,
+        is_measured=True,
+    )
+
+
+def _of_predicted(one: Predicted, most: int) -> Curve:
+    estimate = one.estimate
+    known = tuple((footprint.size, footprint.reserved_bytes) for footprint in estimate.footprints)
+    end = (most, estimate.reserved_bytes(most))
+    chosen = None if one.plan is None else (one.plan.micro_batch, one.footprint.reserved_bytes)
+    line = known if known[-1][0] >= most else (*known, end)
+    return Curve(one.card.name, line, known, (), one.room_bytes, chosen, is_measured=False)

@@ -1,0 +1,101 @@
+"""The report as JSON: a report in, a document of JSON's own types out.
+
+`schema.json`, beside this file, says what is in it; docs/report.md says what it means. Within a version keys are only
+ever added: whoever reads it checks `schema_version` and ignores keys that it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib import resources
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.loggers import finite, plan_record, trial_record
+
+if TYPE_CHECKING:
+    from autoaccum.records import Plan
+    from autoaccum.report.records import LoaderFacts, Measured, Pace, Predicted
+    from autoaccum.report.report import Report
+
+SCHEMA_VERSION = 1
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) that every document keeps to."""
+    text = resources.files("autoaccum.report").joinpath("schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def document_of(report: Report) -> dict[str, Any]:
+    """Return the report as JSON's types; a number that is NaN or infinite is None."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "autoaccum": version("autoaccum"),
+        "fits": report.fits,
+        "micro_batch": report.micro_batch,
+        "subject": asdict(report.subject),
+        "measured": None if report.measured is None else _measured(report.measured),
+        "predicted": [_predicted(one) for one in report.predicted],
+        "lengths": None if report.lengths is None else asdict(report.lengths),
+        "loader": None if report.loader is None else _loader(report.loader),
+        "host": asdict(report.host),
+        "remedies_on": report.remedies_on,
+        "remedies": [asdict(one) for one in report.remedies],
+        "warnings": list(report.warnings),
+        "notes": list(report.notes),
+    }
+
+
+def _measured(measured: Measured) -> dict[str, Any]:
+    return {
+        "device": asdict(measured.device) | {"neighbours": [asdict(one) for one in measured.device.neighbours]},
+        "precision": measured.precision,
+        "fits": measured.plan is not None,
+        "micro_batch": measured.micro_batch,
+        "reason": measured.reason,
+        "plan": _plan(measured.plan),
+        "peak_bytes": measured.peak_bytes,
+        "headroom_bytes": measured.headroom_bytes,
+        "fixed_bytes": measured.fixed_bytes,
+        "bytes_per_sample": measured.bytes_per_sample,
+        "activation_bytes_per_sample": measured.activation_bytes_per_sample,
+        "footprint": None if measured.footprint is None else asdict(measured.footprint),
+        "trials": [trial_record(trial) | {"elapsed_s": finite(trial.elapsed_s)} for trial in measured.trials],
+        "pace": None if measured.pace is None else _pace(measured.pace),
+    }
+
+
+def _predicted(predicted: Predicted) -> dict[str, Any]:
+    estimate = predicted.estimate
+    return {
+        "card": asdict(predicted.card),
+        "precision": predicted.precision,
+        "fits": predicted.plan is not None,
+        "micro_batch": predicted.micro_batch,
+        "plan": _plan(predicted.plan),
+        "room_bytes": predicted.room_bytes,
+        "headroom_bytes": predicted.headroom_bytes,
+        "fixed_bytes": estimate.fixed_bytes,
+        "bytes_per_sample": estimate.bytes_per_sample,
+        "activation_bytes_per_sample": predicted.activation_bytes_per_sample,
+        "footprint": asdict(predicted.footprint),
+        "footprints": [asdict(one) for one in estimate.footprints],
+        "real_step": estimate.real_step,
+        "notes": list(estimate.notes),
+    }
+
+
+def _plan(plan: Plan | None) -> dict[str, Any] | None:
+    return None if plan is None else plan_record(plan)
+
+
+def _pace(pace: Pace) -> dict[str, Any]:
+    numbers = asdict(pace)
+    return {name: finite(number) for name, number in numbers.items()}
+
+
+def _loader(loader: LoaderFacts) -> dict[str, Any]:
+    return asdict(loader) | {"samples_per_s": finite(loader.samples_per_s)}

@@ -1,0 +1,56 @@
+"""Files that are whole or not there: each is written beside its place and renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+
+
+def check_place(path: str | PathLike[str]) -> None:
+    """Refuse a place where no file can be written, before there is anything to write.
+
+    Raises:
+        InvalidInputError: There is no such folder, or no permission to write there.
+    """
+    place = Path(path)
+    if place.is_dir():
+        raise _refused(place, "it is a folder")
+    if not place.parent.is_dir():
+        raise _refused(place, "there is no such folder")
+    if not os.access(place.parent, os.W_OK | os.X_OK):
+        raise _refused(place, "no permission")
+
+
+@contextlib.contextmanager
+def beside(path: str | PathLike[str]) -> Iterator[Path]:
+    """Yield a path to write to, which takes the place of `path` at the end; where the block raises nothing changes.
+
+    Raises:
+        InvalidInputError: There is no such folder, or no permission to write there.
+    """
+    place = Path(path)
+    # With the same ending: what writes a picture chooses its kind by it.
+    unfinished = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+    try:
+        try:
+            yield unfinished
+            unfinished.replace(place)
+        except OSError as error:
+            raise _refused(place, error.strerror or str(error)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _refused(place: Path, reason: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{str(place)!r} cannot be written ({reason}); pass a file in a folder that is there and that you may write to"
+    )

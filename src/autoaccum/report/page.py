@@ -1,0 +1,98 @@
+"""The report as a page: a report in, one HTML document out that needs no network, no script and no other file.
+
+It is light or dark as its reader's system is. What comes from the user (names of models, files, processes) is escaped.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from importlib import resources
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from autoaccum.report.curves import picture_of
+from autoaccum.report.svg import COLOURS, svg_of
+from autoaccum.report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from autoaccum.report.curves import Picture
+    from autoaccum.report.report import Report
+    from autoaccum.report.wording import Section
+
+
+def page_of(report: Report) -> str:
+    """Return the report as a whole document."""
+    title = escape(f"Pre-flight report: {title_of(report)}")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n</head>\n<body>\n{fragment_of(report)}\n</body>\n</html>\n"
+    )
+
+
+def fragment_of(report: Report) -> str:
+    """Return the report as an element with a style of its own, such as notebooks show."""
+    style = resources.files("autoaccum.report").joinpath("page.css").read_text(encoding="utf-8")
+    body = "\n".join(_body(report))
+    return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'
+
+
+def _body(report: Report) -> Iterator[str]:
+    yield f'<header><p class="kind">Pre-flight report</p><h1>{escape(title_of(report))}</h1></header>'
+    yield '<ul class="verdicts">'
+    for verdict in verdicts_of(report):
+        kind, answer = ("fits", "fits") if verdict.fits else ("fails", "does not fit")
+        yield f'<li class="{kind}"><b>{escape(verdict.place)} {answer}</b> {escape(verdict.text)}</li>'
+    yield "</ul>"
+    yield from _list("Warnings", "warnings", report.warnings)
+    yield from _figure(picture_of(report))
+    for section in sections_of(report):
+        yield from _section(section)
+    for title, notes in notes_of(report):
+        yield from _list(title, "notes", notes)
+    yield f"<footer>autoaccum {escape(version('autoaccum'))}</footer>"
+
+
+def _figure(picture: Picture) -> Iterator[str]:
+    yield f'<figure><div class="wide">\n{svg_of(picture)}\n</div><figcaption>'
+    for index, curve in enumerate(picture.curves):
+        kind = "measured" if curve.is_measured else "predicted"
+        yield f'<span class="key {kind}" style="--c: var(--c{index % COLOURS})">{escape(curve.label)}</span>'
+    yield "<span>Memory of a step over the micro-batch. Diamonds are the plans, crosses did not fit.</span>"
+    yield "</figcaption></figure>"
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"<section><h2>{escape(section.title)}</h2>"
+    yield f'<div class="wide"><table class="{"columns" if section.header else "facts"}">'
+    numbers = [are_numbers([row[index] for row in section.rows]) for index in range(len(section.header))]
+    if section.header:
+        cells = (
+            f'<th scope="col"{_class(is_number=number)}>{escape(name)}</th>'
+            for name, number in zip(section.header, numbers, strict=True)
+        )
+        yield f"<thead><tr>{''.join(cells)}</tr></thead>"
+    yield "<tbody>"
+    for row, (first, *others) in enumerate(section.rows):
+        cells = (
+            f"<td{_class(is_number=bool(numbers) and numbers[index])}>{escape(text)}</td>"
+            for index, text in enumerate(others, start=1)
+        )
+        is_number = bool(numbers) and numbers[0]
+        yield f'<tr><th scope="row"{_class(is_number=is_number)}>{escape(first)}</th>{"".join(cells)}</tr>'
+        for name, text in section.below[row] if section.below else ():
+            cell = f'<td colspan="{len(section.header)}"><i>{escape(name)}</i> {escape(text)}</td>'
+            yield f'<tr class="below">{cell}</tr>'
+    yield "</tbody></table></div></section>"
+
+
+def _class(*, is_number: bool) -> str:
+    return ' class="number"' if is_number else ""
+
+
+def _list(title: str, kind: str, texts: Sequence[str]) -> Iterator[str]:
+    if texts:
+        items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+        yield f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>'

@@ -1,0 +1,110 @@
+"""The report as a person reads it in a terminal: a report in, rich tables or plain text out.
+
+Made for 80 columns. On a terminal it has colours; in a file or a pipe it is plain text without escape codes.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoaccum.report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from autoaccum.report.report import Report
+    from autoaccum.report.wording import Section
+
+_WIDTH = 80
+
+
+def table_of(report: Report) -> RenderableType:
+    """Return the report for a rich console."""
+    return Group(*_parts(report))
+
+
+def text_of(report: Report) -> str:
+    """Return the report as plain text of at most 80 columns."""
+    return plain_text(table_of(report))
+
+
+def plain_text(shown: RenderableType) -> str:
+    """Return what rich would print as plain text of at most 80 columns, without spaces at the end of lines."""
+    file = io.StringIO()
+    Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(shown)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _parts(report: Report) -> Iterator[RenderableType]:
+    yield Text.assemble(("Pre-flight report: ", "bold"), (title_of(report), "bold"))
+    answers = Table.grid(padding=(0, 1))
+    for verdict in verdicts_of(report):
+        mark = Text("  fits ", style="bold green") if verdict.fits else Text("  fails", style="bold red")
+        answers.add_row(mark, Text(f"{verdict.place}: {verdict.text}"))
+    yield answers
+    for section in sections_of(report):
+        yield Text()
+        yield Text(section.title, style="bold")
+        yield Padding(_with_lines(section) if section.below else _table(section), (0, 0, 0, 2), expand=False)
+    yield from _list("Warnings", report.warnings, "yellow")
+    for title, notes in notes_of(report):
+        yield from _list(title, notes, "dim")
+
+
+def _table(section: Section) -> Table:
+    if not section.header:
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim", no_wrap=True)
+        facts.add_column(overflow="fold")
+        for row in section.rows:
+            facts.add_row(*map(Text, row))
+        return facts
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    for index, name in enumerate(section.header):
+        numbers = are_numbers([row[index] for row in section.rows])
+        table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _with_lines(section: Section) -> Group:
+    """Return each row with its lines under it, which are too long for columns, across the whole width."""
+    widths = [max(map(len, column)) for column in zip(section.header, *section.rows, strict=True)]
+    parts: list[RenderableType] = [_line(section.header, widths, "dim")]
+    for row, lines in zip(section.rows, section.below, strict=True):
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim", no_wrap=True)
+        facts.add_column(overflow="fold")
+        for name, text in lines:
+            facts.add_row(name, Text(text))
+        parts += [_line(row, widths), Padding(facts, (0, 0, 0, 2), expand=False)]
+    return Group(*parts)
+
+
+def _line(row: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
+    first, *others = (
+        text.rjust(width) if index else text.ljust(width)
+        for index, (text, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return Text("  ".join([first, *others]), style=style)
+
+
+def _list(title: str, texts: Sequence[str], style: str) -> Iterator[RenderableType]:
+    if not texts:
+        return
+    yield Text()
+    yield Text(title, style="bold")
+    items = Table.grid(padding=(0, 1))
+    for text in texts:
+        items.add_row(Text("  -", style=style), Text(text))
+    yield items

@@ -1,0 +1,370 @@
+"""What a report says in words and numbers, for whoever shows it: a report in, titled tables of text out.
+
+The terminal's table and the page say the same, since both read it from here. Nothing here knows colours or markup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from autoaccum.memory.limits import format_bytes
+from autoaccum.progress import format_cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from autoaccum.footprint import Footprint
+    from autoaccum.records import Plan
+    from autoaccum.report.records import HostFacts, Lengths, LoaderFacts, Measured, Pace, Predicted
+    from autoaccum.report.report import Report
+
+MEASURED = "measured"
+# What is not known, or does not apply.
+NONE = "-"
+# Columns of bytes stand beside the longest of their names within 80 characters, two of them indentation: each is as
+# wide as "1023.9 MiB" or its own name, and three apart.
+_WIDTH, _NAMES, _NUMBER, _APART = 78, len("reserved by then"), 10, 3
+_MINUTE_S, _HOUR_S = 60, 3600
+
+_PARTS = (
+    ("parameters", "parameters_bytes"),
+    ("buffers", "buffers_bytes"),
+    ("gradients", "gradients_bytes"),
+    ("optimizer state", "optimizer_bytes"),
+    ("inputs", "inputs_bytes"),
+    ("activations", "activations_bytes"),
+    ("temporary", "temporary_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled table of text.
+
+    Attributes:
+        title: What it is about.
+        header: Names of the columns; empty where the first column names what the second holds.
+        rows: As many texts each as there are columns.
+        below: For each row what stands in lines of its own under it, a name and a text each; empty where nothing does.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    below: tuple[tuple[tuple[str, str], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One answer.
+
+    Attributes:
+        fits: Whether it fits there.
+        place: Where.
+        text: What follows from it.
+    """
+
+    fits: bool
+    place: str
+    text: str
+
+
+def title_of(report: Report) -> str:
+    """Return the report's title, such as "ResNet, target batch 256"."""
+    return f"{report.subject.model}, target batch {report.subject.target_batch}"
+
+
+def verdicts_of(report: Report) -> list[Verdict]:
+    """Return an answer for each place that was asked about."""
+    verdicts = []
+    if (measured := report.measured) is not None:
+        text = measured.reason if measured.plan is None else f"{_in_words(measured, measured.plan)}, measured"
+        verdicts.append(Verdict(measured.plan is not None, measured.device.name, text))
+    for one in report.predicted:
+        takes, memory = format_bytes(one.footprint.reserved_bytes), _memory_of(one)
+        short = f"a micro-batch of {one.footprint.size} is predicted to take {takes}; there is {memory}"
+        text = short if one.plan is None else f"{_in_words(one, one.plan)}, predicted"
+        verdicts.append(Verdict(one.plan is not None, one.card.name, text))
+    return verdicts
+
+
+def sections_of(report: Report) -> list[Section]:
+    """Return all tables, in the order in which they are read."""
+    sections = [Section("Job", (), tuple(_job(report)))]
+    if report.measured is not None:
+        sections.append(Section("Device", (), tuple(_device(report.measured, report.host))))
+    else:
+        sections.append(Section("Device", (), (("measured", "nothing: all that follows is predicted"),)))
+    if report.predicted:
+        sections.append(Section("Cards", (), tuple((one.card.name, _memory_of(one)) for one in report.predicted)))
+    sections.append(_plans(report))
+    sections += _memory(report)
+    if report.measured is not None and report.measured.trials:
+        sections.append(_trials(report.measured))
+    if times := tuple(_times(report)):
+        sections.append(Section("Time", (), times))
+    if report.remedies:
+        sections.append(_remedies(report))
+    return sections
+
+
+def notes_of(report: Report) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the report's notes, what was chosen apart from what a reader must know about predictions."""
+    known = {note for one in report.predicted for note in one.estimate.notes}
+    chosen = tuple(note for note in report.notes if note not in known)
+    left_out = tuple(note for note in report.notes if note in known)
+    return [("Chosen, since nothing was said", chosen), ("About the predictions", left_out)]
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time for a person to read, such as "12 ms", "0.82 s" or "2 h 5 min"."""
+    if seconds < 0.001:  # noqa: PLR2004 - thousandths are told as such
+        return f"{seconds * 1_000_000:.0f} µs"
+    if seconds < 0.1:  # noqa: PLR2004 - from here on two digits of seconds say enough
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < _MINUTE_S - 0.5:
+        return f"{seconds:.{2 if seconds < 1 else seconds < 10:d}f} s"  # noqa: PLR2004 - two digits
+    whole = round(seconds)
+    if whole < _HOUR_S:
+        return f"{whole // _MINUTE_S} min {whole % _MINUTE_S} s"
+    minutes = round(whole / _MINUTE_S)
+    return f"{minutes // _MINUTE_S} h {minutes % _MINUTE_S} min"
+
+
+def format_count(number: int) -> str:
+    """Return a large count for a person to read, such as "11.2 M"."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def format_speed(samples_per_s: float) -> str:
+    """Return a speed for a person to read, such as "812 samples/s"."""
+    number = f"{samples_per_s:.3g}" if samples_per_s < 100 else f"{samples_per_s:,.0f}"  # noqa: PLR2004 - as above
+    return f"{number} samples/s"
+
+
+def are_numbers(texts: Sequence[str]) -> bool:
+    """Whether a column is read from the right: most of what is known in it begins with a digit."""
+    known = [text for text in texts if text and text != NONE]
+    return 2 * sum(text.lstrip("-")[0].isdigit() for text in known) > len(known)
+
+
+def _in_words(found: Measured | Predicted, plan: Plan) -> str:
+    if plan.accum_steps == 1:
+        return f"{plan.target_batch} {'or more ' if found.is_capped else ''}at once"
+    return f"{plan.target_batch} in {plan.accum_steps} micro-batches, {format_cut(plan.micro_batches)}"
+
+
+def _largest(found: Measured | Predicted) -> str:
+    return f"{found.micro_batch}{' or more' if found.is_capped else ''}"
+
+
+def _memory_of(one: Predicted) -> str:
+    """Return what a step may come to on a card, and why that is not all of the card."""
+    whole, taken = format_bytes(one.card.total_bytes), format_bytes(one.card.context_bytes)
+    limit = "" if one.room_bytes >= one.card.free_bytes else f"; limit {format_bytes(one.room_bytes)}"
+    return f"{whole} less {taken} for CUDA, which leaves {format_bytes(one.card.free_bytes)}{limit}"
+
+
+def _cut(found: Measured | Predicted) -> str:
+    assert found.plan is not None
+    return format_cut(found.plan.micro_batches)
+
+
+def _job(report: Report) -> Iterator[tuple[str, str]]:
+    subject = report.subject
+    if subject.recipe is not None:
+        yield "recipe", subject.recipe
+    trained = "all" if subject.trainable == subject.parameters else format_count(subject.trainable)
+    yield "model", f"{subject.model}, {format_count(subject.parameters)} parameters, {trained} of them trained"
+    yield "optimizer", subject.optimizer
+    yield "target batch", f"{subject.target_batch} samples, cut {subject.strategy}"
+    if subject.memory_limit is not None:
+        cards = ", on the cards below too" if report.predicted else ""
+        yield "memory limit", f"{subject.memory_limit}{cards}"
+    if report.lengths is not None:
+        yield "length", _length(report.lengths)
+
+
+def _length(lengths: Lengths) -> str:
+    seen = str(lengths.longest) if not lengths.varies else f"{lengths.shortest} to {lengths.longest}"
+    batches = f"{lengths.batches} batch{'es' if lengths.batches > 1 else ''}"
+    if lengths.used == lengths.longest and not lengths.varies:
+        return f"{lengths.used}, as in {'the batch' if lengths.batches == 1 else batches} looked at"
+    which = ", as was asked" if lengths.is_asked else ", the longest"
+    return f"{lengths.used}{which}; {batches} looked at: {seen}"
+
+
+def _device(measured: Measured, host: HostFacts) -> Iterator[tuple[str, str]]:
+    device = measured.device
+    yield "device", f"{device.name} ({device.device})"
+    yield "memory", f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free for this process"
+    if device.limit_bytes is not None:
+        yield "memory limit", format_bytes(device.limit_bytes)
+    if device.others_bytes is not None:
+        yield "held by others", format_bytes(device.others_bytes)
+    for other in device.neighbours:
+        used = "an unknown share" if other.used_bytes is None else format_bytes(other.used_bytes)
+        yield f"process {other.pid}", f"{other.name}, {used}"
+    if device.holds_model:
+        yield "host memory", f"{format_bytes(host.total_bytes)}, {format_bytes(host.free_bytes)} free"
+
+
+def _plans(report: Report) -> Section:
+    header = ("where", "largest", f"cut of {report.subject.target_batch}", "peak", "of", "headroom")
+    rows = []
+    if (measured := report.measured) is not None:
+        rows.append(
+            (
+                MEASURED,
+                _largest(measured),
+                NONE if measured.plan is None else _cut(measured),
+                _bytes(measured.peak_bytes),
+                format_bytes(measured.device.room_bytes),
+                _bytes(measured.headroom_bytes),
+            )
+        )
+    rows += [
+        (
+            one.card.name,
+            _largest(one),
+            NONE if one.plan is None else _cut(one),
+            format_bytes(one.footprint.reserved_bytes),
+            format_bytes(one.room_bytes),
+            format_bytes(one.headroom_bytes),
+        )
+        for one in report.predicted
+    ]
+    return Section("Largest micro-batch and plan", header, tuple(rows))
+
+
+def _memory(report: Report) -> list[Section]:
+    """Return what takes the memory of a step, a few places at a time."""
+    columns = [] if report.measured is None else _measured_column(report.measured)
+    for one in report.predicted:
+        each, kept = one.estimate.bytes_per_sample, one.activation_bytes_per_sample
+        columns.append(_Column(one.card.name, one.footprint, one.precision, each, kept))
+    groups: list[list[_Column]] = []
+    left = 0
+    for column in columns:
+        width = max(_NUMBER, len(column.name)) + _APART
+        if not groups or width > left:
+            groups.append([])
+            left = _WIDTH - _NAMES
+        groups[-1].append(column)
+        left -= width
+    return [_memory_table(group) for group in groups]
+
+
+class _Column(NamedTuple):
+    """What takes the memory of a step in one place."""
+
+    name: str
+    footprint: Footprint
+    precision: str | None
+    bytes_per_sample: int | None
+    activations_each: int | None = None
+    beside_model: int | None = None
+
+
+def _measured_column(measured: Measured) -> list[_Column]:
+    if measured.footprint is None:
+        return []
+    beside = None if measured.device.holds_model else measured.peak_bytes
+    each, kept = measured.bytes_per_sample, measured.activation_bytes_per_sample
+    return [_Column(MEASURED, measured.footprint, measured.precision, each, kept, beside)]
+
+
+def _memory_table(columns: Sequence[_Column]) -> Section:
+    def row(name: str, text: Callable[[Footprint], str]) -> tuple[str, ...]:
+        return (name, *(text(column.footprint) for column in columns))
+
+    def known(name: str, number: Callable[[_Column], int | None]) -> Iterator[tuple[str, ...]]:
+        if any(number(column) is not None for column in columns):
+            yield (name, *(_bytes(number(column)) for column in columns))
+
+    rows = [row("samples", lambda one: str(one.size)), ("precision", *(column.precision or NONE for column in columns))]
+    rows += [(name, *(_bytes(getattr(column.footprint, field)) for column in columns)) for name, field in _PARTS]
+    rows.append(row("at the peak", lambda one: format_bytes(one.peak_bytes)))
+    rows.append(row("the peak is in", lambda one: one.phase))
+    if any(column.footprint.reserved_bytes != column.footprint.peak_bytes for column in columns):
+        rows.append(row("reserved by then", lambda one: format_bytes(one.reserved_bytes)))
+    rows += known("beside the model", lambda column: column.beside_model)
+    rows += known("a further sample", lambda column: column.bytes_per_sample)
+    rows += known("its activations", lambda column: column.activations_each)
+    return Section("Memory of a step", ("", *(column.name for column in columns)), tuple(rows))
+
+
+def _trials(measured: Measured) -> Section:
+    rows = tuple(
+        (
+            str(trial.size),
+            "fits" if trial.fits else "does not fit",
+            _bytes(trial.peak_bytes),
+            format_seconds(trial.elapsed_s),
+        )
+        for trial in measured.trials
+    )
+    return Section("Trials", ("samples", "", "peak", "time"), rows)
+
+
+def _times(report: Report) -> Iterator[tuple[str, str]]:
+    pace = None if report.measured is None else report.measured.pace
+    if pace is not None:
+        assert report.measured is not None
+        assert report.measured.plan is not None
+        steps = report.measured.plan.accum_steps
+        yield "an update", f"{format_seconds(pace.update_s)}: {_update(pace, steps)}"
+        yield "training", format_speed(pace.samples_per_s)
+        if pace.epoch_s is not None and pace.epoch_samples is not None:
+            yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples"
+        if pace.training_s is not None:
+            limit = "" if pace.limit_s is None else f"; it may take {format_seconds(pace.limit_s)}"
+            yield "whole training", f"{format_seconds(pace.training_s)}{limit}"
+    if report.loader is not None:
+        yield "loader", _loader(report.loader)
+
+
+def _update(pace: Pace, steps: int) -> str:
+    micro_batches = f"{steps} micro-batch{'es' if steps > 1 else ''}, {format_seconds(pace.micro_batch_s)} the largest"
+    return f"{micro_batches}; optimizer {format_seconds(pace.optimizer_s)}"
+
+
+def _loader(loader: LoaderFacts) -> str:
+    workers = {None: "", 0: ", loads in the training's own process", 1: ", 1 worker"}.get(
+        loader.workers, f", {loader.workers} workers"
+    )
+    if loader.samples_per_s is None:
+        return f"its only batch came after {format_seconds(loader.first_batch_s)}{workers}"
+    verdict = {None: "", True: ": keeps up", False: ": the training waits for it"}[loader.feeds]
+    first = format_seconds(loader.first_batch_s)
+    return f"{format_speed(loader.samples_per_s)}{verdict} (first batch after {first}{workers})"
+
+
+def _remedies(report: Report) -> Section:
+    rows = tuple(
+        (
+            one.name,
+            _bytes(one.peak_bytes),
+            _at_most(one.micro_batch, report.subject.max_micro_batch or report.subject.target_batch),
+        )
+        for one in report.remedies
+    )
+    below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
+    where = "" if report.remedies_on is None else f" on {report.remedies_on}"
+    # The smallest size that is gone through is one sample, or two where a model refuses one.
+    return Section(f"What would help{where}", ("", "peak of 1 or 2 samples", "largest micro-batch"), rows, below)
+
+
+def _at_most(micro_batch: int | None, most: int) -> str:
+    """Return a size beyond which nobody looked once it is the largest of interest."""
+    if micro_batch is None:
+        return NONE
+    return f"{micro_batch}{' or more' if micro_batch >= most else ''}"
+
+
+def _bytes(number: int | None) -> str:
+    return NONE if number is None else format_bytes(number)

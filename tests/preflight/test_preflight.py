@@ -1,0 +1,269 @@
+"""The report from end to end: what is measured on simulated devices and the host, and what is refused."""
+
+import copy
+import random
+
+import jsonschema
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autoaccum
+from autoaccum import Simulated, preflight
+from autoaccum.errors import DeviceMissingError, InvalidInputError
+from autoaccum.report.document import schema
+from helpers import assert_bitwise, classifier, labelled, state_of
+
+MIB = 1 << 20
+NEEDS_NO_CARD = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+
+
+def wide():
+    """A model whose samples take much more than itself: some 64 KiB each."""
+    return nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 2))
+
+
+def batch_of(samples=8):
+    return torch.randn(samples, 8), torch.randint(0, 2, (samples,))
+
+
+def report_on(capacity="2MiB", target=64, **options):
+    options = {"device": Simulated(capacity), "optimizer": torch.optim.SGD} | options
+    model = options.pop("model", None) or wide()
+    return preflight(model, options.pop("batch", None) or batch_of(), target, **options)
+
+
+def test_what_is_measured_is_what_find_micro_batch_finds():
+    model, batch = wide(), batch_of()
+
+    measured = report_on(model=model, batch=batch).measured
+    found = autoaccum.find_micro_batch(
+        model, batch, optimizer=torch.optim.SGD, device=Simulated("2MiB"), max_micro_batch=64
+    )
+
+    assert measured.micro_batch == found.micro_batch < 64
+    assert [(one.size, one.fits, one.peak_bytes) for one in measured.trials] == [
+        (one.size, one.fits, one.peak_bytes) for one in found.trials
+    ]
+
+
+def test_the_plan_cuts_the_target_in_what_fits():
+    report = report_on()
+
+    assert report.fits
+    assert report.measured.plan == autoaccum.plan(64, report.measured.micro_batch)
+
+
+def test_the_peak_of_the_plan_lies_within_the_device():
+    measured = report_on().measured
+
+    assert 0 < measured.peak_bytes <= measured.device.room_bytes == 2 * MIB
+    assert measured.headroom_bytes == 2 * MIB - measured.peak_bytes
+
+
+def test_nothing_that_is_trained_is_changed():
+    model, batch = classifier(), labelled(12)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch[0]).sum().backward()
+    optimizer.step()
+    loader = DataLoader(TensorDataset(*batch), batch_size=4, shuffle=True)
+    before = state_of(model), copy.deepcopy(optimizer.state_dict()), torch.get_rng_state(), random.getstate()
+    inputs = batch[0].clone()
+
+    preflight(model, batch, 24, optimizer=optimizer, device=Simulated("64MiB"), loader=loader)
+
+    after = state_of(model), optimizer.state_dict(), torch.get_rng_state(), random.getstate()
+    assert_bitwise(after[:3], before[:3])
+    assert after[3] == before[3]
+    assert_bitwise(batch[0], inputs)
+
+
+def test_where_not_even_one_sample_fits_that_is_the_answer():
+    report = report_on("40KiB")
+
+    assert not report.fits
+    assert report.micro_batch == 0
+    assert "micro_batch=1 does not fit" in report.measured.reason
+    assert {trial.fits for trial in report.measured.trials} == {False}
+    assert "fails" in str(report)
+
+
+def test_a_memory_limit_is_the_room_there_is():
+    device = report_on("64MiB", memory_limit="1MiB").measured.device
+
+    assert (device.limit_bytes, device.room_bytes) == (MIB, MIB)
+
+
+def test_on_the_host_it_is_measured_for_real():
+    measured = report_on(device="cpu", memory_limit="64MiB", target=16).measured
+
+    assert measured.micro_batch == 16
+    assert measured.device.holds_model is False
+    assert measured.pace.update_s > 0
+
+
+def test_the_loader_is_held_against_the_training():
+    loader = DataLoader(TensorDataset(torch.randn(40, 8), torch.zeros(40, dtype=torch.long)), batch_size=8)
+
+    report = report_on(loader=loader)
+
+    assert report.loader.samples_per_s > 0
+    assert report.loader.feeds in (True, False)
+    assert report.measured.pace.epoch_samples == 40
+    assert report.measured.pace.epoch_s > 40 / report.measured.pace.samples_per_s  # it loads in its own process
+
+
+def test_a_model_that_a_function_makes_is_made_once():
+    made = []
+
+    def make():
+        made.append(wide())
+        return made[-1]
+
+    report = report_on(model=make)
+
+    assert len(made) == 1
+    assert report.subject.model == "Sequential"
+
+
+def test_batchnorm_in_a_cut_window_is_warned_of():
+    model = nn.Sequential(nn.Linear(8, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 2))
+
+    assert any("BatchNorm" in warning for warning in report_on(model=model).warnings)
+    assert not any("BatchNorm" in warning for warning in report_on("64MiB", model=model).warnings)
+
+
+def test_choices_are_noted_and_not_printed(capfd):
+    report = preflight(wide(), batch_of(), 16, device=Simulated("64MiB"))
+
+    assert any("AdamW(lr=1e-3)" in note for note in report.notes)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_loss_over_the_whole_window_is_tried_as_such():
+    def contrastive(outputs, targets):
+        return (outputs @ outputs.T).logsumexp(dim=1).mean()
+
+    measured = report_on(loss=contrastive, loss_scope="window", target=16, max_micro_batch=16).measured
+
+    assert measured.micro_batch == 16
+    assert measured.pace is None
+
+
+def test_the_whole_training_is_timed():
+    loader = [batch_of() for _ in range(4)]
+
+    pace = report_on(loader=loader, epochs=3).measured.pace
+    by_steps = report_on(max_steps=10).measured.pace
+
+    assert pace.training_s == pytest.approx(3 * pace.epoch_s)
+    assert by_steps.training_s == pytest.approx(10 * 64 / by_steps.samples_per_s)
+    assert report_on(loader=loader).measured.pace.training_s is None
+
+
+def test_what_ends_first_ends_the_training():
+    loader = [batch_of() for _ in range(4)]
+
+    pace = report_on(loader=loader, epochs=1000, max_steps=1).measured.pace
+
+    assert pace.training_s == pytest.approx(64 * pace.epoch_s / 32)
+
+
+def test_a_training_that_takes_too_long_is_warned_of():
+    slow = report_on(max_steps=10**9, time_limit="12h")
+    quick = report_on(max_steps=1, time_limit="12h")
+    untimed = report_on(device=None, gpus="l4", measure=False, max_steps=1, time_limit="12h")
+    endless = report_on(time_limit=60.0)
+
+    assert any("and it may take 12 h 0 min" in warning for warning in slow.warnings)
+    assert "12 h 0 min" in str(slow)
+    assert not any("12 h" in warning for warning in quick.warnings)
+    assert any("nothing was timed" in warning for warning in untimed.warnings)
+    assert any("epochs=" in warning for warning in endless.warnings)
+
+
+def test_parts_that_take_their_time_are_told_beforehand():
+    told = []
+
+    report_on(gpus=["l4", "t4"], loader=[batch_of()], on_part=told.append)
+
+    assert [text.split()[0] for text in told] == ["predicting", "predicting", "measuring", "looking", "listening"]
+
+
+def test_trials_are_told_on_the_way():
+    told = []
+
+    measured = report_on(on_trial=told.append).measured
+
+    assert tuple(told) == measured.trials
+
+
+def test_every_report_keeps_to_the_schema():
+    for capacity in ("2MiB", "40KiB"):
+        jsonschema.Draft202012Validator(schema()).validate(report_on(capacity).to_dict())
+
+
+def test_cards_are_asked_about_without_a_device():
+    report = report_on(device=None, gpus=["h100-80gb", "t4"], device_memory="24GiB", measure=False)
+
+    assert report.measured is None
+    assert [(one.card.name, one.precision) for one in report.predicted] == [
+        ("h100-80gb", "bf16"),
+        ("t4", "fp16"),
+        ("device of 24GiB", "bf16"),
+    ]
+    assert report.fits
+    jsonschema.Draft202012Validator(schema()).validate(report.to_dict())
+
+
+def test_predicted_and_measured_stand_side_by_side():
+    report = report_on(gpus="t4")
+
+    assert report.measured.micro_batch == report.micro_batch
+    assert report.predicted[0].footprint.parameters_bytes == report.measured.footprint.parameters_bytes
+
+
+def test_a_function_makes_its_model_without_memory_where_nothing_is_measured():
+    made = []
+
+    def make():
+        made.append(wide())
+        return made[-1]
+
+    report_on(model=make, device=None, gpus="t4", measure=False)
+
+    assert {parameter.device.type for parameter in made[0].parameters()} == {"meta"}
+
+
+@NEEDS_NO_CARD
+def test_where_there_is_no_accelerator_asking_about_a_card_measures_nothing():
+    assert report_on(device=None, gpus="t4").measured is None
+    assert report_on(device="cpu", gpus="t4", memory_limit="64MiB").measured is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"target": 0}, "target_batch"),
+        ({"gpus": ["h100-80tb"]}, "h100-80gb"),
+        ({"gpus": "l40x"}, "l40"),
+        ({"device_memory": "lots"}, "lots"),
+        ({"strategy": "clever"}, "clever"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"loss_scope": "epoch"}, "epoch"),
+        ({"max_micro_batch": 0}, "max_micro_batch"),
+        ({"measure": False}, "nothing to report"),
+        ({"model": "resnet"}, "neither a torch.nn.Module nor a function"),
+        ({"batch": [object()]}, "batch"),
+        ({"device": "nonsense"}, "nonsense"),
+    ],
+)
+def test_bad_input_is_refused_by_name(options, told):
+    with pytest.raises(InvalidInputError, match=told):
+        report_on(**options)
+
+
+def test_a_device_that_is_not_there_has_an_error_of_its_own():
+    with pytest.raises(DeviceMissingError, match="cuda:99"):
+        report_on(device="cuda:99")

@@ -1,0 +1,131 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autoaccum import Simulated
+from autoaccum.planner import plan
+from autoaccum.preflight.rehearsing import rehearse
+from helpers import assert_bitwise, classifier, labelled, state_of, training_step
+
+PARTS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations", "temporary")
+KIB = 1024
+
+
+def rehearsed(model, batch, target=12, most=4, loss=None, optimizer=torch.optim.Adam, **options):
+    step = training_step(model, loss, optimizer, memory=Simulated("64MiB"), **options)
+    return rehearse(step, batch, plan(target, most), None)
+
+
+def test_everything_is_bitwise_as_before():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(labelled(4)[0]).sum().backward()
+    optimizer.step()
+    batch = labelled(8)
+    before, random, state = state_of(model), torch.get_rng_state(), copy.deepcopy(optimizer.state_dict())
+
+    rehearsed(model, batch, optimizer=optimizer)
+
+    assert_bitwise(state_of(model), before)
+    assert_bitwise(torch.get_rng_state(), random)
+    assert_bitwise(optimizer.state_dict(), state)
+
+
+def test_parts_are_what_tensors_take_and_add_up():
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
+    weights = (16 * 32 + 32 * 4) * 4
+
+    found = rehearsed(model, (torch.randn(8, 16), torch.randn(8, 4))).footprint
+
+    assert (found.size, found.parameters_bytes, found.gradients_bytes) == (4, weights, weights)
+    assert 2 * weights <= found.optimizer_bytes <= 2 * weights + 8 * 8  # Adam's two moments, and its counts of steps
+    assert found.inputs_bytes == 4 * (16 + 4) * 4
+    assert sum(getattr(found, f"{part}_bytes") for part in PARTS) == found.peak_bytes
+
+
+def test_activations_are_what_autograd_keeps():
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 4, bias=False))
+
+    found = rehearsed(model, (torch.randn(8, 16), torch.randn(8, 4)))
+
+    # Tanh and the second layer keep the same 32 numbers, the loss 4 outputs; targets come with the batch.
+    assert found.activation_bytes_per_sample in ((32 + 4) * 4, (32 + 4 + 4) * 4)
+
+
+def test_a_peak_in_the_update_is_told():
+    found = rehearsed(nn.Linear(256, 256), (torch.randn(2, 256), torch.randn(2, 256)), target=2, most=2).footprint
+
+    assert found.phase == "optimizer"
+    assert found.activations_bytes == 0
+
+
+def test_an_update_is_as_long_as_its_micro_batches_and_the_optimizer():
+    pace = rehearsed(classifier(), labelled(8)).pace
+
+    assert pace.update_s == pytest.approx(3 * pace.micro_batch_s + pace.optimizer_s)
+    assert pace.samples_per_s == pytest.approx(12 / pace.update_s)
+
+
+class Half(nn.Module):
+    """Has a branch that this batch does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def test_parameters_that_got_no_gradient_are_warned_of():
+    (warning,) = rehearsed(Half(), (torch.randn(4, 4), torch.randn(4, 3)), target=4).warnings
+
+    assert "2 parameters (60 B) need a gradient and got none" in warning
+
+
+class Late(torch.optim.SGD):
+    """Makes its state at the third step."""
+
+    def step(self, closure=None):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count > 2:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault("late", torch.zeros(KIB))
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_state_comes_later_is_warned_of():
+    warnings = rehearsed(nn.Linear(4, 3), (torch.randn(4, 4), torch.randn(4, 3)), target=4, optimizer=Late).warnings
+
+    assert any("state grew by 8.0 KiB after its first update" in warning for warning in warnings)
+
+
+def test_a_loss_that_cannot_be_found_out_is_warned_of():
+    def contrastive(outputs, targets):
+        return (outputs @ outputs.T).logsumexp(dim=1).mean()
+
+    warnings = rehearsed(nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3)), loss=contrastive).warnings
+
+    assert any("what it runs over could not be found out" in warning for warning in warnings)
+
+
+def test_a_loss_that_is_known_is_not():
+    assert rehearsed(classifier(), labelled(8), loss=nn.CrossEntropyLoss()).warnings == ()
+
+
+def test_what_refuses_to_be_looked_into_is_rehearsed_all_the_same():
+    class Transformed(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * torch.func.grad(lambda x: (x * x).sum())(torch.ones(1)).detach()
+
+    found = rehearsed(Transformed(4, 3), (torch.randn(4, 4), torch.randn(4, 3)), target=4)
+
+    assert (found.footprint.size, found.activation_bytes_per_sample) == (4, None)
+
+
+def test_where_memory_does_not_suffice_after_all_nothing_is_said():
+    step = training_step(nn.Linear(256, 256), None, torch.optim.Adam, memory=Simulated("300KiB"))
+
+    assert rehearse(step, (torch.randn(2, 256), torch.randn(2, 256)), plan(2, 2), None) is None

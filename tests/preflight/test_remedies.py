@@ -1,0 +1,146 @@
+"""What would make a step smaller: tried on the same step, listed only where it helps."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, are_due
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, inputs):
+        return inputs + self.inner(inputs)
+
+
+class Language(nn.Module):
+    """Blocks over token embeddings, of any length."""
+
+    def __init__(self, depth=8):
+        super().__init__()
+        self.tokens = nn.Embedding(1000, 64)
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(64, 1000)
+
+    def forward(self, tokens):
+        hidden = self.tokens(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def report_for(memory, target=256, length=512, **options):
+    tokens = torch.zeros(4, length, dtype=torch.long)
+    return autoaccum.preflight(
+        Language(),
+        (tokens, tokens),
+        target,
+        loss=loss,
+        device_memory=memory,
+        measure=False,
+        precision="fp32",
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def small():
+    return report_for("1GiB")
+
+
+def test_every_remedy_takes_less_or_lets_more_samples_fit(small):
+    before = small.predicted[0]
+
+    assert small.remedies_on == before.card.name
+    for remedy in small.remedies:
+        assert remedy.peak_bytes < before.estimate.reserved_bytes(1) or remedy.micro_batch > before.micro_batch
+        assert remedy.cost
+        assert remedy.description
+
+
+def test_all_ways_are_named_for_a_model_that_has_all(small):
+    names = {remedy.name for remedy in small.remedies}
+
+    assert {"bf16", "activation checkpointing", "offloaded activations", "inputs of length 256"} <= names
+    assert "a larger card" in names
+    described = {remedy.name: remedy.description for remedy in small.remedies}
+    assert "8 Block blocks" in described["activation checkpointing"]
+
+
+def test_the_one_that_helps_most_comes_first(small):
+    sizes = [remedy.micro_batch for remedy in small.remedies]
+
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > small.predicted[0].micro_batch
+
+
+def test_remedies_are_shown_and_written(small):
+    assert "What would help on" in str(small)
+    assert [one["name"] for one in small.to_dict()["remedies"]] == [one.name for one in small.remedies]
+    assert small.to_dict()["remedies_on"] == small.remedies_on
+
+
+def test_a_remedy_that_reads_values_is_left_out_where_there_are_none():
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+
+    report = autoaccum.preflight(
+        Language, (tokens, tokens), 256, loss=loss, device_memory="900MiB", measure=False, precision="fp32",
+        memory_limit="40MiB",
+    )  # fmt: skip
+
+    names = [remedy.name for remedy in report.remedies]
+    assert "Adafactor" not in names
+    assert {"activation checkpointing", "8-bit optimizer"} <= set(names)
+
+
+def test_where_no_single_change_helps_it_is_said():
+    report = autoaccum.preflight(
+        lambda: nn.Sequential(*(nn.Linear(200_000, 200_000) for _ in range(4))), torch.zeros(2, 200_000), 64,
+        loss=lambda outputs, _: outputs.mean(), optimizer=torch.optim.SGD, gpus="h100-80gb", measure=False,
+    )  # fmt: skip
+
+    assert report.remedies == ()
+    assert any("no single change" in note for note in report.notes)
+
+
+def test_nothing_is_advised_where_few_micro_batches_do():
+    report = report_for("24GiB", target=64)
+
+    assert report.remedies == ()
+    assert report.remedies_on is None
+
+
+@pytest.mark.parametrize(
+    ("largest", "target", "due"),
+    [(0, 1, True), (1, 1, False), (8, 64, True), (9, 64, False), (1, MANY_MICRO_BATCHES, True), (64, 64, False)],
+)
+def test_a_cut_into_many_pieces_is_worth_mending(largest, target, due):
+    assert are_due(largest, target) is due
+
+
+def test_what_checkpointing_is_said_to_take_is_what_it_takes():
+    """On a simulated device, where every storage is counted."""
+    inputs = torch.zeros(2, 256, dtype=torch.long)
+    memory = autoaccum.Simulated("40MiB")
+    report = autoaccum.preflight(
+        Language(), (inputs, inputs), 64, loss=loss, device=memory, precision="fp32", loader=None
+    )
+    said = next(remedy for remedy in report.remedies if remedy.name == "activation checkpointing")
+
+    result = autoaccum.fit(
+        Language(), [(inputs, inputs)] * 32, 64, loss=loss, device=memory, precision="fp32", fallback="checkpoint",
+        probe="before", cache=False, progress=False,
+    )  # fmt: skip
+
+    assert report.measured.micro_batch < said.micro_batch
+    assert result.steps == 1

@@ -1,0 +1,81 @@
+from dataclasses import replace
+
+import pytest
+
+from autoaccum.report.curves import apart, picture_of
+from report_examples import DEVICE, GIB, MEASURED, MIB, NOTHING_FITS, PREDICTED_ONLY, REPORT, TRIALS, predicted
+
+
+def test_there_is_a_curve_for_each_place():
+    assert [curve.label for curve in picture_of(REPORT).curves] == [
+        "NVIDIA GeForce RTX 3060, measured",
+        "l4, predicted",
+        "rtx-3070, predicted",
+    ]
+
+
+def test_trials_are_points_and_those_that_failed_are_told_apart():
+    measured = picture_of(REPORT).curves[0]
+
+    assert measured.fitted == ((2, 300 * MIB), (8, 540 * MIB), (128, 5340 * MIB), (145, 6020 * MIB))
+    assert measured.failed == (150,)
+
+
+def test_the_plan_is_a_point_of_its_own():
+    assert picture_of(REPORT).curves[0].chosen == (128, MEASURED.peak_bytes)
+
+
+def test_a_line_goes_on_beyond_the_largest_size():
+    picture = picture_of(REPORT)
+
+    assert picture.most > 256
+    assert {curve.line[-1][0] for curve in picture.curves} == {picture.most}
+
+
+def test_a_limit_far_above_all_else_is_out_of_sight():
+    picture = picture_of(replace(PREDICTED_ONLY, predicted=(predicted(total=1000 * GIB),)))
+
+    assert not picture.shows(999 * GIB)
+
+
+def test_a_limit_that_something_failed_at_is_in_sight():
+    measured = replace(MEASURED, device=replace(DEVICE, room_bytes=100 * GIB))
+
+    assert picture_of(replace(REPORT, measured=measured, predicted=())).shows(100 * GIB)
+
+
+def test_limits_that_read_the_same_are_one():
+    cards = [predicted(name, total) for name, total in (("a", 10 * GIB), ("b", 12 * GIB), ("c", 10 * GIB + MIB))]
+
+    limits = picture_of(replace(PREDICTED_ONLY, predicted=tuple(cards))).limits
+
+    assert [limit.label for limit in limits] == ["b: 11.6 GiB", "a, c: 9.6 GiB"]
+    assert [limit.curve for limit in limits] == [1, None]
+
+
+def test_a_limit_of_many_places_names_some():
+    cards = tuple(predicted(f"card-{n}") for n in range(9))
+
+    (limit,) = picture_of(replace(PREDICTED_ONLY, predicted=cards)).limits
+
+    assert limit.label == "card-0, card-1, card-2, card-3 and 5 more: 21.6 GiB"
+
+
+@pytest.mark.parametrize(
+    ("heights", "moved"), [([90, 50], [90, 50]), ([90, 89, 50], [90, 80, 50]), ([4, 3, 2], [20, 10, 0]), ([], [])]
+)
+def test_labels_stand_apart_and_not_below_the_picture(heights, moved):
+    assert apart(heights, 10) == pytest.approx(moved, abs=2)
+
+
+def test_peaks_that_nobody_counted_leave_a_picture_without_points():
+    trials = tuple(replace(trial, peak_bytes=None) for trial in TRIALS)
+    measured = replace(MEASURED, trials=trials, fixed_bytes=None, bytes_per_sample=None, footprint=None)
+
+    (curve,) = picture_of(replace(REPORT, measured=measured, predicted=())).curves
+
+    assert (curve.line, curve.fitted, curve.chosen) == ((), (), None)
+
+
+def test_where_nothing_fits_there_is_no_plan_to_show():
+    assert [curve.chosen for curve in picture_of(NOTHING_FITS).curves] == [None, None]

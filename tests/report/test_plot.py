@@ -1,0 +1,52 @@
+import subprocess
+import sys
+
+import pytest
+
+from autoaccum.errors import InvalidInputError
+from report_examples import MANY_CARDS, NOTHING_FITS, REPORT
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("report", [REPORT, NOTHING_FITS, MANY_CARDS])
+def test_a_picture_is_written(report, tmp_path):
+    report.plot(tmp_path / "memory.png")
+
+    assert (tmp_path / "memory.png").read_bytes().startswith(PNG)
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
+
+
+def test_the_picture_names_places_plans_and_limits(tmp_path):
+    REPORT.plot(tmp_path / "memory.svg")
+
+    drawn = (tmp_path / "memory.svg").read_text()
+    for told in ("NVIDIA GeForce RTX 3060, measured", "l4, predicted", "does not fit", "the plan, 128 at once"):
+        assert f"<!-- {told}" in drawn or told in drawn
+
+
+def test_an_unknown_kind_of_file_is_refused_with_those_that_are_known(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"memory\.txt.*\.png"):
+        REPORT.plot(tmp_path / "memory.txt")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match="cannot be written"):
+        REPORT.plot(tmp_path / "none" / "memory.png")
+
+
+def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path):
+    script = f"""
+import sys
+sys.modules["matplotlib"] = None
+sys.path += {sys.path!r}
+from report_examples import REPORT
+try:
+    REPORT.plot({str(tmp_path / "memory.png")!r})
+except ValueError as error:
+    print(error)
+"""
+
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert "pip install 'autoaccum[report]'" in ran.stdout

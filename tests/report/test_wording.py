@@ -1,0 +1,236 @@
+from dataclasses import replace
+
+import pytest
+
+from autoaccum.records import Plan
+from autoaccum.report.records import Lengths
+from autoaccum.report.wording import (
+    are_numbers,
+    format_count,
+    format_seconds,
+    format_speed,
+    notes_of,
+    sections_of,
+    verdicts_of,
+)
+from report_examples import DEVICE, GIB, LOADER, MANY_CARDS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
+
+
+def section(report, title):
+    (found,) = [one for one in sections_of(report) if one.title == title]
+    return found
+
+
+def facts(report, title):
+    return dict(section(report, title).rows)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.000568, "568 µs"),
+        (0.0123, "12.3 ms"),
+        (0.25, "0.25 s"),
+        (1.0, "1.0 s"),
+        (42.4, "42 s"),
+        (238.3, "3 min 58 s"),
+        (3599.7, "1 h 0 min"),
+        (7530, "2 h 6 min"),
+    ],
+)
+def test_times_are_told_as_people_tell_them(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(12, "12"), (1500, "1.5 k"), (11_181_642, "11.2 M"), (70_000_000_000, "70 B")]
+)
+def test_counts_are_told_as_people_tell_them(number, text):
+    assert format_count(number) == text
+
+
+@pytest.mark.parametrize(("speed", "text"), [(0.5, "0.5 samples/s"), (14778.2, "14,778 samples/s")])
+def test_speeds_are_told_as_people_tell_them(speed, text):
+    assert format_speed(speed) == text
+
+
+def test_each_place_has_its_verdict_measured_ones_first():
+    assert [(one.fits, one.place) for one in verdicts_of(REPORT)] == [
+        (True, "NVIDIA GeForce RTX 3060"),
+        (True, "l4"),
+        (True, "rtx-3070"),
+    ]
+
+
+def test_a_verdict_tells_the_cut():
+    assert verdicts_of(REPORT)[0].text == "256 in 2 micro-batches, 128+128, measured"
+    assert verdicts_of(REPORT)[1].text == "256 or more at once, predicted"
+
+
+def test_a_verdict_tells_why_nothing_fits():
+    measured, foreseen = verdicts_of(NOTHING_FITS)
+
+    assert (measured.fits, foreseen.fits) == (False, False)
+    assert "micro_batch=1 does not fit" in measured.text
+    assert "a micro-batch of 1 is predicted to take 260.0 MiB" in foreseen.text
+
+
+def test_where_more_may_fit_than_was_asked_for_it_is_said():
+    largest = [row[1] for row in section(REPORT, "Largest micro-batch and plan").rows]
+
+    assert largest == ["145", "256 or more", "180 or more"]
+
+
+def test_a_card_tells_what_cuda_takes_of_it():
+    told = facts(replace(PREDICTED_ONLY, predicted=(predicted(total=GIB),)), "Cards")
+
+    assert told["l4"] == "1.0 GiB less 448.0 MiB for CUDA, which leaves 576.0 MiB"
+
+
+def test_a_card_tells_the_limit_that_it_is_held_to():
+    limited = replace(PREDICTED_ONLY, predicted=(replace(predicted(), room_bytes=2 * GIB),))
+
+    assert facts(limited, "Cards")["l4"].endswith("; limit 2.0 GiB")
+
+
+def test_where_nothing_was_measured_it_is_said():
+    assert facts(PREDICTED_ONLY, "Device") == {"measured": "nothing: all that follows is predicted"}
+
+
+def test_notes_on_predictions_are_no_choices():
+    report = replace(REPORT, notes=(*REPORT.notes, "counted in bf16."))
+
+    assert dict(notes_of(report)) == {
+        "Chosen, since nothing was said": ("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
+        "About the predictions": ("counted in bf16.",),
+    }
+
+
+def test_rows_are_as_long_as_their_header():
+    for report in (REPORT, NOTHING_FITS, PREDICTED_ONLY, MANY_CARDS):
+        for one in sections_of(report):
+            assert {len(row) for row in one.rows} == {len(one.header) or 2}
+
+
+def test_what_was_measured_and_what_is_foreseen_stand_side_by_side():
+    table = section(REPORT, "Memory of a step")
+
+    assert table.header == ("", "measured", "l4", "rtx-3070")
+    assert ("optimizer state", "86.0 MiB", "86.0 MiB", "86.0 MiB") in table.rows
+
+
+def test_many_cards_are_told_a_few_at_a_time():
+    tables = [one for one in sections_of(MANY_CARDS) if one.title == "Memory of a step"]
+
+    assert [len(one.header) for one in tables] == [5, 3]
+
+
+def test_long_names_of_cards_leave_room_for_fewer():
+    cards = tuple(predicted("h100-pcie-80gb") for _ in range(4))
+    tables = [one for one in sections_of(replace(MANY_CARDS, predicted=cards)) if one.title == "Memory of a step"]
+
+    assert [len(one.header) for one in tables] == [4, 2]
+
+
+def test_neighbours_are_named_with_what_they_hold():
+    told = facts(REPORT, "Device")
+
+    assert told["process 4242"] == "python3, 5.0 GiB"
+    assert told["process 7"] == "Xorg, an unknown share"
+
+
+def test_on_the_host_it_is_told_what_counts_beside_the_model():
+    on_host = replace(REPORT, measured=replace(MEASURED, device=replace(DEVICE, holds_model=False)))
+
+    rows = {name: first for name, first, *_ in section(on_host, "Memory of a step").rows}
+
+    assert rows["beside the model"] == "5.2 GiB"
+
+
+@pytest.mark.parametrize(
+    ("feeds", "told"), [(True, "keeps up"), (False, "the training waits for it"), (None, "812 samples/s (first")]
+)
+def test_the_loader_is_held_against_the_training(feeds, told):
+    report = replace(REPORT, loader=replace(LOADER, feeds=feeds))
+
+    assert told in facts(report, "Time")["loader"]
+
+
+def test_a_loader_of_one_batch_has_no_speed():
+    report = replace(REPORT, loader=replace(LOADER, samples_per_s=None, workers=0))
+
+    assert facts(report, "Time")["loader"] == "its only batch came after 0.25 s, loads in the training's own process"
+
+
+def test_an_update_of_one_micro_batch_is_no_plural():
+    report = replace(REPORT, measured=replace(MEASURED, plan=Plan(256, (256,))))
+
+    assert "1 micro-batch, " in facts(report, "Time")["an update"]
+
+
+def test_without_times_there_is_no_table_of_times():
+    assert "Time" not in [one.title for one in sections_of(PREDICTED_ONLY)]
+
+
+def test_remedies_stand_in_a_table_where_there_are_any():
+    assert len(section(REPORT, "What would help").rows) == 2
+    assert "What would help" not in [one.title for one in sections_of(PREDICTED_ONLY)]
+
+
+def test_what_a_remedy_costs_and_how_it_is_done_stand_under_it():
+    table = section(REPORT, "What would help")
+
+    assert table.rows[0] == ("checkpointing", "6.0 GiB", "128")
+    assert table.below[0] == (("cost", "a third more time"), ("how", "torch.utils.checkpoint on layer1 to layer4"))
+
+
+def test_a_remedy_that_takes_the_whole_target_batch_may_take_more():
+    report = replace(REPORT, remedies=(replace(REPORT.remedies[0], micro_batch=256),))
+
+    assert section(report, "What would help").rows[0][-1] == "256 or more"
+
+
+def test_the_peak_of_a_remedy_says_of_which_size_it_is():
+    assert "peak of 1 or 2 samples" in section(REPORT, "What would help").header
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers"), [(["1", "-"], True), (["fits"], False), (["-1 B", "2 B"], True), (["-"], False), ([], False)]
+)
+def test_columns_of_numbers_are_told_from_columns_of_words(texts, numbers):
+    assert are_numbers(texts) is numbers
+
+
+def test_remedies_are_capped_by_the_largest_size_of_interest():
+    subject = replace(REPORT.subject, max_micro_batch=128)
+
+    rows = section(replace(REPORT, subject=subject), "What would help").rows
+
+    assert rows[0][-1] == "128 or more"
+
+
+def test_a_memory_limit_is_told_once_and_that_it_holds_for_cards_too():
+    subject = replace(REPORT.subject, memory_limit="6GiB")
+
+    assert facts(replace(REPORT, subject=subject), "Job")["memory limit"] == "6GiB, on the cards below too"
+    assert facts(replace(REPORT, subject=subject, predicted=()), "Job")["memory limit"] == "6GiB"
+    assert "memory limit" not in facts(REPORT, "Job")
+
+
+def test_how_long_the_whole_training_takes_stands_beside_what_it_may_take():
+    pace = replace(MEASURED.pace, training_s=7530.0, limit_s=43200.0)
+
+    told = facts(replace(REPORT, measured=replace(MEASURED, pace=pace)), "Time")
+
+    assert told["whole training"] == "2 h 6 min; it may take 12 h 0 min"
+
+
+def test_the_length_for_which_all_is_said_is_told():
+    seen = Lengths(37, 512, 8, 512, is_asked=False, varies=True)
+
+    def told(lengths):
+        return facts(replace(REPORT, lengths=lengths), "Job")["length"]
+
+    assert told(seen) == "512, the longest; 8 batches looked at: 37 to 512"
+    assert told(replace(seen, used=1024, is_asked=True)) == "1024, as was asked; 8 batches looked at: 37 to 512"
+    assert told(Lengths(64, 64, 1, 64, is_asked=False, varies=False)) == "64, as in the batch looked at"

@@ -1,0 +1,107 @@
+"""Reports as `preflight` would make them, for the tests of what shows them. The estimates are made by hand."""
+
+from dataclasses import replace
+
+from autoaccum.cards import Card
+from autoaccum.footprint import Estimate, Footprint
+from autoaccum.records import Neighbour, Plan, Trial
+from autoaccum.report import Remedy, Report
+from autoaccum.report.records import (
+    DeviceFacts,
+    HostFacts,
+    LoaderFacts,
+    Measured,
+    Pace,
+    Predicted,
+    Subject,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+
+SUBJECT = Subject("ResNet", 11_181_642, 11_181_642, "Adam", 256, "balanced", "train.py:job")
+HOST = HostFacts(64 * GIB, 40 * GIB)
+LOADER = LoaderFacts(batches=9, samples=288, first_batch_s=0.25, samples_per_s=812.0, workers=4, feeds=True)
+REMEDIES = (
+    Remedy("checkpointing", "torch.utils.checkpoint on layer1 to layer4", 6 * GIB, 128, "a third more time"),
+    Remedy("Adafactor", "in place of Adam", None, None, "other updates"),
+)
+
+
+def footprint(size, *, fixed=200 * MIB, each=40 * MIB, phase="backward"):
+    """A footprint of which a part is the same for every size and a part grows."""
+    parts = {
+        "parameters_bytes": 43 * MIB,
+        "buffers_bytes": 1 * MIB,
+        "gradients_bytes": 43 * MIB,
+        "optimizer_bytes": 86 * MIB,
+        "inputs_bytes": size * MIB,
+        "activations_bytes": size * (each - MIB),
+        "temporary_bytes": fixed - 173 * MIB,
+    }
+    peak = sum(parts.values())
+    return Footprint(size=size, phase=phase, peak_bytes=peak, reserved_bytes=peak + 20 * MIB, **parts)
+
+
+def estimate(**changes):
+    return Estimate(tuple(footprint(size, **changes) for size in (1, 2, 128, 256)), notes=("counted in bf16.",))
+
+
+def card(name="l4", total=22 * GIB):
+    return Card(name, total, 448 * MIB, bf16=True, source="https://example.org/card", basis="made up")
+
+
+def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):
+    plan = Plan(256, sizes) if sizes else None
+    of = card(name, total)
+    return Predicted(of, "bf16", estimate(), of.free_bytes, micro_batch, plan, footprint(max(sizes, default=1)))
+
+
+DEVICE = DeviceFacts(
+    name="NVIDIA GeForce RTX 3060",
+    device="cuda:0",
+    total_bytes=12 * GIB,
+    free_bytes=7 * GIB,
+    room_bytes=6 * GIB,
+    limit_bytes=6 * GIB,
+    holds_model=True,
+    others_bytes=5 * GIB,
+    neighbours=(Neighbour(4242, "python3", 5 * GIB), Neighbour(7, "Xorg", None)),
+)
+TRIALS = (
+    Trial(2, fits=True, peak_bytes=300 * MIB, elapsed_s=0.05),
+    Trial(8, fits=True, peak_bytes=540 * MIB, elapsed_s=0.07),
+    Trial(128, fits=True, peak_bytes=5340 * MIB, elapsed_s=0.61),
+    Trial(150, fits=False, peak_bytes=None, elapsed_s=0.31),
+    Trial(145, fits=True, peak_bytes=6020 * MIB, elapsed_s=0.7),
+)
+MEASURED = Measured(
+    DEVICE,
+    "bf16",
+    TRIALS,
+    micro_batch=145,
+    plan=Plan(256, (128, 128)),
+    fixed_bytes=220 * MIB,
+    bytes_per_sample=40 * MIB,
+    footprint=footprint(128),
+    activation_bytes_per_sample=39 * MIB,
+    pace=Pace(0.6, 0.02, 1.22, 209.8, 50_000, 238.3),
+)
+REPORT = Report(
+    subject=SUBJECT,
+    measured=MEASURED,
+    predicted=(predicted(), predicted("rtx-3070", 8 * GIB, 180, (128, 128))),
+    host=HOST,
+    loader=LOADER,
+    warnings=("BatchNorm: 20 layers in training mode normalise by each micro-batch's own mean and variance.",),
+    notes=("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
+    remedies=REMEDIES,
+)
+PREDICTED_ONLY = replace(REPORT, measured=None, loader=None, warnings=(), remedies=())
+NOTHING_FITS = replace(
+    REPORT,
+    measured=Measured(
+        DEVICE, "bf16", (TRIALS[3],), 0, None, reason="micro_batch=1 does not fit on NVIDIA GeForce RTX 3060"
+    ),
+    predicted=(predicted("tiny", GIB, 0, ()),),
+)
+MANY_CARDS = replace(PREDICTED_ONLY, predicted=tuple(predicted(f"card-{n}", (8 + n) * GIB) for n in range(6)))
