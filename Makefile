@@ -45,6 +45,10 @@ $(VENV)/.for-development: pyproject.toml
 demo: $(VENV)/.for-demo  ## train a ResNet on scanned digits in memory that the batch does not fit
 	$(BIN)/autoaccum fit examples/digits.py
 
+$(VENV)/.for-bench: $(VENV)/.for-development
+	$(call install,$(VENV)) --editable '.[bench]'
+	touch $@
+
 .PHONY: test
 test: $(VENV)/.for-development  ## run every test
 	$(BIN)/python -m pytest
@@ -92,3 +96,26 @@ overhead: $(VENV)/.for-development  ## measure what the runner costs beside a lo
 .PHONY: host-limit
 host-limit: $(VENV)/.for-development  ## measure what a process goes through that keeps running out of memory
 	$(BIN)/python benchmarks/host_limit.py
+
+.PHONY: bench
+bench: $(VENV)/.for-bench  ## measure autoaccum beside its peers (some half an hour)
+	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python benchmarks/estimates.py --out benchmarks/results/estimates-$$(nproc)-cores.json
+
+.PHONY: estimates
+estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and how fast it is said (some 10 minutes)
+	$(BIN)/python benchmarks/estimates.py --out benchmarks/results/estimates-$$(nproc)-cores.json
+	$(BIN)/python benchmarks/estimate_speed.py --out benchmarks/results/estimate_speed-$$(nproc)-cores.json
+
+.PHONY: scaling
+scaling: $(VENV)/.for-development  ## measure what several ranks cost and gain, and foresee it for many (some 15 minutes)
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/simulate_ranks.py --page docs/scaling.md
+
+.PHONY: faults
+faults: $(VENV)/.for-development  ## let every operator of a step fail in turn, and compare (one to two hours; scripts/faults.py --sample 18: some 15 minutes)
+	$(BIN)/python scripts/faults.py
+
+.PHONY: gpu
+gpu: $(VENV)/.for-development  ## run what only a card can show (some 8 minutes; nothing where there is none)
+	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from crew import Crew
+
 try:
     import resource
 except ImportError:  # Windows
@@ -66,6 +68,12 @@ def short_collections():
 
 
 @pytest.fixture(autouse=True)
+def plan_cache_of_its_own(no_leaks, monkeypatch, tmp_path_factory):
+    """Keeps what a test finds out from the user's own plans, and from other tests."""
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path_factory.mktemp("plans")))
+
+
+@pytest.fixture(autouse=True)
 def no_leaks():
     """Fails a test that leaves the process changed, and changes it back so that the next one is not blamed."""
     torch.manual_seed(0)
@@ -82,3 +90,20 @@ def no_leaks():
         thread.join(timeout=1)
     assert not changed, f"left changed: {', '.join(changed)}"
     assert not any(thread.is_alive() for thread in left), f"left running: {left}"
+
+
+@pytest.fixture
+def one_thread():
+    """Tiny operators on several threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def crew():
+    """Four processes for tests of several ranks, started when they are first needed."""
+    members = Crew(4)
+    yield members
+    members.close()

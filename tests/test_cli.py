@@ -131,6 +131,12 @@ def test_without_options_the_jobs_own_arguments_reach_fit(invoke, recipe, given)
         ("--precision", "bf16", "precision", "bf16"),
         ("--device", "meta", "device", "meta"),
         ("--seed", "0", "seed", 0),
+        ("--checkpoint", "runs/a", "checkpoint", Path("runs/a")),
+        ("--checkpoint-steps", "50", "checkpoint_steps", 50),
+        ("--checkpoint-minutes", "2.5", "checkpoint_minutes", 2.5),
+        ("--resume", "auto", "resume", "auto"),
+        ("--resume", "yes", "resume", True),
+        ("--resume", "no", "resume", False),
     ],
 )
 def test_an_option_replaces_what_the_job_says(invoke, recipe, given, option, text, name, value):
@@ -154,7 +160,13 @@ def test_the_jobs_callbacks_are_kept_beside_the_log(invoke, recipe, given, tmp_p
 
 @pytest.mark.parametrize(
     "arguments",
-    [["fit"], ["fit", "recipe.py", "--no-such-option"], ["fit", "recipe.py", "--micro-batch", "some"], ["train"]],
+    [
+        ["fit"],
+        ["fit", "recipe.py", "--no-such-option"],
+        ["fit", "recipe.py", "--micro-batch", "some"],
+        ["fit", "recipe.py", "--resume", "maybe"],
+        ["train"],
+    ],
 )
 def test_a_command_line_that_cannot_be_understood_exits_with_2(invoke, arguments):
     assert invoke(*arguments).exit_code == cli.ExitCode.USAGE
@@ -168,7 +180,7 @@ def test_a_command_line_that_cannot_be_understood_exits_with_2(invoke, arguments
         (DoesNotFitError, 4),
         (DeviceLostError, 5),
         (StateDamagedError, 5),
-        (RankFailedError, 1),
+        (RankFailedError, 5),
     ],
 )
 def test_each_error_has_its_exit_code_and_is_told_in_one_line(invoke, recipe, monkeypatch, error, code):
@@ -220,7 +232,7 @@ def test_json_is_one_document_with_the_documented_keys(invoke, recipe):
     document = json.loads(result.stdout)
     assert (document["steps"], document["samples"]) == (3, 48)
     assert document["plan"] == {"target_batch": 16, "micro_batches": [16], "micro_batch": 16, "accum_steps": 1}
-    assert document["plans"] == [{"step": 1, **document["plan"]}]
+    assert document["plans"] == [{"step": 2, **document["plan"]}]
     assert document["probe"]["micro_batch"] == 16
     assert document["probe"]["trials"][-1]["fits"] is True
     assert list(document) == re.findall(r"^\| `(\w+)` \|", CLI_PAGE.read_text(), re.MULTILINE)
@@ -273,7 +285,7 @@ def test_without_a_terminal_everything_is_plain_lines_and_stdout_is_the_document
 
     assert (done.returncode, json.loads(done.stdout)["steps"]) == (0, 2)
     assert "\x1b" not in done.stderr
-    assert "autoaccum: plan from step 1: target batch 16; cut 16" in done.stderr
+    assert "autoaccum: plan from step 2: target batch 16; cut 16" in done.stderr
 
 
 def test_on_a_terminal_the_bar_is_drawn_and_stdout_stays_the_document(recipe):
@@ -288,7 +300,7 @@ def test_on_a_terminal_the_bar_is_drawn_and_stdout_stays_the_document(recipe):
     assert document["steps"] == 2
     assert "\x1b[?25l" in drawn  # the cursor is hidden while the bar lives
     assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l")
-    assert "plan from step 1" in drawn
+    assert "plan from step 2" in drawn
     assert "2/2" in drawn
 
 
@@ -304,6 +316,33 @@ def test_ctrl_c_ends_with_130_and_one_line(recipe):
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "autoaccum: interrupted"
     assert "Traceback" not in err
+
+
+def test_sigterm_ends_the_process_by_the_signal_and_leaves_a_checkpoint_to_go_on_from(recipe, invoke, tmp_path):
+    with subprocess.Popen(
+        command("fit", f"{recipe}:endless", "--checkpoint", tmp_path / "run"), stderr=subprocess.PIPE, text=True
+    ) as process:
+        while "the first step is done" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        err = process.communicate(timeout=60)[1]
+
+    assert process.returncode == -signal.SIGTERM
+    assert "Traceback" not in err
+    (left,) = (tmp_path / "run").iterdir()
+    done = json.loads(invoke("fit", recipe, "--epochs", "1", "--checkpoint", tmp_path / "run", "--json").stdout)
+    assert f"step-{done['resumed_from']:08d}.pt" == left.name
+
+
+def test_run_goes_on_from_its_checkpoint_and_the_document_says_so(invoke, recipe, tmp_path):
+    arguments = ["fit", recipe, "--checkpoint", tmp_path, "--json"]
+    first = json.loads(invoke(*arguments, "--max-steps", "1").stdout)
+
+    second = json.loads(invoke(*arguments, "--max-steps", "2").stdout)
+
+    assert (first["resumed_from"], first["checkpoint"]) == (None, str(tmp_path / "step-00000001.pt"))
+    assert (second["resumed_from"], second["checkpoint"]) == (1, str(tmp_path / "step-00000002.pt"))
+    assert (second["steps"], second["samples"]) == (2, 32)
 
 
 def test_an_error_of_the_users_own_exits_with_1_and_keeps_its_traceback(recipe):

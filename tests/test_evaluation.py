@@ -439,3 +439,120 @@ def test_error_of_a_metric_arrives_as_it_is(model, data):
 def test_metric_that_gives_a_matrix_is_refused_by_its_name(model, data):
     with pytest.raises(InvalidInputError, match=r"'MulticlassConfusionMatrix'.*shape \(3, 3\)"):
         evaluate(model, data, MulticlassConfusionMatrix(3))
+
+
+# --- a loss over the whole batch -------------------------------------------------------------------------------------
+
+
+def against_each_other(outputs, targets):
+    """Every sample of a batch stands against every other one."""
+    same = (targets[:, None] == targets).to(outputs)
+    return functional.binary_cross_entropy_with_logits(outputs @ outputs.T, same)
+
+
+def of_batches(model, batches, loss=against_each_other):
+    """The mean over the batches, weighed by their samples, of a loss that sees all of a batch."""
+    total = sum(exact(model, batch, loss) * len(batch[1]) for batch in batches)
+    return total / sum(len(batch[1]) for batch in batches)
+
+
+@pytest.mark.parametrize("trained_size", [None, 2], ids=["whole batches", "cut"])
+def test_loss_over_the_window_is_that_of_each_batch_of_the_loader(trained_size, model, data):
+    metrics = [accuracy, MulticlassAccuracy(3, average="micro")]
+    evaluator = Evaluator(training_step(model, against_each_other), metrics, loss_scope="window")
+
+    found = evaluator.run(batches_of(data, *SIZES), trained_size=trained_size)
+
+    assert found.loss == pytest.approx(of_batches(model, batches_of(data, *SIZES)), rel=1e-12)
+    assert list(found.metrics.values()) == [pytest.approx(exact(model, data, accuracy))] * 2
+    assert found.samples == SAMPLES
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: {"near": against_each_other(x, y) / 4, "far": against_each_other(x, y) * 3 / 4},
+        lambda x, y: (against_each_other(x, y) * len(y), len(y)),
+        lambda x, y: against_each_other(x, y).expand(len(y)),
+    ],
+    ids=["mapping", "pair", "vector"],
+)
+def test_loss_over_the_window_may_have_any_form(loss, model, data):
+    evaluator = Evaluator(training_step(model, loss), loss_scope="window")
+
+    found = evaluator.run(batches_of(data, *SIZES))
+
+    assert found.loss == pytest.approx(of_batches(model, batches_of(data, *SIZES)), rel=1e-12)
+
+
+def test_mean_over_targets_stays_weighed_by_them(sentences):
+    model = Tagger().double()
+    evaluator = Evaluator(training_step(model, nn.CrossEntropyLoss()), loss_scope="window")
+
+    found = evaluator.run(batches_of(sentences, *SIZES))
+
+    assert found.loss == pytest.approx(exact(model, sentences), rel=1e-12)
+
+
+def test_memory_that_runs_out_cuts_the_forward_pass_and_not_the_loss(data):
+    model, events, seen = Wide().double(), [], []
+    memory = autoaccum.Simulated(5 * WIDTH * 8)
+
+    def loss(outputs, targets):
+        seen.append(len(outputs))
+        return against_each_other(outputs, targets)
+
+    evaluator = Evaluator(training_step(model, loss, memory=memory), accuracy, events.append, loss_scope="window")
+    with memory.limited(None):
+        found = evaluator.run([data])
+
+    assert found.loss == pytest.approx(exact(model, data, against_each_other), rel=1e-12)
+    assert found.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
+    assert seen == [SAMPLES]
+    assert len(events) > 0
+
+
+def test_representations_that_are_views_do_not_keep_what_they_are_views_of(data):
+    class View(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs).repeat(1, WIDTH // 4)[:, :4]
+
+    memory, events = autoaccum.Simulated(5 * WIDTH * 8), []
+    evaluator = Evaluator(
+        training_step(View(4, 4).double(), against_each_other, memory=memory), None, events.append, loss_scope="window"
+    )
+
+    with memory.limited(None):
+        evaluator.run([data])
+
+    # Four or five of the fifteen samples fit at once; kept views would soon leave room for one.
+    assert min(event.size for event in events) > 4
+
+
+def test_loss_over_the_window_that_does_not_fit_says_so(data):
+    def greedy(outputs, targets):
+        return outputs.mean() + outputs.new_zeros(10 * WIDTH).mean()
+
+    memory, events = autoaccum.Simulated(5 * WIDTH * 8), []
+    evaluator = Evaluator(
+        training_step(Wide().double(), greedy, memory=memory), None, events.append, loss_scope="window"
+    )
+
+    with memory.limited(None), pytest.raises(DoesNotFitError, match=f"takes all {SAMPLES} samples of a validation"):
+        evaluator.run([data])
+
+    assert [event.size for event in events[-2:]] == [None, None]
+
+
+def test_loss_over_the_window_leaves_the_model_as_it_was(model, data):
+    evaluator = Evaluator(training_step(model, against_each_other), loss_scope="window")
+    before = state_of(model)
+
+    evaluator.run(batches_of(data, *SIZES))
+
+    assert_bitwise(state_of(model), before)
+
+
+def test_loss_over_the_window_has_to_take_outputs(model):
+    with pytest.raises(InvalidInputError, match="loss_scope='window' takes one loss"):
+        Evaluator(training_step(model), loss_scope="window")

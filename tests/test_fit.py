@@ -568,3 +568,62 @@ def test_several_losses_hold_one_graph_at_a_time():
 
     graph_bytes = 40 * 16 * 1024 * 4
     assert peaks["one by one"] < peaks["together"] - 0.5 * graph_bytes
+
+
+class Encoder(nn.Module):
+    """Two views of each sample as unit vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, inputs):
+        return nn.functional.normalize(self.body(inputs)), nn.functional.normalize(self.body(inputs.flip(1)))
+
+
+def info_nce(outputs, _):
+    one, other = outputs
+    return nn.functional.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+
+
+def test_loss_over_the_window_is_trained_and_evaluated_over_whole_windows_and_batches():
+    torch.manual_seed(0)
+    data = [(torch.randn(16, 4, dtype=torch.float64), torch.arange(16)) for _ in range(4)]
+    model = Encoder().double()
+    with torch.no_grad():
+        before = float(info_nce(model(torch.cat([inputs for inputs, _ in data[:2]])), None))
+    options = {"loss": info_nce, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "device": "cpu", "progress": False}
+
+    result = autoaccum.fit(model, data, 32, micro_batch=8, val_loader=data[:1], loss_scope="window", **options)
+
+    assert result.history[0].micro_batches == (8, 8, 8, 8)
+    assert result.history[0].loss == pytest.approx(before, rel=1e-10)
+    with torch.no_grad():
+        assert result.evaluations[0].loss == pytest.approx(float(info_nce(model(data[0][0]), None)), rel=1e-10)
+
+
+def test_micro_batch_is_found_for_a_loss_over_the_window_too():
+    data = [(torch.randn(16, 4), torch.arange(16)) for _ in range(4)]
+
+    result = autoaccum.fit(
+        Encoder(), data, 32, loss=info_nce, loss_scope="window", device=autoaccum.Simulated("16KiB"), progress=False
+    )
+
+    assert 1 <= result.plan.micro_batch < 32
+    assert result.oom_events == 0
+
+
+@pytest.mark.parametrize("argument", [{"loss_scope": "batch"}, {"batchnorm": "sync"}])
+def test_unknown_scope_or_mode_is_refused_before_anything_is_done(argument):
+    with pytest.raises(autoaccum.InvalidInputError, match="is unknown; choose"):
+        autoaccum.fit(Encoder(), [torch.zeros(1)], 1, progress=False, **argument)
+
+
+def test_batchnorm_rescale_gives_the_momentum_back():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    data = [(torch.randn(16, 4), torch.arange(16) % 2)]
+
+    autoaccum.fit(model, data, 16, micro_batch=4, batchnorm="rescale", device="cpu", progress=False)
+
+    assert model[1].momentum == 0.1
+    assert int(model[1].num_batches_tracked) == 4

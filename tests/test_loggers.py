@@ -4,6 +4,7 @@ import builtins
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -282,3 +283,50 @@ def test_without_tensorboard_the_remedy_is_named(monkeypatch, tmp_path):
 
     with pytest.raises(InvalidInputError, match=r'pip install "autoaccum\[tensorboard\]"'):
         TensorBoardLog(tmp_path)
+
+
+def test_checkpoints_and_going_on_from_one_are_logged(path, log):
+    log.on_checkpoint(Path("run/step-00000002.pt"), step=2)
+
+    log.on_resume(Path("run/step-00000002.pt"), step=2, epoch=1)
+
+    assert [without_time(event) for event in events(path)][1:] == [
+        {"event": "checkpoint", "step": 2, "path": "run/step-00000002.pt"},
+        {"event": "resume", "step": 2, "epoch": 1, "path": "run/step-00000002.pt"},
+    ]
+
+
+def test_line_that_a_killed_process_left_cut_short_spoils_no_other(path):
+    path.write_text('{"event": "fit_start"}\n{"event": "st')
+
+    started(JSONLinesLog(path)).on_fit_end(None)
+
+    lines = path.read_text().splitlines()
+    assert lines[1] == '{"event": "st'
+    assert [json.loads(line)["event"] for line in lines[2:]] == ["fit_start", "fit_end"]
+
+
+def test_tensorboard_hides_what_was_beyond_the_checkpoint(tmp_path):
+    killed = started(TensorBoardLog(tmp_path))
+    for step in (1, 2, 3, 4):
+        killed.on_step(step_report(step, loss=float(step)), epoch=1)
+    killed.on_fit_end(None)
+    log = started(TensorBoardLog(tmp_path))
+    log.on_resume(Path("run/step-00000002.pt"), step=2, epoch=1)
+    log.on_step(step_report(3, loss=30.0), epoch=1)
+
+    log.on_fit_end(None)
+
+    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_tensorboard_hides_it_within_a_call_that_goes_back_too(tmp_path):
+    log = started(TensorBoardLog(tmp_path))
+    for step in (1, 2, 3):
+        log.on_step(step_report(step, loss=float(step)), epoch=1)
+    log.on_resume(Path("run/step-00000001.pt"), step=1, epoch=1)
+    log.on_step(step_report(2, loss=20.0), epoch=1)
+
+    log.on_fit_end(None)
+
+    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 20.0)]

@@ -210,6 +210,13 @@ def test_own_conclusion_from_lack_of_memory_is_not_tried_again():
     assert not is_oom(conclusion)
 
 
+def test_group_is_lack_of_memory_where_all_of_it_is():
+    lack = torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert is_oom(ExceptionGroup("two losses", [lack, MemoryError()]))
+    assert not is_oom(ExceptionGroup("two losses", [lack, ValueError()]))
+
+
 def test_causes_that_form_a_circle_end():
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one

@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum.batches import Window
+from autoaccum.scope import WholeWindow
+from autoaccum.state import Mark
 from faults import FailAt, differences, state_of
+from helpers import training_step
 
 
 class Hungry(nn.Module):
@@ -185,3 +189,136 @@ def test_optimizer_that_runs_out_in_a_trial_makes_a_failed_trial(capacity):
         autoaccum.find_micro_batch(model, batch, device=autoaccum.Simulated(capacity))
 
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+# --- a loss over the whole window ------------------------------------------------------------------------------------
+
+
+class Embedder(nn.Module):
+    """64 KiB a sample for its hidden layer, 16 bytes for its representation."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 16 * 1024)
+        self.head = nn.Linear(16 * 1024, 4)
+
+    def forward(self, inputs):
+        return self.head(torch.tanh(self.body(inputs)))
+
+
+def all_against_all(outputs, _):
+    return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def test_answer_for_a_loss_over_the_window_fits_a_real_window(batch):
+    model, memory = Embedder(), autoaccum.Simulated("16MiB")
+    inputs = batch[0].repeat(25, 1), batch[1].repeat(25)
+
+    found = find(model, batch, "16MiB", loss=all_against_all, loss_scope="window")
+
+    step = training_step(model, all_against_all, sgd, memory=memory)
+    mark = Mark([model], memory.device)
+    whole = WholeWindow(step, mark)
+    step.clear_gradients()
+    whole_cuts, rest = divmod(400, found.micro_batch)
+    sizes = [found.micro_batch] * whole_cuts + [rest] * bool(rest)
+    with memory.limited(None):
+        for _ in range(2):  # the second begins with gradients' and optimizer's memory taken
+            mark.take()
+            whole.run(Window([inputs]), sizes, entering=lambda _: None)
+            step.optimizer.step()
+        peak = memory.peak_bytes()
+    assert 1 < len(sizes) < 400
+    trial = next(trial for trial in found.trials if trial.size == found.micro_batch)
+    assert peak == pytest.approx(trial.peak_bytes, rel=0.05)
+
+
+def test_loss_that_is_large_by_itself_is_part_of_every_trial(batch):
+    def smallest_peak(**options):
+        return (
+            find(Embedder(), batch, "8MiB", loss=all_against_all, max_micro_batch=512, **options).trials[0].peak_bytes
+        )
+
+    # Of 512 x 512 similarities each step of the loss takes 1 MiB; two samples need a quarter of one.
+    assert smallest_peak(loss_scope="window") > smallest_peak() + 2 * 1024**2
+
+
+def test_loss_that_does_not_fit_at_all_says_so(batch):
+    with pytest.raises(autoaccum.DoesNotFitError, match="the loss takes all 512 samples of a window at once"):
+        find(Embedder(), batch, "4MiB", loss=all_against_all, max_micro_batch=512, loss_scope="window")
+
+
+@pytest.mark.parametrize("capacity", ["1GiB", "16MiB", "100KiB"], ids=["all fit", "some fail", "none fits"])
+def test_probe_of_a_loss_over_the_window_leaves_no_trace(batch, capacity):
+    model, optimizer = prepared(batch)
+    before = state_of(model, optimizer)
+    data = [tensor.clone() for tensor in batch]
+
+    try:
+        find(model, batch, capacity, optimizer=optimizer, loss=all_against_all, loss_scope="window")
+    except autoaccum.DoesNotFitError:
+        assert capacity == "100KiB"
+
+    assert differences(state_of(model, optimizer), before) == []
+    assert all(map(torch.equal, batch, data))
+
+
+def test_trial_of_a_loss_over_the_window_works_on_one_micro_batch(batch):
+    sizes = []
+    model = Embedder()
+    model.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+
+    found = find(model, batch, "1GiB", loss=all_against_all, loss_scope="window", max_micro_batch=40)
+
+    # The first trial makes two steps, each of two passes; the last is the window itself, which needs one.
+    assert [trial.size for trial in found.trials] == [2, 8, 40]
+    assert sizes == [2, 2, 2, 2, 8, 8, 40]
+
+
+def test_unknown_scope_is_refused(batch):
+    with pytest.raises(autoaccum.InvalidInputError, match="loss_scope='batch' is unknown"):
+        find(Embedder(), batch, "1GiB", loss_scope="batch")
+
+
+def test_device_that_is_lost_in_a_trial_is_said_to_be(batch):
+    def poisoned(outputs, targets):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(autoaccum.DeviceLostError, match="start a new one"):
+        autoaccum.find_micro_batch(Hungry(), batch, loss=poisoned, device=autoaccum.Simulated("64MiB"))
+
+
+def test_process_at_its_own_limit_is_told_that_a_training_does_not_fit():
+    script = r"""
+        import re, resource, sys
+        from pathlib import Path
+        import torch, autoaccum
+
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(4, 2)
+        batch = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+        data = 1024 * int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (data + 200 * 1024, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        try:
+            autoaccum.find_micro_batch(model, batch, device="cpu")
+        except autoaccum.DoesNotFitError as error:
+            print(error)
+    """
+
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+
+    assert "what a training needs beside the model does not fit on host memory" in done.stdout, done.stderr
+
+
+def test_answer_holds_in_training_where_what_is_set_aside_is_a_large_part_of_the_memory():
+    torch.manual_seed(0)
+    parts = [nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 4)]
+    model = nn.Sequential(*parts)
+    loader = [(torch.randn(1, 16), torch.randint(0, 4, (1,))) for _ in range(303)]
+    options = {"probe": "before", "strategy": "balanced", "cache": False, "progress": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    result = autoaccum.fit(model, loader, 101, optimizer=optimizer, device=autoaccum.Simulated("66KiB"), **options)
+
+    assert result.oom_events == 0
+    assert result.plan.accum_steps > 1

@@ -1,8 +1,10 @@
 """Progress: what is drawn, where, and how rarely the device is waited for."""
 
+import dataclasses
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,6 +13,7 @@ from autoaccum import progress as progress_module
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 from autoaccum.progress import LineProgress, RichProgress, format_cut, progress_for
+from autoaccum.records import Trial
 from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 
 
@@ -122,7 +125,7 @@ def test_lines_tell_each_trial_with_its_verdict(lines):
         shown.on_trial(trial)
 
     assert file.getvalue() == (
-        "autoaccum: trial of 100: does not fit, 0.50 s\nautoaccum: trial of 37: fits, peak 500.0 MiB, 0.25 s\n"
+        "autoaccum: trial of 100: does not fit, 0.5 s\nautoaccum: trial of 37: fits, peak 500.0 MiB, 0.25 s\n"
     )
 
 
@@ -198,6 +201,37 @@ def test_the_time_of_the_probe_does_not_count_as_slow_training(clock):
     shown.on_step(step_report(1, samples=100), epoch=1)
 
     assert "100 samples/s" in file.getvalue()
+
+
+def test_the_window_that_ended_the_search_has_a_speed_of_its_own(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    clock.now += 0.5
+    shown.on_plan(PLAN, step=2, probe=PROBE)
+
+    shown.on_step(step_report(1, samples=100, elapsed_s=0.5), epoch=1)
+
+    assert " 200 samples/s" in file.getvalue()
+
+
+def test_a_short_last_window_does_not_hide_the_cut(lines):
+    shown, file = lines
+    shown.on_step(step_report(1, samples=100), epoch=1)
+    shown.on_step(step_report(2, samples=12, micro_batches=(12,)), epoch=1)
+
+    shown.on_epoch_end(1)
+
+    assert "cut 34+33+33" in file.getvalue()
+
+
+def test_a_size_that_fitted_before_is_said_to_fit_no_longer(lines):
+    shown, file = lines
+
+    shown.on_trial(Trial(49, fits=True, peak_bytes=None, elapsed_s=0.25))
+    shown.on_trial(Trial(49, fits=False, peak_bytes=None, elapsed_s=0.25))
+
+    assert file.getvalue().splitlines()[-1] == "autoaccum: trial of 49: fits no longer, 0.25 s"
 
 
 @pytest.mark.parametrize(("samples", "text"), [(7, "7 samples/s"), (31, "31 samples/s"), (12345, "12345 samples/s")])
@@ -375,3 +409,46 @@ def test_the_bar_ends_with_a_summary(bar):
     shown.on_fit_end(fit_result())
 
     assert "done: 2 steps, 200 samples in 12.5 s" in plain(file)
+
+
+def test_lines_say_which_step_is_saved(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=None, max_steps=None, steps_per_epoch=None)
+    shown.on_checkpoint(Path("run/step-00000020.pt"), step=20)
+    clock.now += 2.0
+
+    shown.on_step(step_report(21), epoch=1)
+
+    assert file.getvalue().endswith(", 0 oom, saved at step 20\n")
+
+
+def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it(lines):
+    shown, file = lines
+    shown.on_step(step_report(33), epoch=3)
+
+    shown.on_resume(Path("run/step-00000020.pt"), step=20, epoch=2)
+    shown.on_epoch_end(2)
+    shown._every_s = 0.0
+    shown.on_step(step_report(21), epoch=2)
+
+    assert [line.partition(":")[2].partition(":")[0] for line in file.getvalue().splitlines()] == [
+        " epoch 2/3, step 21/45"
+    ]
+
+
+def test_bar_stands_where_a_checkpoint_was_taken(bar):
+    shown, file = bar
+
+    shown.on_resume(Path("run/step-00000020.pt"), step=20, epoch=2)
+    shown._live.refresh()
+
+    assert "20/45" in plain(file)
+
+
+def test_summary_names_the_checkpoint(lines):
+    shown, file = lines
+
+    shown.on_fit_end(dataclasses.replace(fit_result(), checkpoint=Path("run/step-00000045.pt")))
+
+    assert file.getvalue().endswith(", checkpoint run/step-00000045.pt\n")

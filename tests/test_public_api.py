@@ -48,6 +48,21 @@ SIGNATURES = {
             "max_micro_batch": None,
         },
     ),
+    autoaccum.preflight: (
+        ["model", "batch", "target_batch"],
+        {
+            "loss": None,
+            "optimizer": None,
+            "device": None,
+            "precision": "auto",
+            "memory_limit": None,
+            "forward": None,
+            "loss_reduction": None,
+            "gpus": (),
+            "device_memory": None,
+            "loader": None,
+        },
+    ),
     autoaccum.plan: (["target_batch", "max_micro_batch"], {"strategy": "balanced", "trials": ()}),
     autoaccum.Runner: (
         ["model", "optimizer", "plan"],
@@ -110,13 +125,18 @@ def test_job_takes_what_fit_takes_except_how_it_is_shown():
     assert [p.default for p in of_job.values()] == [p.default for name, p in of_fit.items() if name != "progress"]
 
 
-def test_find_micro_batch_has_the_defaults_of_fit():
+@pytest.mark.parametrize("function", [autoaccum.find_micro_batch, autoaccum.preflight])
+def test_whatever_looks_before_fit_has_its_defaults(function):
     of_fit = inspect.signature(autoaccum.fit).parameters
-    of_probe = inspect.signature(autoaccum.find_micro_batch).parameters
+    own = inspect.signature(function).parameters
 
-    shared = of_fit.keys() & of_probe.keys()
+    shared = (of_fit.keys() & own.keys()) - {"loader"}  # which a report can do without
 
-    assert {name: of_probe[name].default for name in shared} == {name: of_fit[name].default for name in shared}
+    assert {name: own[name].default for name in shared} == {name: of_fit[name].default for name in shared}
+
+
+def test_a_report_shows_itself_in_every_form():
+    assert all(hasattr(autoaccum.Report, name) for name in ("fits", "to_dict", "plot", "to_html", "_repr_html_"))
 
 
 def test_errors_are_one_tree():

@@ -158,21 +158,43 @@ def test_loss_that_is_not_a_number_from_the_start_is_refused_before_it_spreads()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class Halfway(torch.optim.SGD):
+    """Writes one parameter, then runs out of memory, in the given steps."""
+
+    def __init__(self, parameters, *steps):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.failing, self.calls = steps, 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls not in self.failing:
+            return super().step(closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def test_optimizer_that_fails_half_way_says_that_the_state_is_damaged():
     model = network()
-
-    class Halfway(torch.optim.SGD):
-        def step(self, closure=None):
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(1.0)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Halfway(model.parameters(), lr=0.1))
+    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Halfway(model.parameters(), 2))
+    runner.step(samples(10))
 
     with pytest.raises(autoaccum.StateDamagedError, match="part old, part new") as caught:
         runner.step(samples(10))
 
     assert autoaccum.is_oom(caught.value.__cause__)
+
+
+def test_first_step_of_an_optimizer_that_fails_half_way_is_taken_back_and_made_again():
+    models = network(), network()
+    clean = runner_of(models[0], autoaccum.plan(10, 5), optimizer=Halfway(models[0].parameters()))
+    failing = runner_of(models[1], autoaccum.plan(10, 5), optimizer=Halfway(models[1].parameters(), 1))
+    clean.step(samples(10))
+
+    report = failing.step(samples(10))
+
+    assert (report.oom_events, report.micro_batches) == (1, (5, 5))
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
 def test_fused_optimizer_that_fails_is_never_taken_for_unharmed():
@@ -221,6 +243,15 @@ def test_lost_device_is_said_and_not_tried_again():
         runner.step(samples(10))
 
     assert len(calls) == 1
+
+
+def test_window_of_one_sample_that_batchnorm_refuses_says_how_to_leave_it_out():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        runner_of(model, autoaccum.plan(10, 5)).step(samples(1))
+
+    assert "last_window='drop'" in caught.value.__notes__[0]
 
 
 def test_size_that_a_kernel_refuses_is_taken_smaller_like_lack_of_memory():

@@ -57,7 +57,8 @@ def assert_near_enough(found, right):
     if right == 0:
         assert found is None
     else:
-        assert found <= right <= found + max(1, 0.03 * found) - 1
+        assert found <= right
+        assert found >= 0.97 * right
 
 
 devices = st.one_of(
@@ -114,16 +115,26 @@ def test_line_takes_at_most_eight_trials(fixed, right, max_size):
     assert len(trials) <= 8
 
 
-def test_answer_is_found_in_four_trials_where_memory_is_a_line():
+def test_answer_is_found_in_five_trials_of_which_one_fails_where_memory_is_a_line():
     trials = search(affine(100_000, 20_500), 100)
 
-    assert [(trial.size, trial.fits) for trial in trials] == [(2, True), (8, True), (43, True), (44, False)]
+    assert [(t.size, t.fits) for t in trials] == [(2, True), (8, True), (30, True), (45, False), (43, True)]
 
 
-def test_prediction_that_is_too_high_by_a_little_costs_one_trial_more():
-    trials = search(lambda size: 20_500 * size + (30_000 if size > 40 else 0), 100)
+def test_prediction_that_is_far_too_high_costs_trials_and_not_the_answer():
+    trials = search(lambda size: 20_500 * size + (60_000 if size > 40 else 0), 100)
 
-    assert [(trial.size, trial.fits) for trial in trials] == [(2, True), (8, True), (48, False), (47, True)]
+    assert [(t.size, t.fits) for t in trials] == [
+        (2, True),
+        (8, True),
+        (33, True),
+        (50, False),
+        (48, False),
+        (46, False),
+        (39, True),
+        (42, True),
+        (44, True),
+    ]
 
 
 def test_memory_beyond_the_limit_that_was_told_is_found_in_growing_steps():

@@ -1,11 +1,12 @@
 """Interrupts wait until a block has ended, and then arrive."""
 
+import os
 import signal
 import threading
 
 import pytest
 
-from autoaccum.signals import held
+from autoaccum.signals import Terminated, Watch, held
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -118,3 +119,126 @@ def test_thread_that_is_not_the_main_one_holds_nothing_and_does_not_fail():
     thread.join()
 
     assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD])
+def test_whatever_handler_raises_waits_for_the_end_of_the_block(number):
+    done = []
+
+    def stop(number, frame):
+        raise Stop
+
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(Stop), held():  # noqa: PT012 - as above
+            signal.raise_signal(number)
+            done.append("the rest of the block")
+    finally:
+        signal.signal(number, before)
+
+    assert done == ["the rest of the block"]
+
+
+# --- for the length of a training -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arrived():
+    """What reaches handlers of the user's for SIGTERM and SIGUSR1."""
+    seen = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda number, _: seen.append(number)) for number in numbers]
+    yield seen
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_sigterm_raises_while_it_is_asked_to_and_then_no_more(arrived):
+    with Watch() as watch:
+        watch.raises = True
+        with pytest.raises(Terminated):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+        assert arrived == []
+        assert watch.terminate()
+
+    assert arrived == [signal.SIGTERM]
+
+
+def test_sigterm_goes_straight_to_the_handler_from_before_while_there_is_nothing_to_put_in_order(arrived):
+    with Watch():
+        signal.raise_signal(signal.SIGTERM)
+
+        assert arrived == [signal.SIGTERM]
+
+
+def test_sigterm_that_ended_the_block_is_delivered_after_it(arrived):
+    with pytest.raises(Terminated), Watch() as watch:  # noqa: PT012 - as above
+        watch.raises = True
+        signal.raise_signal(signal.SIGTERM)
+
+    assert arrived == [signal.SIGTERM]
+
+
+def test_sigterm_without_a_handler_of_the_users_is_to_end_the_process(monkeypatch):
+    delivered = []
+
+    with Watch() as watch:
+        watch.raises = True
+        with pytest.raises(Terminated):
+            signal.raise_signal(signal.SIGTERM)
+
+        assert not watch.terminate()
+        monkeypatch.setattr("autoaccum.signals.signal.raise_signal", delivered.append)
+
+    assert delivered == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
+    with Watch() as watch:
+        watch.raises = True
+        process = os.fork()
+        if process == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(3)
+        _, status = os.waitpid(process, 0)
+
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_sigusr1_is_a_wish_and_reaches_the_handler_from_before_when_it_is_granted(arrived):
+    with Watch() as watch:
+        signal.raise_signal(signal.SIGUSR1)
+        assert watch.wished
+        assert arrived == []
+
+        watch.grant()
+
+        assert not watch.wished
+        assert arrived == [signal.SIGUSR1]
+
+
+def test_sigusr1_without_a_handler_of_the_users_does_not_end_the_process():
+    with Watch() as watch:
+        signal.raise_signal(signal.SIGUSR1)
+        watch.grant()
+
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_watch_in_a_thread_changes_no_handler():
+    seen = []
+
+    def work():
+        with Watch():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+    assert seen == [signal.getsignal(signal.SIGTERM)]

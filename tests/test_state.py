@@ -238,7 +238,7 @@ def test_large_buffer_that_is_not_written_is_copied_once():
     holder = Holder(LARGE)
     mark = Mark([holder], CPU)
     mark.take()
-    (copy,) = (kept["seen"].copy for kept in mark._kept)
+    (copy,) = (kept["seen"].copy for _, kept in mark._holders)
     copy.fill_(5.0)  # would be overwritten by a second copy
 
     mark.take()

@@ -1,9 +1,9 @@
 """The loss of a window is rebuilt from its micro-batches, whatever the loss runs over."""
 
 import contextlib
-import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +12,16 @@ from torch import nn
 from torch.nn import functional
 
 from autoaccum.errors import InvalidInputError
-from autoaccum.weighting import ELEMENTWISE, Over, Weighting, candidates, misfit, of_loss_module, shares
+from autoaccum.weighting import (
+    ELEMENTWISE,
+    Over,
+    Weighting,
+    check_pair,
+    constants,
+    of_loss_module,
+    shares,
+    weight_of_pair,
+)
 
 N, C, T = 9, 4, 5
 CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 2.5, 7.0], dtype=torch.float64)
@@ -114,14 +123,14 @@ cuts = st.sets(st.integers(1, N - 1)).map(
 )
 
 
-def weighed(weighting, targets, sizes):
-    return [weighting.weigh(len(part), {"": part}) for part in targets.split(sizes)]
+def tallied(weighting, targets, sizes):
+    return [weighting.tally(len(part), {"": part}) for part in targets.split(sizes)]
 
 
 def rebuilt(loss, outputs, targets, sizes):
     """The window's loss from those of its micro-batches; one of weight 0 may be NaN and is left out."""
     how = of_loss_module(loss)
-    factors = shares(how, weighed(how, targets, sizes))
+    factors = shares(how, tallied(how, targets, sizes), N)
     losses = [loss(*parts) for parts in zip(outputs.split(sizes), targets.split(sizes), strict=True)]
     return sum(float(value) * factor for value, factor in zip(losses, factors, strict=True) if factor)
 
@@ -146,7 +155,7 @@ def test_vector_of_losses_is_averaged_over_the_samples(name, sizes):
     per_sample = loss(outputs, targets).reshape(N, -1).sum(1)
     how = of_loss_module(loss)
 
-    factors = shares(how, weighed(how, targets, sizes))
+    factors = shares(how, tallied(how, targets, sizes), N)
 
     means = [float(part.mean()) for part in per_sample.split(sizes)]
     assert how.over is Over.VECTOR
@@ -157,7 +166,7 @@ def test_micro_batch_in_which_nothing_counts_has_no_share():
     targets = torch.tensor([[1, 2], [-100, -100], [-100, 3], [-100, -100]])
     how = of_loss_module(nn.CrossEntropyLoss())
 
-    assert shares(how, weighed(how, targets, [1, 1, 1, 1])) == [2 / 3, 0.0, 1 / 3, 0.0]
+    assert shares(how, tallied(how, targets, [1, 1, 1, 1]), 4) == [2 / 3, 0.0, 1 / 3, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +182,11 @@ def test_window_in_which_nothing_counts_is_refused(loss, targets):
     how = of_loss_module(loss)
 
     with pytest.raises(InvalidInputError, match=f"2 micro-batches counts.*ignore_index={how.ignore_index}.*leave"):
-        shares(how, weighed(how, targets, [3, 1]))
+        shares(how, tallied(how, targets, [3, 1]), 4)
 
 
 def test_sum_over_targets_that_do_not_count_is_no_error():
-    assert shares(of_loss_module(nn.CrossEntropyLoss(reduction="sum")), [0.0, 0.0]) == [1.0, 1.0]
+    assert shares(of_loss_module(nn.CrossEntropyLoss(reduction="sum")), [0, 0], 2) == [1.0, 1.0]
 
 
 def test_class_weights_are_summed_in_float64():
@@ -227,65 +236,96 @@ def test_named_target_is_the_one_that_counts():
     assert Weighting(Over.SHIFTED, target="labels").weigh(3, targets) == 2.0
 
 
-# --- finding out -----------------------------------------------------------------------------------------------------
-
-
-def test_whole_number_targets_are_candidates_and_others_are_not():
-    targets = {
-        "labels": torch.zeros(3, 2).long(),
-        "class": torch.zeros(3).long(),
-        "boxes": torch.zeros(3, 4),
-        "mask": torch.zeros(3).bool(),
-    }
-
-    found = [(how.over, how.target) for how in candidates(targets)]
-
-    assert found == [
-        (Over.SUM, None),
-        (Over.SAMPLES, None),
-        (Over.COUNTED, "labels"),
-        (Over.SHIFTED, "labels"),
-        (Over.COUNTED, "class"),
-    ]
-
-
-LOSSES = {
-    Over.SUM: lambda x, y: functional.cross_entropy(x, y, reduction="sum"),
-    Over.SAMPLES: lambda x, y: (
-        functional.cross_entropy(x, y, reduction="none").sum(1) / (y != -100).sum(1).clamp(min=1)
-    ).mean(),
-    Over.COUNTED: functional.cross_entropy,
-    Over.SHIFTED: lambda x, y: functional.cross_entropy(x[..., :-1], y[:, 1:]),
-}
-
-
-@pytest.mark.parametrize("over", LOSSES)
-def test_only_the_true_candidate_fits(over):
-    outputs, targets = real(N, C, T), classes(N, T, padded=-100)
-    loss, sizes = LOSSES[over], [2, 7]
-    parts = [float(loss(x, y)) for x, y in zip(outputs.split(sizes), targets.split(sizes), strict=True)]
-    whole = float(loss(outputs, targets))
-
-    fitting = [
-        how.over for how in candidates({"": targets}) if misfit(how, whole, parts, weighed(how, targets, sizes)) < 1e-9
-    ]
-
-    assert fitting == [over]
-
-
-def test_part_in_which_nothing_counts_does_not_hide_the_true_candidate():
-    assert misfit(Weighting(Over.COUNTED), 2.0, [math.nan, 2.0], [0.0, 5.0]) == 0.0
-    assert misfit(Weighting(Over.SAMPLES), 2.0, [math.nan, 2.0], [1.0, 5.0]) == math.inf
-    assert misfit(Weighting(Over.COUNTED), 2.0, [math.nan, math.nan], [0.0, 0.0]) == math.inf
-
-
-def test_loss_of_zero_fits_every_candidate():
-    assert misfit(Weighting(Over.SAMPLES), 0.0, [0.0, 0.0], [1.0, 2.0]) == 0.0
-
-
 @given(sizes=cuts)
 def test_shares_of_a_mean_sum_up_to_one(sizes):
-    factors = shares(Weighting(Over.SAMPLES), [float(size) for size in sizes])
+    factors = shares(Weighting(Over.SAMPLES), sizes, N)
 
     assert sum(factors) == pytest.approx(1.0, rel=1e-15)
     assert factors == [size / N for size in sizes]
+
+
+@settings(max_examples=60)
+@given(first=st.integers(1, 5), data=st.data(), seed=st.integers(0, 99))
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+def test_share_of_a_micro_batch_is_the_same_to_the_last_bit_however_the_rest_is_cut(ignore_index, first, data, seed):
+    targets = torch.randint(0, 50, (40, 3), generator=torch.Generator().manual_seed(seed))
+    targets[5:9] = ignore_index
+    weight = torch.rand(50, generator=torch.Generator().manual_seed(seed)) ** 8
+    how = of_loss_module(nn.CrossEntropyLoss(weight=weight, ignore_index=ignore_index))
+    stops = sorted(data.draw(st.sets(st.integers(first + 1, 39))))
+    rest = [b - a for a, b in zip([first, *stops], [*stops, 40], strict=True)]
+
+    one, other = (shares(how, tallied(how, targets, [first, *sizes]), 40) for sizes in (rest, [40 - first]))
+
+    assert one[0] == other[0]
+
+
+def test_masks_are_targets_whose_zeros_do_not_count():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    for kind in (mask, mask.bool(), mask.float()):
+        assert Weighting(Over.COUNTED, 0, target="mask").weigh(2, {"mask": kind}) == 3.0
+        assert Weighting(Over.SHIFTED, 0, target="mask").weigh(2, {"mask": kind}) == 1.0
+
+
+def test_counts_of_each_sample_add_up_to_the_tally():
+    targets = {"labels": classes(N, T, padded=-100)}
+    for over in (Over.SUM, Over.SAMPLES, Over.ELEMENTS, Over.COUNTED, Over.SHIFTED):
+        how = Weighting(over, target="labels")
+        assert how.tally_each(N, targets).sum() == how.tally(N, targets)
+
+
+def test_constants_are_the_tensors_that_hold_one_value_alone():
+    targets = {"a": torch.full((3, 2), 7), "b": torch.arange(3), "c": torch.zeros(3).bool(), "d": torch.zeros(3, 0)}
+
+    assert constants(targets) == {("a", 7), ("c", 0)}
+
+
+def test_opaque_loss_leaves_out_what_makes_it_no_number_and_changes_no_other_factor():
+    how = Weighting(Over.OPAQUE, void=frozenset([frozenset([("", 0)])]))
+    targets = torch.tensor([1, 2, 0, 0, 2, 1])
+
+    assert shares(how, tallied(how, targets, [2, 2, 2]), 6) == [1 / 3, 0.0, 1 / 3]
+    assert shares(how, tallied(how, targets, [2, 4]), 6) == [1 / 3, 2 / 3]
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "found"),
+    [
+        (torch.rand(4, 3), "a tensor of shape \\(4, 3\\)"),
+        (torch.ones((), requires_grad=True), "a tensor with a gradient"),
+        (torch.ones(()).bool(), "a tensor of type torch.bool"),
+        (True, "a bool"),
+        ({"accuracy": 0.5}, "a dict"),
+        (None, "a NoneType"),
+        ("12", "a str"),
+    ],
+)
+def test_what_cannot_be_a_weight_is_refused_and_it_is_said_what_a_pair_means(weight, found):
+    with pytest.raises(InvalidInputError, match=f"'mine' is a pair whose second half is {found}; a pair means"):
+        weight_of_pair("mine", weight)
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), np.float32(3), np.int64(3)])
+def test_any_single_number_can_be_a_weight(weight):
+    assert float(weight_of_pair("mine", weight)) == 3.0
+
+
+def test_pairs_that_add_up_are_taken():
+    check_pair("mine", (9.0, 3.0), [(4.0, 1.0), (5.0, 2.0)], 1e-9)
+    check_pair("mine", (0.0, 0.0), [(0.0, 0.0), (0.0, 0.0)], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "found"),
+    [
+        ((9.0, 0.5), [(4.0, 1.0), (5.0, 0.25)], "second halves do not add up: 0.5 .* 1.25"),
+        ((4.5, 3.0), [(4.0, 1.0), (4.75, 2.0)], "first half is a mean \\(4.5 for a batch, 4 and 4.75"),
+    ],
+    ids=["accuracy", "mean"],
+)
+def test_pairs_that_do_not_add_up_are_refused(whole, parts, found):
+    with pytest.raises(InvalidInputError, match=f"{found}.*a pair means \\(sum, weight\\)"):
+        check_pair("mine", whole, parts, 1e-9)

@@ -9,6 +9,7 @@ from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
     DeviceLostError,
+    DeviceMissingError,
     DoesNotFitError,
     InvalidInputError,
     RankFailedError,
@@ -20,6 +21,7 @@ from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.memory.simulated import Simulated
 from autoaccum.oom import is_oom
 from autoaccum.planner import plan
+from autoaccum.preflight import preflight
 from autoaccum.probe import find_micro_batch
 from autoaccum.records import (
     Evaluation,
@@ -31,6 +33,7 @@ from autoaccum.records import (
     StepReport,
     Trial,
 )
+from autoaccum.report import Report
 from autoaccum.runner import Runner
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "DeviceLostError",
+    "DeviceMissingError",
     "DoesNotFitError",
     "Evaluation",
     "FitResult",
@@ -49,6 +53,7 @@ __all__ = [
     "Plan",
     "ProbeResult",
     "RankFailedError",
+    "Report",
     "Runner",
     "Simulated",
     "StateDamagedError",
@@ -60,5 +65,6 @@ __all__ = [
     "fit",
     "is_oom",
     "plan",
+    "preflight",
     "windows",
 ]

@@ -84,6 +84,10 @@ class Piece:
         """The tensors in the batch, in the order of its nesting."""
         return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
+    def sample_bytes(self) -> int:
+        """Bytes of the tensors of one sample."""
+        return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
+
     def _rebuild(self, leaves: list[Any]) -> Any:
         return optree.tree_unflatten(self._spec, leaves)
 
@@ -138,6 +142,8 @@ class Window(Sequence[Any]):
         for batch in batches:
             piece = Piece(batch)
             spans.append(_Span(piece, 0, piece.samples))
+        if not spans:
+            raise InvalidInputError("a window needs at least one batch, got none")
         self._set(spans)
 
     @classmethod
@@ -146,9 +152,12 @@ class Window(Sequence[Any]):
         window._set(spans)
         return window
 
+    @classmethod
+    def empty(cls) -> Window:
+        """Return a window without samples: the part of a process that has none left of one that others still have."""
+        return cls._of_spans([])
+
     def _set(self, spans: Sequence[_Span]) -> None:
-        if not spans:
-            raise InvalidInputError("a window needs at least one batch, got none")
         self._spans = tuple(spans)
         self._starts = (0, *itertools.accumulate(span.samples for span in spans))
         self.samples = self._starts[-1]
@@ -176,7 +185,14 @@ class Window(Sequence[Any]):
             self._groups = self._grouped()
         return self._groups
 
+    def sample_bytes(self) -> list[int]:
+        """Bytes of the tensors of one sample, for each of `groups`."""
+        starts = itertools.accumulate([0, *self.groups()[:-1]])
+        return [self._between(start, start + 1)[0].piece.sample_bytes() for start in starts]
+
     def _grouped(self) -> list[int]:
+        if not self._spans:
+            return []
         sizes = [self._spans[0].samples]
         for before, span in itertools.pairwise(self._spans):
             if span.piece is before.piece or span.piece.joins(before.piece):
@@ -209,9 +225,21 @@ class Window(Sequence[Any]):
             spans.append(_Span(span.piece, max(start, begin) + offset, min(stop + offset, span.stop)))
         return spans
 
+    def part(self, start: int, stop: int) -> Window:
+        """Return samples `start` to `stop` (exclusive) as a window of their own."""
+        return Window._of_spans(self._between(start, min(stop, self.samples)) if start < self.samples else [])
+
     def joined(self) -> Any:
         """The window as one batch where its pieces can be joined, else the window itself."""
         return self.cut(0, self.samples) if len(self.groups()) == 1 else self
+
+    @property
+    def used_of_last(self) -> int:
+        """How many samples of its last batch it and the windows before it have used; 0 where all of them."""
+        if not self._spans:
+            return 0
+        last = self._spans[-1]
+        return 0 if last.stop == last.piece.samples else last.stop
 
     def versions(self) -> list[int]:
         """How often each tensor was written in place, views of it included."""
@@ -252,21 +280,34 @@ def check_windows(target_batch: int, last_window: str) -> None:
         raise InvalidInputError(f"last_window={last_window!r} is unknown; choose 'step' or 'drop'")
 
 
-def stream(batches: Iterable[Any], target_batch: int, *, last_window: str = "step") -> Iterator[Window]:
-    """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked."""
+def stream(
+    batches: Iterable[Any],
+    target_batch: int | Iterable[int],
+    *,
+    last_window: str = "step",
+    skip: int = 0,
+) -> Iterator[Window]:
+    """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
+
+    The first `skip` samples of the first batch are left out: where a loader is taken up again, a window before has used
+    them. Windows may each have a size of their own.
+    """
+    sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
     spans: list[_Span] = []
-    missing = target_batch
+    missing = 0
     for batch in batches:
         piece = Piece(batch)
-        start = 0
+        start, skip = skip, 0
         while start < piece.samples:
+            if missing == 0:
+                missing = next(sizes)  # not before there is a sample: only then is it known how many there are
             stop = min(piece.samples, start + missing)
             spans.append(_Span(piece, start, stop))
             missing -= stop - start
             start = stop
             if missing == 0:
                 yield Window._of_spans(spans)
-                spans, missing = [], target_batch
+                spans = []
     if spans and last_window == "step":
         yield Window._of_spans(spans)
 
@@ -320,7 +361,7 @@ def repeated(batch: Any, samples: int) -> Any:
     """
     piece = Piece(batch)
     if not piece.samples:
-        raise InvalidInputError(f"a batch of 0 samples ({_shapes(batch)}) has nothing to try; pass one with samples")
+        raise InvalidInputError(f"a batch of 0 samples ({shapes_of(batch)}) has nothing to try; pass one with samples")
     whole, rest = divmod(samples, piece.samples)
     spans = [_Span(piece, 0, piece.samples)] * whole
     if rest:
@@ -465,7 +506,8 @@ def _count(leaves: Iterable[Any], batch: Any) -> int:
         )
     if len(sizes) > 1:
         raise InvalidInputError(
-            f"the tensors of a batch must agree in their first size, the number of samples, but found {_shapes(batch)}"
+            "the tensors of a batch must agree in their first size, the number of samples, but found "
+            f"{shapes_of(batch)}"
         )
     return sizes.pop()
 
@@ -489,7 +531,8 @@ def _inside(leaf: Any) -> Iterator[Any]:
         yield from (getattr(leaf, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
 
 
-def _shapes(batch: Any) -> str:
+def shapes_of(batch: Any) -> str:
+    """Return the shapes of a batch's tensors, each with where it is, in words."""
     paths, leaves, _ = optree.tree_flatten_with_path(
         _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
     )

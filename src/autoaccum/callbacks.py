@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 
@@ -27,13 +29,22 @@ class Callback:
         """A window is done; reading `report.loss` waits for the device."""
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Memory ran out in window `step`; whatever the window had done was undone."""
+        """Memory ran out in window `step`; what failed was undone, and the window goes on in a smaller cut."""
 
     def on_epoch_end(self, epoch: int) -> None:
         """An epoch's windows are done; epochs count from 1."""
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
         """The validation data has been gone through after epoch `epoch`."""
+
+    def on_checkpoint(self, path: Path, *, step: int) -> None:
+        """A checkpoint of the state after window `step` was written."""
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
+        """Training goes on, in epoch `epoch`, from the checkpoint of window `step`: what was told beyond is void.
+
+        This comes at the beginning of a call that resumes, and where a call goes back to its last checkpoint.
+        """
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """`fit` is about to return `result`, or to raise (then it is None). Always called once after `on_fit_start`."""

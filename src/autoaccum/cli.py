@@ -4,25 +4,32 @@
 `fit`. Nothing is decided here that the library does not decide. Text for people goes to stderr; stdout is for
 results, which is one JSON document with --json and nothing without.
 
+`autoaccum report` is in `cli_report.py`, `autoaccum run` in `cli_run.py`, `autoaccum slurm` and `autoaccum jobs` are in
+`cli_slurm.py`.
+
 Exit codes (`ExitCode`):
 
-- 0: done
+- 0: done; of a report: it fits, and what was required is met
 - 1: an unexpected error; its traceback is on stderr
 - 2: the command line could not be understood
 - 3: bad input, or a recipe that cannot be used
 - 4: not even the smallest micro-batch fits in memory
-- 5: the device was lost, or an optimizer failed half-way; start a new process, from a checkpoint
+- 5: the device was lost, an optimizer failed half-way, or another process of the same training failed; start a new
+  process, from a checkpoint
+- 6: of a report: it fits, but only in smaller micro-batches than --require-micro-batch asks for
+- 7: of a report: the device is not there, or has less memory free than --require-free asks for
+- 75: start again from the checkpoint, with a smaller cut
 - 130: interrupted by Ctrl-C
+- 143: ended by SIGTERM; `run` passes on the exit codes of its command
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import json
+import os
 import sys
-import traceback
 from importlib.metadata import version
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,16 +37,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoaccum.callbacks import Callback
-from autoaccum.errors import (
-    AutoaccumError,
-    CheckpointError,
-    DeviceLostError,
-    DoesNotFitError,
-    InvalidInputError,
-    StateDamagedError,
-)
+from autoaccum.cli_report import report_command
+from autoaccum.cli_run import SETTINGS, run_command_line
+from autoaccum.cli_slurm import jobs_command, slurm_command
+from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded
 from autoaccum.fit import fit
-from autoaccum.jobs import load_recipe
 from autoaccum.loggers import (
     JSONLinesLog,
     evaluation_record,
@@ -51,34 +53,14 @@ from autoaccum.loggers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from autoaccum.jobs import Job
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult
 
-
-class ExitCode(enum.IntEnum):
-    """What the process's exit code says; the module's docstring and `--help` spell them out."""
-
-    DONE = 0
-    UNEXPECTED = 1
-    USAGE = 2
-    BAD_INPUT = 3
-    DOES_NOT_FIT = 4
-    DAMAGED = 5
-    INTERRUPTED = 130
-
-
-_EPILOG = (
-    "Exit codes: 0 done; 1 unexpected error, with its traceback; 2 command line not understood; "
-    "3 bad input or recipe; 4 does not fit in memory; "
-    "5 device lost or state damaged, start a new process; 130 interrupted."
-)
+__all__ = ["ExitCode", "app", "main"]
 
 app = typer.Typer(
     name="autoaccum",
     help="Train with the batch size you mean: what fits is found, and running out of memory is survived.",
-    epilog=_EPILOG,
+    epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
     # An unexpected error is shown as Python shows it: whole, and the same on a terminal and in a log file.
@@ -116,7 +98,20 @@ def _auto_or_number(text: str) -> int | str:
         raise typer.BadParameter(f"{text!r} is neither 'auto' nor a whole number") from None
 
 
-@app.command("fit", epilog=_EPILOG)
+def _auto_or_yes_or_no(text: str) -> str | bool:
+    meanings: dict[str, str | bool] = {"auto": "auto", "yes": True, "no": False}
+    if text not in meanings:
+        raise typer.BadParameter(f"{text!r} is none of 'auto', 'yes' and 'no'")
+    return meanings[text]
+
+
+app.command("report", epilog=EPILOG)(report_command)
+app.command("run", epilog=EPILOG, context_settings=SETTINGS)(run_command_line)
+app.command("slurm", epilog=EPILOG)(slurm_command)
+app.command("jobs", epilog=EPILOG)(jobs_command)
+
+
+@app.command("fit", epilog=EPILOG)
 def fit_command(
     recipe: Annotated[
         str,
@@ -138,9 +133,52 @@ def fit_command(
         Any,
         typer.Option(parser=_auto_or_number, metavar="auto|N", help="Samples on the device at once; auto: what fits."),
     ] = None,
+    probe: Annotated[
+        str | None,
+        typer.Option(
+            help="How that is found: inline, by the first windows themselves (default); before, by trials; off, not "
+            "at all."
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How windows are cut: fastest, balanced, uniform or greedy.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither use nor keep what earlier runs found.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model by torch.compile.")] = False,
+    fallback: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to do where not even one sample fits: checkpoint or offload; given twice, one after the other."
+        ),
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random generator.")] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write checkpoints there, and go on from the newest one."),
+    ] = None,
+    checkpoint_steps: Annotated[int | None, typer.Option(help="Updates from one checkpoint to the next.")] = None,
+    checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes from one checkpoint to the next.")] = None,
+    resume: Annotated[
+        Any,
+        typer.Option(
+            parser=_auto_or_yes_or_no,
+            metavar="auto|yes|no",
+            help="Go on from a checkpoint: if there is one; there must be one; start anew.",
+        ),
+    ] = None,
+    oom_report: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="When memory first runs out, write there what was alive."),
+    ] = None,
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="Under torchrun: each rank takes its part of what the recipe's loader gives."),
+    ] = False,
+    shares: Annotated[
+        str | None, typer.Option(help="How windows are shared out with --shard: equal, or as the ranks' speed.")
+    ] = None,
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Append each event to this file as a line of JSON."),
@@ -155,31 +193,35 @@ def fit_command(
         "max_steps": max_steps,
         "memory_limit": memory_limit,
         "micro_batch": micro_batch,
+        "probe": probe,
+        "strategy": strategy,
+        "cache": False if no_cache else None,
+        "compile": True if compiled else None,
+        "fallback": fallback or None,
         "precision": precision,
         "device": device,
         "seed": seed,
+        "checkpoint": checkpoint,
+        "checkpoint_steps": checkpoint_steps,
+        "checkpoint_minutes": checkpoint_minutes,
+        "resume": resume,
+        "oom_report": oom_report,
+        "shard": True if shard else None,
+        "shares": shares,
     }
-    with _errors_as_exit_codes():
+    is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints what all have done
+    with errors_as_exit_codes():
         # What the recipe prints must not get into the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            job = _loaded(recipe)
+            job = loaded(recipe)
             memory_log = _MemoryLog()
             chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-            chosen["callbacks"] = [*job.callbacks, memory_log, *([] if log is None else [JSONLinesLog(log)])]
+            logs = [JSONLinesLog(log)] if log is not None and is_first else []
+            chosen["callbacks"] = [*job.callbacks, memory_log, *logs]
             arguments = dataclasses.replace(job, **chosen).fit_arguments()
             result = fit(**arguments, progress=False if quiet else "auto")
-        if as_json:
+        if as_json and is_first:
             typer.echo(json.dumps(_document(recipe, result, memory_log), allow_nan=False))
-
-
-def _loaded(recipe: str) -> Job:
-    try:
-        return load_recipe(recipe)
-    except InvalidInputError as error:
-        if error.__cause__ is not None:
-            # Something in the recipe raised. The message alone would not tell its author where.
-            traceback.print_exception(error.__cause__, file=sys.stderr)
-        raise
 
 
 class _MemoryLog(Callback):
@@ -214,34 +256,9 @@ def _document(recipe: str, result: FitResult, memory_log: _MemoryLog) -> dict[st
         else {**probe_record(probe), "trials": [trial_record(trial) for trial in probe.trials]},
         "oom_events": memory_log.events,
         "evaluations": [evaluation_record(evaluation) for evaluation in result.evaluations],
+        "resumed_from": result.resumed_from,
+        "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
     }
-
-
-@contextlib.contextmanager
-def _errors_as_exit_codes() -> Iterator[None]:
-    """Turn what autoaccum raises into a message and an exit code; everything else keeps its traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except AutoaccumError as error:
-        _complain(f"error: {error}")
-        raise typer.Exit(_code_for(error)) from None
-
-
-def _code_for(error: AutoaccumError) -> ExitCode:
-    if isinstance(error, InvalidInputError | CheckpointError):
-        return ExitCode.BAD_INPUT
-    if isinstance(error, DoesNotFitError):
-        return ExitCode.DOES_NOT_FIT
-    if isinstance(error, DeviceLostError | StateDamagedError):
-        return ExitCode.DAMAGED
-    return ExitCode.UNEXPECTED
-
-
-def _complain(text: str) -> None:
-    typer.echo(f"autoaccum: {text}", err=True)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from autoaccum.errors import InvalidInputError
+from autoaccum import ranks
+from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError
 from autoaccum.memory import backend_for
 from autoaccum.memory.base import MemoryBackend
+from autoaccum.memory.limits import describe_neighbours, format_bytes
+from autoaccum.oom import first_line, is_device_lost, is_oom
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from autoaccum.notices import Notices
 
 
@@ -32,16 +38,34 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
         raise InvalidInputError(f"model={model!r} is no torch.nn.Module; pass one, made and not its class")
     if isinstance(device, MemoryBackend):
         return device
-    if device is not None:
-        return backend_for(_existing(device))
+    memory = backend_for(_existing(device) if device is not None else _chosen(model, notices))
+    if neighbours := describe_neighbours(memory):
+        notices.say(neighbours)
+    return memory
+
+
+def _chosen(model: nn.Module, notices: Notices) -> torch.device:
     at_home = next(model.parameters(), torch.empty(0)).device
-    chosen = at_home if at_home.type not in ("cpu", "meta") else _accelerator() or torch.device("cpu")
+    chosen = at_home if at_home.type not in ("cpu", "meta") else _own_accelerator() or torch.device("cpu")
     notices.say(f"device: {chosen} (device=None)")
-    return backend_for(chosen)
+    return chosen
 
 
 def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def _own_accelerator() -> torch.device | None:
+    """Return the accelerator; of several, where several processes share a machine, the one of this process's number."""
+    accelerator = _accelerator()
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    if accelerator is None or count == 1 or ranks.world_size() == 1:
+        return accelerator
+    index = ranks.local_rank()
+    if index >= count:
+        raise DeviceMissingError(f"LOCAL_RANK={index} has no device of its own; {_there_is()}")
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
 
 
 def _existing(device: str | torch.device) -> torch.device:
@@ -54,8 +78,13 @@ def _existing(device: str | torch.device) -> torch.device:
     accelerator = _accelerator()
     count = torch.accelerator.device_count() if accelerator is not None else 0
     if accelerator is None or accelerator.type != asked.type or (asked.index or 0) >= count:
-        raise InvalidInputError(f"device={str(device)!r} is not there; {_there_is()}")
-    return asked if asked.index is not None else torch.device(asked.type, torch.accelerator.current_device_index())
+        raise DeviceMissingError(f"device={str(device)!r} is not there; {_there_is()}")
+    if asked.index is not None:
+        return asked
+    own = _own_accelerator()
+    return (
+        torch.device(asked.type, torch.accelerator.current_device_index()) if own is None or own.index is None else own
+    )
 
 
 def _there_is() -> str:
@@ -64,3 +93,37 @@ def _there_is() -> str:
     if accelerator is not None:
         names += [f"'{accelerator.type}:{index}'" for index in range(torch.accelerator.device_count())]
     return f"this machine has {', '.join(names)}"
+
+
+@contextmanager
+def failures_told(memory: MemoryBackend, what: str) -> Iterator[None]:
+    """Say in the library's own words that a device failed, where nothing can be taken smaller.
+
+    Args:
+        memory: The device.
+        what: What is being done, such as "preparing the training".
+
+    Raises:
+        DoesNotFitError: Memory ran out.
+        DeviceLostError: The device can no longer be used.
+    """
+    try:
+        yield
+    except AutoaccumError:
+        raise
+    except Exception as error:
+        if is_device_lost(error):
+            raise lost(memory, error) from error
+        if not is_oom(error):
+            raise
+        raise DoesNotFitError(
+            f"{what} does not fit on {memory.name}: {format_bytes(memory.reading().free_bytes)} are free "
+            f"({first_line(error)}); end other processes there, or choose another device or a smaller model"
+        ) from error
+
+
+def lost(memory: MemoryBackend, error: BaseException) -> DeviceLostError:
+    """Return what is raised where a device is gone for this process, by what was seen of it."""
+    return DeviceLostError(
+        f"{memory.name} can no longer be used by this process ({first_line(error)}); start a new one"
+    )

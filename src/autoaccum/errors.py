@@ -13,6 +13,10 @@ class InvalidInputError(AutoaccumError, ValueError):
     """An argument, a batch or a recipe cannot be used; nothing was changed."""
 
 
+class DeviceMissingError(InvalidInputError):
+    """The device that was asked for is not there; nothing was changed."""
+
+
 class DoesNotFitError(AutoaccumError):
     """Not even the smallest micro-batch fits in the memory there is; everything is as it was before the call."""
 
@@ -24,12 +28,12 @@ class DeviceLostError(AutoaccumError):
 class StateDamagedError(AutoaccumError):
     """The optimizer failed after it had begun to write, so the parameters are part old, part new.
 
-    Training must not go on from here: load a checkpoint.
+    Training must not go on from here: load a checkpoint. With `checkpoint=`, `fit` goes back to its last one by itself.
     """
 
 
 class CheckpointError(AutoaccumError):
-    """A checkpoint cannot be read, or belongs to something else."""
+    """A checkpoint cannot be written or read, or belongs to something else; the message says if anything changed."""
 
 
 class RankFailedError(AutoaccumError):

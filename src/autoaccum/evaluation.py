@@ -7,27 +7,33 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.batches import Window
+from autoaccum.batches import Window, copied
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.objective import is_pair, target_tensors
 from autoaccum.oom import first_line, is_oom, is_too_large, let_go
 from autoaccum.planner import balanced, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import Evaluation, MemoryEvent
+from autoaccum.scope import WindowLoss
 from autoaccum.state import Mark, evaluation_mode
+from autoaccum.targets import is_pair, target_tensors
 from autoaccum.weighting import Over, in_full
 
 if TYPE_CHECKING:
     from autoaccum.objective import Term
+    from autoaccum.ranks import Ranks
     from autoaccum.step import TrainingStep
 
 Metric = Callable[[Any, Any], Any]
+_T = TypeVar("_T")
+# Name, sum and weight.
+_Loss = tuple[str, Tensor, float | Tensor]
 
 
 class Evaluator:
@@ -41,9 +47,12 @@ class Evaluator:
         metrics: One metric, several, or several by name. A metric is a callable of (outputs, targets) whose values are
             averaged over the samples, or an object with `update`, `compute` and `reset` (as torchmetrics').
         on_oom: Called each time memory runs out.
+        loss_scope: "micro_batch": the loss is taken of each cut; "window": of each batch of the loader as a whole, on
+            whose size it then depends. Metrics see the cuts in both.
+        ranks: Other processes that evaluate too, each on what its own loader gives; None where there are none.
 
     Raises:
-        InvalidInputError: A metric is neither.
+        InvalidInputError: A metric is neither, or the loss cannot be taken of a whole batch.
     """
 
     def __init__(
@@ -51,8 +60,13 @@ class Evaluator:
         step: TrainingStep,
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
         on_oom: Callable[[MemoryEvent], None] = lambda _: None,
+        *,
+        loss_scope: str = "micro_batch",
+        ranks: Ranks | None = None,
     ) -> None:
         self._step = step
+        self._ranks = ranks
+        self._whole = WindowLoss(step) if loss_scope == "window" else None
         self._metrics = [_counted(name, metric, step.memory.device) for name, metric in _named(metrics).items()]
         self._on_oom = on_oom
         self._max_size: int | None = None
@@ -79,78 +93,121 @@ class Evaluator:
         with evaluation_mode(self._step.objective.modules), torch.no_grad():
             for batch in batches:
                 self._one_batch(Window([batch]), totals, mark)
+        others = [totals] if self._ranks is None else self._ranks.exchange("evaluation", totals.on_host())
+        totals = _Totals.of_all(others)
         if not totals.samples:
             raise InvalidInputError(
                 "the validation loader gave no samples, so there is nothing to evaluate; a generator can be read "
                 "only once"
             )
-        values = {name: value for metric in self._metrics for name, value in metric.result().items()}
+        values = {name: value for metric in self._metrics for name, value in metric.result(self._ranks).items()}
         return Evaluation(totals.mean(), values, totals.samples, time.perf_counter() - started)
 
     def _one_batch(self, window: Window, totals: _Totals, mark: Mark) -> None:
         start = 0
+        parts: list[Any] = []
         while start < window.samples:
             size = min(self._max_size or window.samples, window.samples - start)
-            kept = None
-            failure = None
-            try:
-                mark.take()
-                kept = [metric.state() for metric in self._metrics]
-                self._settle(window, mark)
-                found = self._one_cut(window.cut(start, start + size), size)
-            except Exception as error:
-                if not (is_oom(error) or is_too_large(error)):
-                    raise
-                failure = MemoryEvent("evaluate", size, first_line(error))
-                let_go(error)
-            if failure is None:
-                totals.add(found, size)
-                start += size
+            done = self._try(partial(self._one_cut, window, start, size, mark), size, mark)
+            if isinstance(done, MemoryEvent):
+                self._max_size = shrink(window.samples, size)
+                if self._max_size is None:
+                    raise DoesNotFitError(does_not_fit_text(self._step, None, done.message))
                 continue
-            if kept is not None:
-                mark.put_back()
-                for metric, state in zip(self._metrics, kept, strict=True):
-                    metric.put_back(state)
-            self._step.memory.release()
-            self._on_oom(failure)
-            self._max_size = shrink(window.samples, size)
-            if self._max_size is None:
-                raise DoesNotFitError(does_not_fit_text(self._step, None, failure.message))
+            losses, representations = done
+            totals.add(losses, size)
+            parts.append(representations)
+            start += size
+        if self._whole is not None and parts:
+            totals.add(self._over_all(self._whole, window, parts, mark), 0)
+
+    def _try(self, work: Callable[[], _T], size: int | None, mark: Mark) -> _T | MemoryEvent:
+        """Do some work; where memory runs out put everything back and return what happened."""
+        kept = None
+        try:
+            mark.take()
+            kept = [metric.state() for metric in self._metrics]
+            return work()
+        except Exception as error:
+            if not (is_oom(error) or is_too_large(error)):
+                raise
+            if self._step.witness is not None:
+                self._step.witness.see(error, phase="evaluate", size=size)
+            failure = MemoryEvent("evaluate", size, first_line(error))
+            let_go(error)
+        # The handler has ended: inside it the traceback would still pin the activations.
+        if kept is not None:
+            mark.put_back()
+            for metric, state in zip(self._metrics, kept, strict=True):
+                metric.put_back(state)
+        self._step.memory.release()
+        self._on_oom(failure)
+        return failure
+
+    def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any], mark: Mark) -> list[_Loss]:
+        """Return the losses over a whole batch, of which the representations are there."""
+
+        def work() -> list[_Loss]:
+            terms = whole.terms(whole.join(parts), whole.batch(window), window.samples)
+            return [self._loss(term, window[0], window.samples) for term in terms]
+
+        for _ in range(2):  # it has no cut that could be smaller: once more, with the caches let go
+            done = self._try(work, None, mark)
+            if not isinstance(done, MemoryEvent):
+                return done
+            failure = done.message
+        at_once = f"the loss takes all {window.samples} samples of a validation batch at once: {failure}"
+        raise DoesNotFitError(does_not_fit_text(self._step, None, at_once))
 
     def _settle(self, window: Window, mark: Mark) -> None:
         """Let the objective find out, if it does not know yet, what the losses run over: batches weigh accordingly."""
         halves = balanced(window.samples, math.ceil(window.samples / 2))
-        self._step.objective.settle(window, halves, self._step.transfer.place, mark)
+        place, autocast = self._step.transfer.place, self._step.precision.autocast
+        self._step.objective.settle(window, halves, place, mark, autocast)
 
-    def _one_cut(self, cut: Any, size: int) -> list[tuple[str, Tensor, float | Tensor]]:
-        """Return for each loss its name, its sum and its weight over the cut."""
-        objective = self._step.objective
+    def _one_cut(self, window: Window, start: int, size: int, mark: Mark) -> tuple[list[_Loss], Any]:
+        """Return a cut's losses; or none, but its representations, where the loss is taken over the whole batch."""
+        if self._whole is None:
+            self._settle(window, mark)
+        cut = window.cut(start, start + size)
         batch = self._step.transfer.place(cut)
-        found = []
+        if self._whole is None:
+            losses, outputs = self._with_losses(batch, cut, size)
+        else:
+            losses, outputs = [], self._whole.outputs(batch, size)
+        # Copies: an output may be a view of a whole layer, and keep it.
+        representations = None if self._whole is None else copied(outputs)
+        targets = batch[1] if is_pair(batch) else batch
+        for metric in self._metrics:
+            metric.update(outputs, targets, size)
+        return losses, representations
+
+    def _with_losses(self, batch: Any, cut: Any, size: int) -> tuple[list[_Loss], Any]:
+        """Return a cut's losses, and the model's outputs where metrics want them."""
+        objective = self._step.objective
+        losses: list[_Loss] = []
         outputs: Any = None
         with self._step.precision.autocast():
             for source in objective.sources:
                 terms, outputs = objective.terms(source, batch, size)
-                found += [(term.name, *self._sum_and_weight(term, cut, size)) for term in terms]
+                losses += [self._loss(term, cut, size) for term in terms]
             if self._metrics and outputs is None:
                 outputs = objective.outputs(batch)
-        targets = batch[1] if is_pair(batch) else batch
-        for metric in self._metrics:
-            metric.update(outputs, targets, size)
-        return found
+        return losses, outputs
 
-    def _sum_and_weight(self, term: Term, cut: Any, size: int) -> tuple[Tensor, float | Tensor]:
+    def _loss(self, term: Term, cut: Any, size: int) -> _Loss:
+        """Return a loss' name, sum and weight."""
         # In half precision the sum could overflow.
         value = in_full(term.value)
         if term.over is Over.PAIR:
             assert term.weight is not None
-            return value, term.weight
+            return term.name, value, term.weight
         how = self._step.objective.weighting(term.name)
         if how.over is Over.SUM:
-            return value, float(size)
+            return term.name, value, float(size)
         weight = how.weigh(size, target_tensors(cut))
         # Where nothing counts the mean is not a number, and adds nothing.
-        return (value * weight if weight else torch.zeros_like(value)), weight
+        return term.name, (value * weight if weight else torch.zeros_like(value)), weight
 
 
 class _Totals:
@@ -159,7 +216,25 @@ class _Totals:
         self._sums: dict[str, Tensor | float] = defaultdict(float)
         self._weights: dict[str, Tensor | float] = defaultdict(float)
 
-    def add(self, found: list[tuple[str, Tensor, float | Tensor]], samples: int) -> None:
+    @classmethod
+    def of_all(cls, several: Sequence[_Totals]) -> _Totals:
+        """Return what several have seen together."""
+        if len(several) == 1:
+            return several[0]
+        together = cls()
+        for one in several:
+            together.add([(name, total, one._weights[name]) for name, total in one._sums.items()], one.samples)
+        return together
+
+    def on_host(self) -> _Totals:
+        """Return the same as plain numbers, which waits for the device."""
+        plain = _Totals()
+        plain.samples = self.samples
+        plain._sums.update({name: float(total) for name, total in self._sums.items()})
+        plain._weights.update({name: float(weight) for name, weight in self._weights.items()})
+        return plain
+
+    def add(self, found: Sequence[tuple[str, Tensor | float, Tensor | float]], samples: int) -> None:
         self.samples += samples
         for name, total, weight in found:
             self._sums[name] = self._sums[name] + total
@@ -192,8 +267,10 @@ class _Averaged:
         self._sum = self._sum + value * samples
         self._samples += samples
 
-    def result(self) -> dict[str, float]:
-        return {self._name: float(self._sum) / self._samples}
+    def result(self, ranks: Ranks | None) -> dict[str, float]:
+        mine = float(self._sum), self._samples
+        said = [mine] if ranks is None else ranks.exchange("metric", mine)
+        return {self._name: sum(total for total, _ in said) / sum(samples for _, samples in said)}
 
     def state(self) -> Any:
         return self._sum, self._samples
@@ -217,8 +294,11 @@ class _Stateful:
     def update(self, outputs: Any, targets: Any, samples: int) -> None:  # noqa: ARG002 - it counts for itself
         self._metric.update(outputs, targets)
 
-    def result(self) -> dict[str, float]:
+    def result(self, ranks: Ranks | None) -> dict[str, float]:
+        # torchmetrics' add up over all ranks by themselves; of any other kind the value of rank 0 is everyone's.
         value = self._metric.compute()
+        if ranks is not None:
+            value = ranks.exchange("metric", value)[0]
         if isinstance(value, Mapping):
             return {f"{self._name}/{key}": _number(key, part) for key, part in value.items()}
         return {self._name: _number(self._name, value)}

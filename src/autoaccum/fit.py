@@ -1,47 +1,53 @@
-"""The main job: windows from a loader, a plan from a probe, epochs of updates, evaluations, progress."""
+"""The main job, as users call it: arguments checked and put together, then handed to the loop in `training.py`."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import nn
 
 from autoaccum import devices, optimizers
-from autoaccum.batches import Window, check_windows, stream
+from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
+from autoaccum.batches import check_windows
+from autoaccum.batchnorm import check_batchnorm
 from autoaccum.callbacks import Callback
+from autoaccum.company import Company
+from autoaccum.compiling import Compiling, check_that_it_can_be_limited, compile_options
+from autoaccum.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum.errors import InvalidInputError
-from autoaccum.evaluation import Evaluator
+from autoaccum.fallback import Fallbacks, check_fallback
+from autoaccum.finding import Finding, check_finding
 from autoaccum.memory.limits import parse_limit
 from autoaccum.notices import Notices
-from autoaccum.planner import plan
-from autoaccum.probe import probe
-from autoaccum.progress import progress_for
-from autoaccum.records import FitResult, check_positive_int
-from autoaccum.runner import Runner
-from autoaccum.state import RandomState
-from autoaccum.step import assemble, check_clip, drop_old_gradients
+from autoaccum.plan_cache import PlanCache
+from autoaccum.postmortem import PostMortem, check_folder
+from autoaccum.progress import OtherRank, progress_for
+from autoaccum.ranks import joined, own_rank
+from autoaccum.records import check_positive_int
+from autoaccum.saving import saver_for
+from autoaccum.schedule import check_scheduler
+from autoaccum.scope import check_loss_scope
+from autoaccum.shares import check_shares
+from autoaccum.step import assemble, check_clip
+from autoaccum.training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch import nn
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from os import PathLike
 
     from autoaccum.evaluation import Metric
     from autoaccum.memory.base import MemoryBackend
     from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
-    from autoaccum.records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport, Trial
+    from autoaccum.ranks import Ranks
+    from autoaccum.records import FitResult
     from autoaccum.step import TrainingStep
-
-_INTERVALS = ("step", "epoch")
-# Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
-_READ_EVERY = 256
 
 
 def fit(
@@ -58,6 +64,10 @@ def fit(
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     micro_batch: int | str = "auto",
+    probe: str = "inline",
+    strategy: str | None = None,
+    cache: bool = True,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as everywhere in PyTorch
     memory_limit: float | str | None = None,
     clip_grad_norm: float | None = None,
     last_window: str = "step",
@@ -67,14 +77,25 @@ def fit(
     metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     loss_reduction: str | None = None,
+    loss_scope: str = "micro_batch",
+    batchnorm: str = "keep",
+    fallback: str | Sequence[str] | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | str | Callback = "auto",
     seed: int | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    checkpoint_steps: int | None = None,
+    checkpoint_minutes: float | None = 10.0,
+    resume: bool | str = "auto",
+    oom_report: str | PathLike[str] | None = None,
+    shard: bool = False,
+    shares: str = "equal",
 ) -> FitResult:
     """Train with updates of `target_batch` samples, whatever the device can hold at once.
 
     Finds the largest micro-batch that fits, plans how to cut each window of `target_batch` samples, and trains with the
-    gradient of the whole window. When memory runs out the window is undone and done again in a smaller cut.
+    gradient of the whole window. When memory runs out, the micro-batch that failed is undone and the rest of its window
+    is cut smaller; once memory is free again, micro-batches grow back.
 
     Args:
         model: The model, trained in place. It is moved to the device and stays there; its submodules keep the modes
@@ -96,7 +117,20 @@ def fit(
             accelerator, else the accelerator, else the CPU.
         precision: "fp32", "bf16" or "fp16" by autocast, with a gradient scaler for fp16. "auto": bf16 or fp16 on CUDA
             by what the card does well, fp32 elsewhere.
-        micro_batch: Most samples at once, or "auto" to find out.
+        micro_batch: Most samples at once, or "auto" to find out. The environment variable AUTOACCUM_MAX_MICRO_BATCH,
+            as `autoaccum run` sets it, bounds both.
+        probe: How that is found out. "inline": by the first windows of the training itself, whose micro-batches begin
+            small and grow; "before": by trials that leave no trace, before training (always so with
+            loss_scope="window"); "off": not at all, training begins without a cut and cuts when memory runs out.
+        strategy: How windows are cut. "balanced": in the fewest micro-batches; "uniform": in equal ones; "greedy": in
+            the largest and a rest; "fastest": as is fastest by the clock, found out in the first windows of a long
+            training. None: "fastest" where `micro_batch` is "auto", else "balanced". With a fixed `micro_batch` and
+            "balanced" two runs cut alike, whatever memory and clock say.
+        cache: Whether what was found is kept for the next run of the same job, where one micro-batch confirms it
+            (in the user's cache directory, or AUTOACCUM_CACHE_DIR).
+        compile: Whether the model is compiled by torch.compile, or a mapping of arguments for that. It is compiled once
+            its cut is known, which then is "uniform" unless `strategy` says otherwise: a graph for each size. After the
+            call the model is as it was written. Not with a `memory_limit` on the host, which the compiler would meet.
         memory_limit: Bytes, a text such as "12GiB", or a fraction. On a card it is of the whole device; on the host it
             is what may be taken beyond what the process holds now. None: what is free.
         clip_grad_norm: Norm to which the gradient of the whole window is clipped.
@@ -107,10 +141,29 @@ def fit(
         metrics: For the evaluation: callables of (outputs, targets) averaged over samples, or torchmetrics objects.
         forward: A callable of (model, batch) that returns the outputs, in place of the conventions for batches.
         loss_reduction: "mean" or "sum", for a loss of which this should not be found out.
+        loss_scope: "micro_batch": the loss is taken of each micro-batch, and they are weighed; "window": of the model's
+            outputs for the whole window at once, for losses that compare samples with each other (docs/contrastive.md).
+        batchnorm: "keep": BatchNorm's running statistics move with every micro-batch by the layer's own momentum;
+            "rescale": over a window they move as far as with one batch (docs/batchnorm.md).
+        fallback: What to do, in this order, where not even one sample fits. "checkpoint": activation checkpointing of
+            the model's repeated blocks; "offload": what backward needs waits in the host's memory. Gradients stay what
+            they are, updates take longer; after the call the model is as it was written.
         callbacks: Told what happens.
         progress: "auto": a bar on a terminal, lines elsewhere; "bar", "lines", or False for nothing, not even what was
             chosen. On stderr.
         seed: Seeds torch's, Python's and NumPy's generators first.
+        checkpoint: A folder for checkpoints, of this run alone. One is written at the end, at SIGTERM (which then takes
+            its effect), at SIGUSR1, where anything else ends the call early, and as often as the next two say. The
+            newest two are kept.
+        checkpoint_steps: Windows from one checkpoint to the next.
+        checkpoint_minutes: Minutes from one checkpoint to the next; None for no such interval.
+        resume: "auto": go on from the folder's newest checkpoint, or start anew where there is none. True: there must
+            be one. False: start anew; those that are there are replaced by the first new one.
+        oom_report: A folder. When memory first runs out, a file is written there that tells what was alive, and where
+            it was made (docs/oom-report.md). Until then every module leaves marks, about 10 µs in each forward pass.
+        shard: Under torchrun: whether every rank's loader gives all samples, of which each rank is to take its part of
+            every window. False: each rank's loader gives that rank's own (DistributedSampler). docs/ranks.md.
+        shares: Of a window, with `shard`: "equal"; "speed": as fast as each rank has been.
 
     Returns:
         What was done. The model is trained in place.
@@ -119,273 +172,156 @@ def fit(
         InvalidInputError: An argument, a batch or a loss cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
         DeviceLostError: The device can no longer be used by this process.
-        StateDamagedError: The optimizer failed after it had begun to write.
+        StateDamagedError: The optimizer failed after it had begun to write, and there is no checkpoint to go back to,
+            or it failed there again.
+        CheckpointError: A checkpoint cannot be written, cannot be read, or is of something else; then the model is as
+            it was.
+        RankFailedError: Another process of this training has failed.
     """
     started = time.perf_counter()
     check_windows(target_batch, last_window)
     check_clip(clip_grad_norm)
     epochs, max_steps = _check_length(epochs, max_steps)
-    _check_micro_batch(micro_batch)
-    _check_scheduler(scheduler, scheduler_interval, val_loader)
-    _check_iterable("loader", loader)
-    if val_loader is not None:
-        _check_iterable("val_loader", val_loader)
-    elif metrics is not None:
-        raise InvalidInputError("metrics= are for the evaluation of a val_loader=, and there is none; pass both")
+    check_finding(micro_batch, probe, strategy)
+    cap = max_micro_batch()
+    check_scheduler(scheduler, scheduler_interval, val_loader)
+    _check_data(loader, val_loader, metrics)
     _check_callbacks(callbacks)
+    check_loss_scope(loss_scope)
+    check_batchnorm(batchnorm)
     if lr_scaling is not None:
         optimizers.scaling_factor(lr_scaling, target_batch, base_batch)
-    if seed is not None:
-        _seed(seed)
-    shown = progress_for(progress)
-    notices = Notices(silent=progress is False)
+    options = compile_options(compile)
+    saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
+    if oom_report is not None:
+        check_folder(oom_report)
+    check_shares(shares, shard=shard)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module  # its own first forward pass would wait for all ranks
+    rank = own_rank()
+    shown = progress_for(progress) if rank == 0 else OtherRank(rank, silent=progress is False)
+    notices = Notices(silent=progress is False or rank > 0)
+    if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target_batch):
+        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
     memory = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, memory)
-    step = assemble(
-        model,
-        loss,
-        optimizer,
-        memory=memory,
-        precision_name=precision,
-        forward=forward,
-        loss_reduction=loss_reduction,
-        clip_grad_norm=clip_grad_norm,
-        notices=notices,
-    )
-    fitting = _Fit(
-        step,
-        loader,
-        target_batch,
-        epochs=epochs,
-        max_steps=max_steps,
-        last_window=last_window,
-        callbacks=(shown, *callbacks),
-        notices=notices,
-    )
-    evaluator = None if val_loader is None else Evaluator(step, metrics, fitting.evaluation_ran_out)
-    if lr_scaling is not None:
-        optimizers.scale_learning_rate(
-            step.optimizer,
-            lr_scaling,
-            target_batch=target_batch,
-            base_batch=base_batch,
+    if options is not None:
+        check_that_it_can_be_limited(memory, limit_bytes)
+    fallbacks = check_fallback(fallback, memory, compiles=options is not None)
+    with joined(memory) as ranks:
+        if seed is not None:
+            _seed(seed + rank)
+        step = assemble(
+            model,
+            loss,
+            optimizer,
+            memory=memory,
+            precision_name=precision,
+            forward=forward,
+            loss_reduction=loss_reduction,
+            clip_grad_norm=clip_grad_norm,
             notices=notices,
-            scheduler=scheduler,
         )
-    return fitting.run(
-        micro_batch=micro_batch,
-        limit_bytes=limit_bytes,
-        scheduler=scheduler,
-        scheduler_interval=scheduler_interval,
-        val_loader=val_loader,
-        evaluator=evaluator,
-        started=started,
-    )
-
-
-class _Fit(Callback):
-    """One call of `fit`, its arguments checked. As a callback of its own it notes the plans."""
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        loader: Iterable[Any],
-        target_batch: int,
-        *,
-        epochs: int | None,
-        max_steps: int | None,
-        last_window: str,
-        callbacks: Sequence[Callback],
-        notices: Notices,
-    ) -> None:
-        self._step = step
-        self._loader = loader
-        self._target_batch = target_batch
-        self._epochs = epochs
-        self._max_steps = max_steps
-        self._last_window = last_window
-        self._callbacks = (self, *callbacks)
-        self._notices = notices
-        self._history: list[StepReport] = []
-        self._plans: list[tuple[int, Plan]] = []
-        self._evaluations: list[Evaluation] = []
-
-    def run(
-        self,
-        *,
-        micro_batch: int | str,
-        limit_bytes: int | None,
-        scheduler: Any,
-        scheduler_interval: str,
-        val_loader: Iterable[Any] | None,
-        evaluator: Evaluator | None,
-        started: float,
-    ) -> FitResult:
-        memory = self._step.memory
-        result = None
-        try:
-            self._tell_start()
-            windows = self._windows()
-            first = next(windows, None)
-            if first is None:
-                raise InvalidInputError(f"the loader gave no batch{self._dropped()}, so there is nothing to train on")
-            drop_old_gradients(self._step, self._notices)
-            found = self._probe(first, micro_batch, limit_bytes)
-            with ExitStack() as stack:
-                stack.enter_context(memory.limited(limit_bytes))
-                runner = Runner.of(
-                    self._step,
-                    self._first_plan(found, micro_batch),
-                    callbacks=self._callbacks,
-                    notices=self._notices,
-                    bytes_per_sample=None if found is None else found.bytes_per_sample,
-                )
-                for callback in self._callbacks:
-                    callback.on_plan(runner.plan, step=1, probe=found)
-                moves = _Scheduler(scheduler, scheduler_interval, runner.optimizer)
-                self._train(runner, first, windows, moves, val_loader, evaluator)
-            result = FitResult(
-                steps=len(self._history),
-                samples=sum(report.samples for report in self._history),
-                history=tuple(self._history),
-                plan=runner.plan,
-                plans=tuple(self._plans),
-                oom_events=runner.oom_events,
-                evaluations=tuple(self._evaluations),
-                elapsed_s=time.perf_counter() - started,
+        company = None
+        if ranks is not None:
+            alike = {
+                "target_batch": target_batch,
+                "last_window": last_window,
+                "shard": shard,
+                "shares": shares,
+                "epochs": epochs,
+                "max_steps": max_steps,
+                "clip_grad_norm": clip_grad_norm,
+                "loss_reduction": loss_reduction,
+                "batchnorm": batchnorm,
+                "lr_scaling": lr_scaling,
+                "base_batch": base_batch,
+                "checkpoint": saver is not None,
+                "val_loader": val_loader is not None,
+            }
+            company = _company(ranks, step, loader, alike, loss_scope=loss_scope, notices=notices)
+        part = target_batch if company is None else company.target_batch
+        training = Training(
+            step,
+            loader,
+            target_batch,
+            epochs=epochs,
+            max_steps=max_steps,
+            steps_per_epoch=_steps_per_epoch(loader, target_batch if shard else part, last_window),
+            last_window=last_window,
+            finding=Finding(
+                step,
+                part,
+                micro_batch=micro_batch,
+                probe=probe,
+                strategy=strategy or (None if options is None else "uniform"),
+                cache=PlanCache(notices) if cache else None,
+                limit_bytes=limit_bytes,
+                loss_scope=loss_scope,
+                forward=forward,
+                cap=cap,
+            ),
+            val_loader=val_loader,
+            metrics=metrics,
+            callbacks=(shown, *callbacks),
+            notices=notices,
+            saver=saver,
+            loss_scope=loss_scope,
+            batchnorm=batchnorm,
+            compiling=None if options is None else Compiling(model, options),
+            fallbacks=Fallbacks(step.objective.modules, fallbacks, memory),
+            company=company,
+        )
+        if lr_scaling is not None:
+            optimizers.scale_learning_rate(
+                step.optimizer,
+                lr_scaling,
+                target_batch=target_batch,
+                base_batch=base_batch,
+                notices=notices,
+                scheduler=scheduler,
             )
-        finally:
-            with ExitStack() as ends:  # every callback is told, also when one of them raises
-                for callback in reversed(self._callbacks):
-                    ends.callback(callback.on_fit_end, result)
-        return result
+        is_compiled = options is not None
+        with nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled):
+            return training.run(
+                limit_bytes=limit_bytes,
+                scheduler=scheduler,
+                scheduler_interval=scheduler_interval,
+                started=started,
+            )
 
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - as the base has it
-        """Note the plan."""
-        self._plans.append((step, plan))
 
-    def evaluation_ran_out(self, event: MemoryEvent) -> None:
-        """Tell the callbacks that memory ran out in an evaluation."""
-        for callback in self._callbacks:
-            callback.on_oom(event, step=len(self._history))
+def _company(
+    ranks: Ranks,
+    step: TrainingStep,
+    loader: Iterable[Any],
+    arguments: dict[str, Any],
+    *,
+    loss_scope: str,
+    notices: Notices,
+) -> Company:
+    """Begin a training with other processes: alike, and from the same weights.
 
-    def _tell_start(self) -> None:
-        steps = _steps_per_epoch(self._loader, self._target_batch, self._last_window)
-        for callback in self._callbacks:
-            callback.on_fit_start(epochs=self._epochs, max_steps=self._max_steps, steps_per_epoch=steps)
-
-    def _windows(self) -> Iterator[Window]:
-        """Yield an epoch's windows. An error of the loader arrives as it is: it is never the step's."""
-        # Worker processes are started by iter(), and would inherit the limit.
-        with self._step.memory.lifted():
-            batches = iter(self._loader)
-        return stream(batches, self._target_batch, last_window=self._last_window)
-
-    def _probe(self, first: Window, micro_batch: int | str, limit_bytes: int | None) -> ProbeResult | None:
-        if micro_batch != "auto":
-            return None
-        sizes = first.groups()
-        begin = sum(sizes[: (largest := sizes.index(max(sizes)))])
-        batch = first.cut(begin, begin + sizes[largest])
-        return probe(self._step, batch, first.samples, limit_bytes, self._tell_trial)
-
-    def _tell_trial(self, trial: Trial) -> None:
-        for callback in self._callbacks:
-            callback.on_trial(trial)
-
-    def _first_plan(self, found: ProbeResult | None, micro_batch: int | str) -> Plan:
-        most = micro_batch if found is None else found.micro_batch
-        assert isinstance(most, int)
-        return plan(self._target_batch, min(most, self._target_batch), trials=() if found is None else found.trials)
-
-    def _train(
-        self,
-        runner: Runner,
-        first: Window,
-        windows: Iterator[Window],
-        moves: _Scheduler,
-        val_loader: Iterable[Any] | None,
-        evaluator: Evaluator | None,
-    ) -> None:
-        epoch = 1
-        window: Window | None = first
-        while window is not None:
-            while window is not None:
-                report = runner.step(window)
-                # Let go of the window before the next one is loaded: large ones must not be held twice.
-                window = None
-                self._note(report, epoch)
-                moves.after(report)
-                if len(self._history) != self._max_steps:
-                    window = next(windows, None)
-            for callback in self._callbacks:
-                callback.on_epoch_end(epoch)
-            if evaluator is not None and val_loader is not None:
-                self._evaluate(evaluator, val_loader, moves, epoch=epoch, size=runner.plan.micro_batch)
-            moves.after_epoch()
-            if epoch == self._epochs or len(self._history) == self._max_steps:
-                return
-            epoch += 1
-            windows = self._windows()
-            window = next(windows, None)
-        self._notices.say(
-            f"the loader gave nothing in epoch {epoch}, so training ends there; a generator can be read only once, a "
-            "DataLoader or a list every epoch"
+    Raises:
+        InvalidInputError: Something differs, or cannot be done by several.
+    """
+    refuse_what_talks(step.objective.modules)
+    if loss_scope != "micro_batch":
+        raise InvalidInputError(
+            f"loss_scope={loss_scope!r} takes the loss over all of a window at once, of which each of {ranks.size} "
+            "ranks holds a part; train in one process"
         )
-
-    def _note(self, report: StepReport, epoch: int) -> None:
-        self._history.append(report)
-        if len(self._history) % _READ_EVERY == 0:
-            for earlier in self._history[-_READ_EVERY:]:
-                _ = earlier.loss, earlier.grad_norm
-        for callback in self._callbacks:
-            callback.on_step(report, epoch=epoch)
-
-    def _evaluate(
-        self, evaluator: Evaluator, val_loader: Iterable[Any], moves: _Scheduler, *, epoch: int, size: int
-    ) -> None:
-        # A loader draws a seed for its workers, and a model may draw in evaluation mode too.
-        before = RandomState(self._step.memory.device)
-        before.take()
-        with self._step.memory.lifted():
-            batches = iter(val_loader)
-        evaluation = evaluator.run(batches, trained_size=size)
-        before.put_back()
-        self._evaluations.append(evaluation)
-        for callback in self._callbacks:
-            callback.on_evaluation(evaluation, epoch=epoch, step=len(self._history))
-        moves.after_evaluation(evaluation)
-
-    def _dropped(self) -> str:
-        if self._last_window != "drop":
-            return ""
-        return f" or less than target_batch={self._target_batch} samples, which last_window='drop' leaves out"
-
-
-class _Scheduler:
-    """A learning-rate scheduler and when it moves."""
-
-    def __init__(self, scheduler: Any, interval: str, optimizer: torch.optim.Optimizer) -> None:
-        is_one = scheduler is None or hasattr(scheduler, "step")
-        self._scheduler = scheduler if is_one else scheduler(optimizer)
-        self._interval = interval
-        self._on_plateau = isinstance(self._scheduler, ReduceLROnPlateau)
-
-    def after(self, report: StepReport) -> None:
-        if self._interval == "step" and not report.skipped:
-            self._move()
-
-    def after_epoch(self) -> None:
-        if self._interval == "epoch":
-            self._move()
-
-    def after_evaluation(self, evaluation: Evaluation) -> None:
-        if self._on_plateau:
-            self._scheduler.step(evaluation.loss)
-
-    def _move(self) -> None:
-        if self._scheduler is not None and not self._on_plateau:
-            self._scheduler.step()
+    check_alike(ranks, step, arguments)
+    begin_alike(ranks, step, notices)
+    return Company(
+        ranks,
+        loader,
+        arguments["target_batch"],
+        last_window=arguments["last_window"],
+        shard=arguments["shard"],
+        shares=arguments["shares"],
+        notices=notices,
+    )
 
 
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:
@@ -397,20 +333,12 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
     return (1 if epochs is None else epochs), None
 
 
-def _check_micro_batch(micro_batch: int | str) -> None:
-    if isinstance(micro_batch, str) and micro_batch != "auto":
-        raise InvalidInputError(f"micro_batch={micro_batch!r} is unknown; pass 'auto' or a whole number of samples")
-    if micro_batch != "auto":
-        check_positive_int("micro_batch", micro_batch)
-
-
-def _check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | None) -> None:
-    if interval not in _INTERVALS:
-        raise InvalidInputError(f"scheduler_interval={interval!r} is unknown; choose 'step' or 'epoch'")
-    if scheduler is not None and not (hasattr(scheduler, "step") or callable(scheduler)):
-        raise InvalidInputError(f"scheduler={scheduler!r} has no step(), nor is it a function that makes one")
-    if isinstance(scheduler, ReduceLROnPlateau) and val_loader is None:
-        raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
+def _check_data(loader: Any, val_loader: Any, metrics: Any) -> None:
+    _check_iterable("loader", loader)
+    if val_loader is not None:
+        _check_iterable("val_loader", val_loader)
+    elif metrics is not None:
+        raise InvalidInputError("metrics= are for the evaluation of a val_loader=, and there is none; pass both")
 
 
 def _check_iterable(name: str, loader: Any) -> None:

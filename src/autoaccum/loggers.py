@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from os import SEEK_END
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,9 +131,12 @@ class JSONLinesLog(_OneStepLate):
     - "oom": step, phase, size, message
     - "epoch_end": epoch
     - "evaluation": epoch, step, loss, metrics, samples, elapsed_s
+    - "checkpoint": step, path
+    - "resume": step, epoch, path; steps beyond that one, in the lines before, are void: they are done again
     - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s
 
-    A number that is NaN or infinite is null.
+    A number that is NaN or infinite is null. A process that is killed can leave a last line that is cut short; the run
+    that goes on begins a line of its own.
 
     Args:
         path: The file; it is made, with its folder, where it is missing, and appended to where it is there.
@@ -153,6 +157,8 @@ class JSONLinesLog(_OneStepLate):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # It stays open over many calls; on_fit_end, which always comes, closes it.
             self._file = self.path.open("a", encoding="utf-8")
+            if _is_cut_short(self.path):
+                self._file.write("\n")
         except OSError as error:
             raise InvalidInputError(
                 f"the log {str(self.path)!r} cannot be opened for writing ({error.strerror}); "
@@ -180,6 +186,14 @@ class JSONLinesLog(_OneStepLate):
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
         """Write the evaluation."""
         self._write("evaluation", {"epoch": epoch, "step": step, **evaluation_record(evaluation)})
+
+    def on_checkpoint(self, path: Path, *, step: int) -> None:
+        """Write where it is."""
+        self._write("checkpoint", {"step": step, "path": str(path)})
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
+        """Write from which step on the lines before are void."""
+        self._write("resume", {"step": step, "epoch": epoch, "path": str(path)})
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the end and close the file."""
@@ -211,8 +225,16 @@ class JSONLinesLog(_OneStepLate):
         self._file.flush()
 
 
+def _is_cut_short(path: Path) -> bool:
+    """Whether the file's last line has no end."""
+    with path.open("rb") as file:
+        length = file.seek(0, SEEK_END)
+        file.seek(max(0, length - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
 class TensorBoardLog(_OneStepLate):
-    """Writes scalars for TensorBoard.
+    """Writes scalars for TensorBoard. Where training goes on from a checkpoint, what was beyond it is hidden.
 
     By step: "train/loss" (and "train/loss/NAME" where there are several), "train/grad_norm" where it is
     known, "train/samples_per_s", "memory/peak_bytes", "memory/oom_events", "plan/micro_batch"; at each
@@ -258,6 +280,12 @@ class TensorBoardLog(_OneStepLate):
         for name, value in evaluation.metrics.items():
             self._writer.add_scalar(f"evaluation/{name}", value, step)
 
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Begin another event file, with which TensorBoard hides what it has of later steps."""
+        self._held = None
+        self._writer.close()
+        self._writer = self._make_writer(str(self.log_dir), purge_step=step + 1)
+
     def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
         """Write the last step and close the event file."""
         if self._writer is None:
@@ -302,7 +330,7 @@ def _end_record(result: FitResult | None) -> dict[str, Any]:
     }
 
 
-def _summary_writer() -> Callable[[str], Any]:
+def _summary_writer() -> Callable[..., Any]:
     try:
         # Here rather than at the head of the file: TensorBoard is optional, and takes longer to import than
         # autoaccum.

@@ -1,15 +1,14 @@
 """What is minimised: how a batch goes through the model and the loss, and what its samples weigh.
 
 A micro-batch comes in, loss terms with their graphs come out; nothing is back-propagated here. How an unknown loss
-weighs its samples is found out here by running it on a handful of samples, without gradients and without a trace.
+weighs its samples is found out in `settling`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,31 +16,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import batches, oom, signals, weighting
+from autoaccum import weighting
 from autoaccum.errors import InvalidInputError
-from autoaccum.state import Mark, evaluation_mode
+from autoaccum.settling import Run, Settler
+from autoaccum.targets import is_pair, tallies_of
 from autoaccum.weighting import Over, Weighting
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from autoaccum.batches import Window
     from autoaccum.notices import Notices
+    from autoaccum.state import Mark
 
 Loss = Callable[..., Any]
 
-_PAIR = 2
 _LOSS = "loss"
-# Names under which mappings keep what a model's own loss compares with.
-_TARGET_WORDS = ("label", "target")
-# A loss is rebuilt from its parts up to rounding: of the mean itself, and of kernels that differ by batch size.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
-_HALF_TOLERANCE = 1e-2
-# Of candidates that fit, one is the better only if it is so by more than rounding.
-_CLEARLY = 4.0
-_ROUNDING = 1e-7
+# What parts of a window add up by: their samples, not at all, or the weight of a pair, which only its loss tells; else
+# the weight of the loss of that name.
+SAMPLES, SUM, PAIR = "", " sum", " pair"
 _BY_SAMPLES = Weighting(Over.SAMPLES)
-# Samples looked at for a choice in which the candidates differ, and windows tried until the best guess stands.
-_LOOKED_AT = 32
-_ATTEMPTS = 8
+# What weighs as a loss does that nothing is known of.
+_AS_USUAL = (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE)
 
 
 @dataclass(slots=True)
@@ -100,6 +96,9 @@ class Objective:
         loss_reduction: "mean" or "sum" where it should not be found out.
         notices: Where choices are said.
 
+    Attributes:
+        returns_pairs: Whether a loss has been a (sum, weight) pair so far.
+
     Raises:
         InvalidInputError: The arguments cannot be used.
     """
@@ -122,18 +121,20 @@ class Objective:
         self._forward = forward or self._by_convention
         self._notices = notices
         self._accepted = _accepted_names(model)
-        self._weightings: dict[str, Weighting] = {}
-        self._open: dict[str, list[Weighting]] = {}
-        self._attempts = 0
         self._default: Over | None = None
-        self._said = (
-            None if loss_reduction is None else Weighting(Over.SUM if loss_reduction == "sum" else Over.SAMPLES)
-        )
+        self.returns_pairs = False
+        self._said = None if loss_reduction is None else Weighting(Over.SUM if loss_reduction == "sum" else Over.OPAQUE)
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
         else:
             self.sources = (Source(self._forward_and_loss),)
+        self._settler = Settler(self, said=self._said, notices=notices)
         self._read_module(loss, loss_reduction)
+
+    @property
+    def loss(self) -> Loss | Sequence[Loss] | None:
+        """The loss that was given."""
+        return self._loss
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -156,155 +157,153 @@ class Objective:
             InvalidInputError: What came out is no loss.
         """
         raw, outputs = source.run(batch)
-        summed = self._said is not None and self._said.over is Over.SUM
-        return [_term(name, value, samples, summed=summed) for name, value in raw.items()], outputs
+        return self._terms(raw, samples), outputs
 
     def outputs(self, batch: Any) -> Any:
-        """Return the model's outputs for a batch, for metrics."""
+        """Return the model's outputs for a batch, without its loss."""
         return self._forward(self.model, batch)
+
+    def terms_of(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
+        """Return the loss terms of outputs that are there already; not for a list of losses, which make their own.
+
+        Args:
+            outputs: The model's outputs.
+            batch: What they were made from, on the device; of a pair only the targets are looked at.
+            samples: Its number of samples.
+
+        Raises:
+            InvalidInputError: What came out is no loss.
+        """
+        return self._terms(self._losses_of(outputs, batch), samples)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
+    @property
+    def takes_outputs(self) -> bool:
+        """Whether the loss is a function of outputs, whose rows it can be asked about without the model."""
+        return self._loss is not None and not isinstance(self._loss, list | tuple)
+
+    @property
+    def weighting_by_default(self) -> Weighting | None:
+        """What the loss that was chosen runs over, once it has run; None where none had to be chosen."""
+        return None if self._default is None else Weighting(self._default)
+
+    @property
+    def of_unknown_weight(self) -> list[str]:
+        """Names of the losses that weigh by samples only because what they run over could not be found out."""
+        if self._said is not None:
+            return []
+        return [name for name, how in self._settler.known.items() if how.over is Over.OPAQUE]
+
     def weighting(self, name: str) -> Weighting:
         """What the loss of this name runs over, as far as is known; samples where nothing is."""
-        return self._weightings.get(name, self._said or Weighting(Over.SAMPLES))
+        return self._settler.known.get(name, self._said or _BY_SAMPLES)
 
-    def factors(self, window: Window, sizes: Sequence[int]) -> list[Factors]:
+    def factors(
+        self,
+        window: Window,
+        sizes: Sequence[int],
+        totals: Mapping[str, float] | None = None,
+        *,
+        is_part: bool = False,
+    ) -> list[Factors]:
         """Return for each micro-batch what its losses are to be multiplied by.
 
+        A micro-batch's factors are the same to the last bit however the rest of the window is cut.
+
+        Args:
+            window: The samples.
+            sizes: The micro-batches in which they are cut.
+            totals: `weights` of the window of which these samples are a part; None where only these count.
+            is_part: Whether they are a part, whose losses are to be weighed among those of others afterwards.
+
         Raises:
-            InvalidInputError: No target of the window counts.
+            InvalidInputError: No target of the window counts, and it is no part.
         """
-        alone = len(sizes) == 1
-        usual = self._shares(self._said or _BY_SAMPLES, window, sizes)
+        alone = len(sizes) == 1 and not is_part
+        usual_total = None if totals is None else totals[SAMPLES]
+        usual = weighting.shares(self._said or _BY_SAMPLES, sizes, window.samples, usual_total)
         factors = [Factors(share, 1.0 / window.samples, alone) for share in usual]
-        for name, how in self._weightings.items():
-            if how.over in (Over.PAIR, Over.VECTOR, Over.SAMPLES):
+        for name, how in self._settler.known.items():
+            if how.over in _AS_USUAL and not how.void:
                 continue
-            for micro, share in zip(factors, self._shares(how, window, sizes), strict=True):
+            tallies = tallies_of(how, window, sizes, in_full=totals is not None)
+            total = None if totals is None else totals.get(name)
+            if totals is None and is_part:
+                # Of an unknown weight all samples are counted, also those of which none counts.
+                total = float(window.samples) if how.over is Over.OPAQUE else how.worth(sum(tallies))
+            shares = weighting.shares(how, tallies, window.samples, total)
+            for micro, share in zip(factors, shares, strict=True):
                 micro.named[name] = share
         return factors
 
+    def weights(self, window: Window) -> dict[str, float]:
+        """Return what the samples of a window weigh: how many they are, and for each loss that weighs otherwise."""
+        found = {SAMPLES: float(window.samples)}
+        for name, how in self._settler.known.items():
+            if (how.over in _AS_USUAL and not how.void) or how.over is Over.SUM or not window.samples:
+                continue
+            # Of an unknown weight all samples are counted, as in one process.
+            is_guess = how.over is Over.OPAQUE
+            found[name] = how.worth(
+                window.samples if is_guess else tallies_of(how, window, [window.samples], in_full=True)[0]
+            )
+        return found
+
+    @property
+    def common_weight(self) -> str | None:
+        """By which of `weights` parts of a window add up, where that is one for all losses; None where it is not."""
+        known = self._settler.known
+        names = {
+            SAMPLES if how.over in _AS_USUAL and not how.void else SUM if how.over is Over.SUM else name
+            for name, how in known.items()
+        }
+        pairs = [name for name, how in known.items() if how.over is Over.PAIR]
+        if pairs:
+            return PAIR if len(known) == 1 else None
+        if not known:
+            return SUM if self._said is not None and self._said.over is Over.SUM else SAMPLES
+        return names.pop() if len(names) == 1 else None
+
+    @property
+    def knowledge(self) -> dict[str, tuple[Weighting, int]]:
+        """What is known of each loss, with how much was ruled out for it."""
+        return self._settler.knowledge
+
+    def adopt(self, known: Mapping[str, Weighting]) -> None:
+        """Take over what another process of the same training knows."""
+        self._settler.known = {**self._settler.known, **known}
+
     def mixes_pairs(self) -> bool:
         """Whether, as far as is known, some but not all of the losses are (sum, weight) pairs, or several are."""
-        return len(self._weightings) > 1 and any(how.over is Over.PAIR for how in self._weightings.values())
+        known = self._settler.known.values()
+        return len(known) > 1 and any(how.over is Over.PAIR for how in known)
 
-    def settle(self, window: Window, sizes: Sequence[int], place: Callable[[Any], Any], mark: Mark) -> None:
+    def settle(
+        self,
+        window: Window,
+        sizes: Sequence[int],
+        place: Callable[[Any], Any],
+        mark: Mark,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         """Find out, where it matters and is not known, what the losses run over.
 
-        An unknown loss is run on one sample, on two others and on the three together, in evaluation mode and without
-        gradients; `mark` puts back what that moved. Where the samples at hand cannot tell two candidates apart (no
-        padding yet) the question stays open until a window comes in which they differ.
+        An unknown loss is run on a few samples and on parts of them, in evaluation mode and without gradients. Where
+        the samples at hand cannot tell two candidates apart (no padding yet) the question stays open until a window
+        comes in which they differ.
 
         Args:
             window: Samples to try it on.
             sizes: The micro-batches in which the window will be cut.
             place: Moves a batch to the device.
             mark: Taken and put back here.
+            autocast: In which the model runs where it does not without.
+
+        Raises:
+            InvalidInputError: A pair that a loss returned is no (sum, weight).
         """
-        while self._must_ask(window, sizes):
-            self._attempts += 1
-            mark.take()
-            try:
-                with evaluation_mode(self.modules), torch.no_grad():
-                    self._ask(_telling_samples(window, self._attempts), place)
-            except Exception as error:
-                # A model may give no loss in evaluation mode (torchvision's detectors give boxes): no reason to stop.
-                # Nor is lack of memory, where only one or two samples fit.
-                if oom.is_device_lost(error):
-                    raise
-                self._give_up(oom.first_line(error))
-                oom.let_go(error)
-            finally:
-                with signals.held():
-                    mark.put_back()
-        if self._open and self._attempts >= _ATTEMPTS:
-            self._notices.say(
-                f"loss {', '.join(map(repr, self._open))}: what it runs over cannot be told for sure from what was "
-                f"seen; taken as {', '.join(self.weighting(name).over.value for name in self._open)}. "
-                "loss_reduction= or a (sum, weight) pair says it exactly"
-            )
-
-    def _must_ask(self, window: Window, sizes: Sequence[int]) -> bool:
-        if self._attempts >= _ATTEMPTS:
-            return False
-        if not self._weightings and not self._open:
-            # Uncut, every loss is its own window's; all that could matter is whether anything counts.
-            return len(sizes) > 1 or not _all_count(window)
-        return any(_differ(found, window, sizes) for found in self._open.values())
-
-    def _ask(self, sample: Any, place: Callable[[Any], Any]) -> None:
-        parts = [batches.chosen(sample, [0])]
-        rest = batches.count(sample) - 1
-        if rest:
-            parts.append(batches.chosen(sample, range(1, 1 + rest)))
-        whole = self._raw(place(batches.copied(sample)), 1 + rest)
-        if self._default is not None:
-            self._know(_LOSS, Weighting(self._default))
-            return
-        pieces = [self._raw(place(batches.copied(part)), batches.count(part)) for part in parts]
-        for name, term in whole.items():
-            if term.over is not None:
-                self._know(name, Weighting(term.over))
-            elif self._said is not None:
-                self._know(name, self._said)
-            elif len(parts) == _PAIR:
-                self._compare(name, term, [piece[name] for piece in pieces if name in piece], parts)
-
-    def _compare(self, name: str, whole: Term, pieces: Sequence[Term], parts: Sequence[Any]) -> None:
-        targets = [target_tensors(part) for part in parts]
-        if name not in self._open:
-            self._open[name] = weighting.candidates(targets[0])
-        values = [float(piece.value) for piece in pieces]
-        if len(values) != len(parts):
-            self._cannot_tell(name)
-            return
-        if not math.isfinite(float(whole.value)):
-            return
-        tolerance = _TOLERANCE.get(whole.value.dtype, _HALF_TOLERANCE)
-        misfits = {}
-        for how in self._open[name]:
-            weights = [how.weigh(batches.count(part), named) for part, named in zip(parts, targets, strict=True)]
-            misfits[how] = weighting.misfit(how, float(whole.value), values, weights)
-        fitting = [how for how, off in misfits.items() if off <= tolerance]
-        if not fitting:
-            self._cannot_tell(name)
-            return
-        self._open[name] = [how for how in self._open[name] if how in fitting]
-        # Candidates that fit alike give the same answer for samples like these; the best fit stands until they differ,
-        # and of equals the one that is right with padding too.
-        best = min(misfits[how] for how in fitting)
-        equals = [how for how in fitting if misfits[how] <= _CLEARLY * best + _ROUNDING]
-        self._know(name, min(equals, key=lambda how: how.over in (Over.SUM, Over.SAMPLES)), say=len(fitting) == 1)
-        if len(fitting) == 1:
-            self._open.pop(name)
-
-    def _cannot_tell(self, name: str) -> None:
-        self._open.pop(name, None)
-        self._know(name, Weighting(Over.SAMPLES))
-        self._notices.say(
-            f"loss {name!r}: what it runs over could not be found out (batch-coupled, random in evaluation mode, or "
-            "not there for every sample); micro-batches weigh by their samples. A (sum, weight) pair or "
-            "loss_reduction= says it exactly"
-        )
-
-    def _raw(self, batch: Any, samples: int) -> dict[str, Term]:
-        return {term.name: term for source in self.sources for term in self.terms(source, batch, samples)[0]}
-
-    def _shares(self, how: Weighting, window: Window, sizes: Sequence[int]) -> list[float]:
-        return weighting.shares(how, weights_of(how, window, sizes))
-
-    def _know(self, name: str, how: Weighting, *, say: bool = False) -> None:
-        self._weightings[name] = how
-        if say and self._said is None:
-            self._notices.say(f"loss {name!r} is {how.over.value} (found out from a few samples)")
-
-    def _give_up(self, why: str) -> None:
-        self._attempts = _ATTEMPTS
-        self._notices.say(
-            f"what the loss runs over could not be found out in evaluation mode ({why}); micro-batches weigh by their "
-            "samples. A (sum, weight) pair or loss_reduction= says it exactly"
-        )
+        self._settler.settle(window, sizes, Run(self, place, mark, autocast))
 
     def _read_module(self, loss: Any, loss_reduction: str | None) -> None:
         how = weighting.of_loss_module(loss)
@@ -315,7 +314,7 @@ class Objective:
                 f"loss_reduction={loss_reduction!r} contradicts the loss, a {type(loss).__name__} with "
                 f"reduction={loss.reduction!r}; leave loss_reduction out"
             )
-        self._know(_LOSS, how)
+        self._settler.known[_LOSS] = how
 
     # --- calling the model and the loss -------------------------------------------------------------------------------
 
@@ -339,6 +338,9 @@ class Objective:
 
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
         outputs = self._forward(self.model, batch)
+        return self._losses_of(outputs, batch), outputs
+
+    def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
         if self._loss is None:
             raw = self._own_or_default(outputs, batch)
         elif is_pair(batch):
@@ -347,7 +349,13 @@ class Objective:
             raw = self._loss(outputs, batch[1])  # type: ignore[operator]
         else:
             raw = self._loss_of_batch(outputs, batch)
-        return (dict(raw) if isinstance(raw, Mapping) else {_LOSS: raw}), outputs
+        return dict(raw) if isinstance(raw, Mapping) else {_LOSS: raw}
+
+    def _terms(self, raw: Mapping[str, Any], samples: int) -> list[Term]:
+        summed = self._said is not None and self._said.over is Over.SUM
+        terms = [_term(name, value, samples, summed=summed) for name, value in raw.items()]
+        self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
+        return terms
 
     def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
         if weighting.of_loss_module(self._loss) is not None:
@@ -380,38 +388,17 @@ class Objective:
         return model(batch)
 
 
-def is_pair(batch: Any) -> bool:
-    """Whether a batch is (inputs, targets)."""
-    return isinstance(batch, tuple | list) and len(batch) == _PAIR
+def check_graph(total: Tensor, names: Iterable[str]) -> None:
+    """Refuse a loss that no gradient can be taken of.
 
-
-def target_tensors(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors in a batch that are targets, by name."""
-    return {str(name): value for name, value in _named_targets(batch) if isinstance(value, Tensor) and value.dim()}
-
-
-def _named_targets(batch: Any) -> Iterable[tuple[Any, Any]]:
-    if not is_pair(batch):
-        items = batch.items() if isinstance(batch, Mapping) else ()
-        return [(name, value) for name, value in items if any(word in str(name) for word in _TARGET_WORDS)]
-    targets = batch[1]
-    if isinstance(targets, Mapping):
-        return targets.items()
-    return enumerate(targets) if isinstance(targets, list | tuple) else [("", targets)]
-
-
-def weights_of(how: Weighting, window: Window, sizes: Sequence[int]) -> list[float]:
-    """Return what each micro-batch of a cut weighs."""
-    if not how.needs_targets:
-        return [float(size) for size in sizes]
-    if len(window.groups()) == 1 and all(how.counts_all(target_tensors(part)) for part in window):
-        return [float(size) for size in sizes]  # the usual case, and far cheaper: all samples weigh the same
-    weights, start = [], 0
-    for size in sizes:
-        parts = window.parts(start, start + size)
-        weights.append(sum(how.weigh(samples, target_tensors(part)) for part, samples in parts))
-        start += size
-    return weights
+    Raises:
+        InvalidInputError: It has no graph.
+    """
+    if not total.requires_grad:
+        raise InvalidInputError(
+            f"loss {'+'.join(names)!r} has no gradient: it does not depend on a parameter that needs one; look for "
+            ".detach(), .item() or torch.no_grad() on the way"
+        )
 
 
 def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
@@ -430,7 +417,7 @@ def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
             name,
             total.sum(),
             Over.PAIR,
-            weight.detach().sum() if isinstance(weight, Tensor) else float(weight),
+            weighting.weight_of_pair(name, weight),
         )
     raise InvalidInputError(
         f"loss {name!r} is {_describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
@@ -498,64 +485,3 @@ def _accepted_names(model: nn.Module) -> set[str] | None:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return {parameter.name for parameter in parameters}
-
-
-def _differ(candidates: Sequence[Weighting], window: Window, sizes: Sequence[int]) -> bool:
-    """Whether it matters for this cut which of the candidates is the right one."""
-    if len(sizes) > 1 and len({how.over is Over.SUM for how in candidates}) > 1:
-        return True
-    cuts = [weights_of(how, window, sizes) for how in candidates if how.over is not Over.SUM]
-    totals = [sum(weights) for weights in cuts]
-    return not all(totals) or any(
-        not math.isclose(mine / totals[0], theirs / total, rel_tol=1e-9)
-        for weights, total in zip(cuts, totals, strict=True)
-        for mine, theirs in zip(cuts[0], weights, strict=True)
-    )
-
-
-def _all_count(window: Window) -> bool:
-    return all(
-        Weighting(Over.COUNTED).counts_all({name: targets})
-        for batch in window
-        for name, targets in target_tensors(batch).items()
-    )
-
-
-def _telling_samples(window: Window, attempt: int) -> Any:
-    """Choose up to three samples that stand in one batch: one in which few targets count, one of many, one of none.
-
-    With the first alone and the others together, every candidate gives another answer (where the samples can tell). A
-    later attempt chooses by chance, but the same in every run.
-    """
-    groups = window.groups()
-    largest = max(range(len(groups)), key=groups.__getitem__)
-    start = sum(groups[:largest])
-    looked_at = window.cut(start, start + min(groups[largest], _LOOKED_AT))
-    counts = _counts(looked_at)
-    if attempt > 1:
-        any_three = random.Random(attempt).sample(range(len(counts)), min(len(counts), 3))  # noqa: S311 - no secret
-        return batches.chosen(looked_at, any_three)
-    rarity = _frequencies(looked_at, len(counts))
-    by_count = sorted(range(len(counts)), key=lambda index: (counts[index], rarity[index]))
-    counting = [index for index in by_count if counts[index]] or by_count
-    telling = dict.fromkeys([counting[0], counting[-1], by_count[0], by_count[-2:][0]])
-    return batches.chosen(looked_at, list(telling)[:3])
-
-
-def _frequencies(batch: Any, samples: int) -> list[int]:
-    """Return for each sample how often its class occurs in the batch: class weights show only between classes."""
-    for targets in target_tensors(batch).values():
-        if not targets.is_floating_point() and targets.dim() == 1:
-            _, which, often = torch.unique(targets.cpu(), return_inverse=True, return_counts=True)
-            return often[which].tolist()  # type: ignore[no-any-return]
-    return [0] * samples
-
-
-def _counts(batch: Any) -> list[int]:
-    """Return for each sample how many of its targets count, with and without the shift by one."""
-    counts = torch.zeros(batches.count(batch), dtype=torch.long)
-    for targets in target_tensors(batch).values():
-        if not targets.is_floating_point():
-            counting = (targets != weighting.IGNORE_INDEX).reshape(len(targets), -1).cpu()
-            counts += counting.sum(1) + counting[:, 1:].sum(1)
-    return counts.tolist()

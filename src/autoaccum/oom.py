@@ -206,10 +206,10 @@ def is_oom(exception: BaseException) -> bool:
     """Return whether the exception says that memory ran out.
 
     True for torch.OutOfMemoryError, MemoryError and OSError with ENOMEM; for a RuntimeError
-    (torch.AcceleratorError is one) with a message from the table `OOM_SIGNS`; and for an exception that was
-    raised *from* one of these, as wrappers around a step do. An exception that was merely raised while
-    another was handled (`__context__`) is a failure of its own. What autoaccum raises itself is a conclusion
-    already drawn, never lack of memory.
+    (torch.AcceleratorError is one) with a message from the table `OOM_SIGNS`; for a group of nothing else; and for an
+    exception that was raised *from* one of these, as wrappers around a step do. An exception that was merely
+    raised while another was handled (`__context__`) is a failure of its own. What autoaccum raises itself is a
+    conclusion already drawn, never lack of memory.
 
     Args:
         exception: Any exception.
@@ -290,6 +290,8 @@ def _causes(exception: BaseException) -> Iterator[BaseException]:
 def _says_oom(exception: BaseException) -> bool:
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(exception, BaseExceptionGroup):  # of losses or parts that run side by side
+        return all(map(is_oom, exception.exceptions))
     if isinstance(exception, OSError):
         return exception.errno == errno.ENOMEM
     return _shows(exception, OOM_SIGNS)

@@ -1,11 +1,12 @@
 """How many samples go through the device at once: target and limit in, a cut out. Pure arithmetic, no torch.
 
 A cut is a tuple of micro-batch sizes in the order in which they run. Every cut gives the same gradient, so a planner
-chooses by memory and time alone.
+chooses by memory and time alone. It measures nothing itself.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from autoaccum.errors import InvalidInputError
@@ -16,12 +17,16 @@ if TYPE_CHECKING:
 
     from autoaccum.records import Trial
 
-STRATEGIES = ("balanced",)
+STRATEGIES = ("balanced", "uniform", "greedy", "fastest")
 
 # After a failure the number of micro-steps grows by at least this factor, so that even a device that is suddenly
 # almost full is reached in a logarithmic number of attempts. At small counts the next cut is simply one step longer:
 # 100 goes 2 x 50, 3 x 34, 4 x 25, and so loses less than halving does.
 GROWTH_AFTER_FAILURE = 1.25
+# A single size is worth at most this many times the fewest micro-steps; 101 with at most 50 would be 101 x 1.
+MOST_STEPS_FOR_EQUAL_SIZES = 2
+# Times of single trials say no more than this; where two cuts differ by less, the one with less memory is taken.
+EQUALLY_FAST = 0.01
 
 
 def plan(
@@ -30,27 +35,58 @@ def plan(
     *,
     strategy: str = "balanced",
     trials: Iterable[Trial] = (),
+    multiple_of: int = 1,
 ) -> Plan:
     """Cut a window of `target_batch` samples into micro-batches of at most `max_micro_batch`.
 
     Args:
         target_batch: Samples an optimizer update is made from.
         max_micro_batch: The most samples that the device bears at once.
-        strategy: "balanced": as few micro-batches as possible, their sizes differing by at most one, the larger ones
-            first; 100 with at most 37 is (34, 33, 33).
+        strategy: How to cut:
+
+            - "balanced": as few micro-batches as possible, their sizes differing by at most one, the larger ones
+              first; 100 with at most 37 is (34, 33, 33).
+            - "uniform": one size only where that takes at most twice the fewest micro-batches, for torch.compile and
+              CUDA graphs; 100 with at most 37 is (25, 25, 25, 25). Else the fewest, all equal but a shorter last
+              one; 101 with at most 50 is (34, 34, 33).
+            - "greedy": as large as possible, the rest last; 100 with at most 37 is (37, 37, 26).
+            - "fastest": the balanced cut that takes the least time by what the trials took; as "balanced" where
+              fewer than two sizes were timed. Within 1 % the smaller micro-batch is taken, but none smaller than
+              the smallest that was timed, unless the fewest micro-batches are.
         trials: What the probe saw; no size from the smallest failed trial on is planned.
+        multiple_of: Sizes that the hardware likes, such as multiples of 8 in half precision: as many sizes as
+            possible are multiples of it where that takes no micro-batch more. Equal sizes stay equal.
 
     Raises:
         InvalidInputError: A number is not a positive int, the strategy is unknown, or a trial of one sample failed.
     """
     check_positive_int("target_batch", target_batch)
     check_positive_int("max_micro_batch", max_micro_batch)
-    if strategy not in STRATEGIES:
-        raise InvalidInputError(f"strategy={strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+    check_positive_int("multiple_of", multiple_of)
+    _check_strategy(strategy)
+    trials = tuple(trials)
     smallest_failed = min((trial.size for trial in trials if not trial.fits), default=max_micro_batch + 1)
     if smallest_failed == 1:
         raise InvalidInputError("a trial with one sample did not fit, so there is nothing to plan; see DoesNotFitError")
-    return Plan(target_batch, balanced(target_batch, min(max_micro_batch, smallest_failed - 1)))
+    most = min(max_micro_batch, smallest_failed - 1)
+    times = _times(trial for trial in trials if trial.size <= most) if strategy == "fastest" else {}
+    if len(times) > 1:
+        return Plan(target_batch, _fastest(target_batch, most, times, multiple_of))
+    return Plan(target_batch, cut(target_batch, most, strategy, multiple_of))
+
+
+def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple_of: int = 1) -> tuple[int, ...]:
+    """Cut a run of samples as `plan` does, without trials; so "fastest" is as "balanced".
+
+    Raises:
+        InvalidInputError: The strategy is unknown.
+    """
+    _check_strategy(strategy)
+    if strategy == "uniform":
+        return _uniform(samples, max_micro_batch, multiple_of)
+    if strategy == "greedy":
+        return _greedy(samples, max_micro_batch, multiple_of)
+    return _even(samples, -(-samples // max_micro_batch), max_micro_batch, multiple_of)
 
 
 def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
@@ -79,6 +115,120 @@ def shrink(samples: int, failed_size: int) -> int | None:
     return max(1, min(-(-samples // steps), failed_size - 1))
 
 
+def _check_strategy(strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        raise InvalidInputError(f"strategy={strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+
+
 def _split(samples: int, parts: int) -> tuple[int, ...]:
     small, larger_ones = divmod(samples, parts)
     return (small + 1,) * larger_ones + (small,) * (parts - larger_ones)
+
+
+def _even(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, ...]:
+    """Split into `parts` of at most `most`, as many as possible multiples, else as even as possible, larger first."""
+    if multiple_of == 1 or multiple_of > most:
+        return _split(samples, parts)
+    others, fewest, highest = _multiples(samples, parts, most, multiple_of)
+    exact = parts - others
+    if exact == 0:
+        return _split(samples, parts)
+    if others == 0:
+        return tuple(multiple_of * size for size in _split(highest, exact))
+    # Sizes even out where each is near samples / parts. One multiple more or less for every part is far enough to
+    # look: beyond that the larger ones only get larger.
+    middle = min(max(exact * samples // (parts * multiple_of), fewest), highest)
+    candidates = range(max(fewest, middle - 2 * exact), min(highest, middle + 2 * exact) + 1)
+
+    def unevenness(count: int) -> tuple[int, int]:
+        rest = samples - multiple_of * count
+        largest = max(multiple_of * -(-count // exact), -(-rest // others))
+        return largest, -min(multiple_of * (count // exact), rest // others)
+
+    count = min(candidates, key=unevenness)
+    sizes = [multiple_of * size for size in _split(count, exact)]
+    return tuple(sorted([*sizes, *_split(samples - multiple_of * count, others)], reverse=True))
+
+
+def _multiples(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, int, int]:
+    """Return how many of the parts cannot be multiples, and the least and the most that the others may hold.
+
+    What they hold is counted in multiples, all of them together.
+    """
+    for others in range(parts):
+        exact = parts - others
+        fewest = max(exact, -(-(samples - others * most) // multiple_of))
+        highest = min(exact * (most // multiple_of), (samples - others) // multiple_of)
+        if fewest <= highest and (others or samples % multiple_of == 0):
+            return others, fewest, highest
+    return parts, 0, 0
+
+
+def _uniform(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
+    fewest = -(-samples // most)
+    for parts in range(fewest, min(samples, MOST_STEPS_FOR_EQUAL_SIZES * fewest) + 1):
+        if samples % parts == 0:
+            return (samples // parts,) * parts
+    # The smallest size that takes no step more: the last is then nearest to the others. There are at least two parts,
+    # because one part alone is equal to itself.
+    size = -(-samples // fewest)
+    rounded = -(-size // multiple_of) * multiple_of
+    if rounded <= most and rounded * (fewest - 1) < samples:
+        size = rounded
+    return (size,) * (fewest - 1) + (samples - size * (fewest - 1),)
+
+
+def _greedy(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
+    rounded = most // multiple_of * multiple_of
+    size = rounded if rounded and -(-samples // rounded) == -(-samples // most) else most
+    full, rest = divmod(samples, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
+def _times(trials: Iterable[Trial]) -> dict[int, float]:
+    """Return seconds by size, smallest size first, from trials that fit; empty where nothing was timed.
+
+    Trials only ever take too long, never too little: so of several with one size the quickest counts, and no size
+    takes longer than a larger one. The very first warms up the device, and counts only where there are just two sizes.
+    """
+    timed = [trial for trial in trials if trial.fits and 0 < trial.elapsed_s < math.inf]
+    if len({trial.size for trial in timed[1:]}) > 1:
+        del timed[0]
+    times: dict[int, float] = {}
+    quickest = math.inf
+    for trial in sorted(timed, key=lambda trial: trial.size, reverse=True):
+        quickest = min(quickest, trial.elapsed_s)
+        times[trial.size] = quickest
+    return dict(reversed(times.items()))
+
+
+def _predict(size: int, times: dict[int, float]) -> float:
+    """Return the seconds that a size will take, on a line between the two timed sizes around it.
+
+    Outside the timed sizes it is on the line through the nearest two; but below the smallest no sample is cheaper
+    than there, so that no gain is assumed that was not seen.
+    """
+    sizes = list(times)
+    above = next((index for index, timed in enumerate(sizes) if timed >= size), len(sizes) - 1)
+    left, right = sizes[max(0, above - 1)], sizes[max(1, above)]
+    on_line = times[left] + (times[right] - times[left]) * (size - left) / (right - left)
+    return max(on_line, times[left] * size / left) if size < left else on_line
+
+
+def _fastest(samples: int, most: int, times: dict[int, float], multiple_of: int) -> tuple[int, ...]:
+    """Return the even cut with the least predicted time; where several are within 1 %, the one of least memory."""
+    fewest = -(-samples // most)
+    # Between two numbers of steps that change the largest size, the time is a line over the steps: its ends suffice.
+    first_of_each = {-(-samples // size) for size in range(next(iter(times)), most + 1)}
+    counts = {steps for first in first_of_each for steps in (first - 1, first) if steps >= fewest}
+    seconds = {steps: _predict_even(samples, steps, times) for steps in sorted(counts)}
+    enough = min(seconds.values()) * (1 + EQUALLY_FAST)
+    near = [steps for steps in seconds if seconds[steps] <= enough]
+    steps = min(near, key=lambda steps: (-(-samples // steps), seconds[steps]))
+    return _even(samples, steps, most, multiple_of)
+
+
+def _predict_even(samples: int, steps: int, times: dict[int, float]) -> float:
+    small, larger_ones = divmod(samples, steps)
+    seconds = (steps - larger_ones) * _predict(small, times)
+    return seconds + larger_ones * _predict(small + 1, times) if larger_ones else seconds

@@ -57,7 +57,7 @@ def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices)
     """
     if name not in PRECISIONS:
         raise InvalidInputError(f"precision={name!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
-    own = _own_half_type(model)
+    own = own_half_type(model)
     if own is not None:
         # Casting and scaling are for fp32 parameters: a scaler refuses fp16 gradients.
         notices.say(f"precision: {own}, in which the model's parameters are already")
@@ -68,7 +68,8 @@ def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices)
     return Precision(name, device)
 
 
-def _own_half_type(model: nn.Module) -> str | None:
+def own_half_type(model: nn.Module) -> str | None:
+    """Return the half precision in which all of a model's parameters are; None where they are not."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return _NAMES.get(dtypes.pop()) if len(dtypes) == 1 else None
 

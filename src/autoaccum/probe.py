@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from autoaccum import devices, signals
 from autoaccum.batches import count
 from autoaccum.errors import DoesNotFitError
-from autoaccum.memory.limits import format_bytes, parse_limit
+from autoaccum.fallback import ways_left
+from autoaccum.memory.limits import describe_neighbours, format_bytes, parse_limit
 from autoaccum.notices import Notices
 from autoaccum.records import ProbeResult, check_positive_int
+from autoaccum.scope import WholeWindow, check_loss_scope
 from autoaccum.search import line_through, next_size
-from autoaccum.state import Snapshot
+from autoaccum.state import Mark, Snapshot
 from autoaccum.step import assemble
 from autoaccum.trial import Trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import nn
 
     from autoaccum.memory.base import MemoryBackend
@@ -39,6 +43,7 @@ def find_micro_batch(
     memory_limit: float | str | None = None,
     max_micro_batch: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    loss_scope: str = "micro_batch",
 ) -> ProbeResult:
     """Find the largest micro-batch with which a whole training step fits.
 
@@ -56,6 +61,7 @@ def find_micro_batch(
         memory_limit: As for `fit`.
         max_micro_batch: The largest size of interest; None means the batch's own length.
         forward: As for `fit`.
+        loss_scope: As for `fit`. With "window", `max_micro_batch` samples are the window over which the loss is taken.
 
     Returns:
         The largest size that was tried and fits, and every trial.
@@ -63,8 +69,10 @@ def find_micro_batch(
     Raises:
         InvalidInputError: An argument cannot be used.
         DoesNotFitError: Not even one sample fits.
+        DeviceLostError: The device can no longer be used by this process.
     """
     notices = Notices()
+    check_loss_scope(loss_scope)
     samples = count(batch)
     largest = samples if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     memory = devices.resolve(device, model, notices)
@@ -80,7 +88,7 @@ def find_micro_batch(
         clip_grad_norm=None,
         notices=notices,
     )
-    return probe(step, batch, largest, limit_bytes)
+    return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
 
 
 def probe(
@@ -89,6 +97,9 @@ def probe(
     max_micro_batch: int,
     limit_bytes: int | None,
     on_trial: Callable[[Trial], None] = lambda _: None,
+    *,
+    loss_scope: str = "micro_batch",
+    begins_with: int | None = None,
 ) -> ProbeResult:
     """Search on a training step that is put together already; the limit holds for the search alone.
 
@@ -98,22 +109,28 @@ def probe(
         max_micro_batch: The largest size of interest.
         limit_bytes: In the memory backend's terms; None for what there is.
         on_trial: Called after each trial.
+        loss_scope: "window": the loss is taken over a window of `max_micro_batch` samples at once.
+        begins_with: A size that an earlier search has answered: if it fits, that is the answer.
 
     Raises:
-        InvalidInputError: The limit cannot be set.
+        InvalidInputError: The limit cannot be set, or the loss cannot be taken over a window.
         DoesNotFitError: Not even one sample fits.
+        DeviceLostError: The device can no longer be used by this process.
     """
     memory = step.memory
+    modules = step.objective.modules
+    whole = WholeWindow(step, Mark(modules, memory.device)) if loss_scope == "window" else None
     # Before the limit begins: what is set aside is not the step's.
-    snapshot = Snapshot(step.objective.modules, step.optimizer, memory.device, step.precision.scaler)
+    snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler)
     step.clear_gradients()
-    try:
-        with memory.limited(limit_bytes):
-            return _search(step, batch, max_micro_batch, limit_bytes, on_trial)
-    finally:
-        with signals.held():
-            step.abandon()
-            snapshot.put_back()
+    with devices.failures_told(memory, "the search for a micro-batch"):
+        try:
+            with memory.limited(limit_bytes):
+                return _search(step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with)
+        finally:
+            with signals.held():
+                step.abandon()
+                snapshot.put_back()
 
 
 def _search(
@@ -122,16 +139,28 @@ def _search(
     max_micro_batch: int,
     limit_bytes: int | None,
     on_trial: Callable[[Trial], None],
+    whole: WholeWindow | None,
+    begins_with: int | None,
 ) -> ProbeResult:
-    memory = step.memory
-    now = memory.reading()
-    reachable = now.limit_bytes if now.limit_bytes is not None else now.used_bytes + now.free_bytes
-    running = Trials(step, batch)
+    running = Trials(step, batch, whole, max_micro_batch)
     trials: list[Trial] = []
-    while (size := next_size(trials, max_micro_batch, reachable)) is not None:
-        line = line_through(trials)
+    confirms = begins_with is not None and begins_with <= max_micro_batch
+
+    def growing() -> list[Trial]:
+        # Where an update takes more than a small micro-batch, all small ones have its peak, and no line.
+        return [
+            replace(trial, peak_bytes=running.growing_bytes[trial.size]) if trial.fits else trial for trial in trials
+        ]
+
+    def next_one() -> int | None:
+        if confirms and (not trials or trials[-1].fits) and len(trials) <= 1:
+            return None if trials else begins_with
+        return next_size(growing(), max_micro_batch, running.reachable_bytes)
+
+    while (size := next_one()) is not None:
+        line = line_through(growing())
         try:
-            trials.append(running.run(size, expected_bytes=0 if line is None else int(line.bytes_per_sample * size)))
+            trials.append(running.run(size, expected_bytes=0 if line is None else int(line.at(size))))
         except ValueError as error:
             if size > 1 or not trials:
                 raise
@@ -141,8 +170,9 @@ def _search(
         on_trial(trials[-1])
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
-        raise DoesNotFitError(does_not_fit_text(step, limit_bytes))
-    line = line_through(trials)
+        at_once = "" if whole is None else f"the loss takes all {max_micro_batch} samples of a window at once"
+        raise DoesNotFitError(does_not_fit_text(step, limit_bytes, at_once))
+    line = line_through(growing())
     return ProbeResult(
         answer,
         tuple(trials),
@@ -152,20 +182,28 @@ def _search(
     )
 
 
+def _keeps_two_numbers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps two numbers for each parameter, as Adam and those after it do."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+    return isinstance(optimizer, kinds)
+
+
 def does_not_fit_text(step: TrainingStep, limit_bytes: int | None, message: str = "") -> str:
     """Say what was asked, what was found and what to try where not even one sample fits."""
     reading = step.memory.reading()
     allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
     found = f" ({message})" if message else ""
     remedies = [] if step.precision.name != "fp32" else ["precision='bf16'"]
-    remedies += [
-        "activation checkpointing (torch.utils.checkpoint)",
-        "shorter or smaller inputs",
-        "an optimizer with less state",
-    ]
+    remedies += ways_left(step.objective.modules, step.memory)
+    remedies.append("shorter or smaller inputs")
+    if _keeps_two_numbers(step.optimizer):
+        remedies.append(f"an optimizer with less state than {type(step.optimizer).__name__}")
     if limit_bytes is not None:
         remedies.append("a higher memory_limit")
+    neighbours = describe_neighbours(step.memory)
+    others = f" ({neighbours})" if neighbours else ""
+    free = f"{format_bytes(reading.free_bytes)}{allowed}"
     return (
-        f"micro_batch=1 does not fit on {step.memory.name}: {format_bytes(reading.free_bytes)}{allowed} are free, "
-        f"and a step needs more for gradients, optimizer state and activations{found}; try {', or '.join(remedies)}"
+        f"micro_batch=1 does not fit on {step.memory.name}: {free} are free{others}, and a step needs more for "
+        f"gradients, optimizer state and activations{found}; try {', or '.join(remedies)}"
     )

@@ -33,6 +33,7 @@ from autoaccum.memory.limits import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
@@ -70,6 +71,30 @@ def progress_for(progress: bool | str | Callback) -> Callback:
     )
 
 
+class OtherRank(Callback):
+    """Tells of a process that is not the first of its training only what the first one cannot know.
+
+    Args:
+        rank: Its number.
+        silent: Tell nothing at all.
+    """
+
+    def __init__(self, rank: int, *, silent: bool) -> None:
+        self._rank = rank
+        self._silent = silent
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
+        """Say where memory ran out: no other process sees it."""
+        if self._silent:
+            return
+        what = "" if event.size is None else f" of {event.size} samples"
+        print(  # noqa: T201 - what it is for
+            f"autoaccum: rank {self._rank}: out of memory in step {step}, {event.phase}{what}: {event.message}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def format_cut(micro_batches: Sequence[int]) -> str:
     """Return a cut as people write it: "34+33+33", or in runs, "4x256+1x10", where it is long."""
     if len(micro_batches) <= _CUT_SPELLED_OUT:
@@ -88,6 +113,10 @@ class _Tally:
         self.oom_events = 0
         self.peak_bytes: int | None = None
         self.report: StepReport | None = None
+        self.saved_step: int | None = None
+        self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
+        self._fitted = 0
+        self._resumed_step = 0
         self._speed = 0.0
         self._samples = 0
         self._since = time.monotonic()
@@ -98,16 +127,28 @@ class _Tally:
         self._samples = 0
         self._since = time.monotonic()
 
+    def resume(self, step: int, epoch: int) -> None:
+        """Go on from a checkpoint, which may be one from before the last report."""
+        self.epoch, self.report = epoch, None
+        self._resumed_step = self.saved_step = step
+        self.restart_clock()
+
     def add(self, report: StepReport, epoch: int) -> None:
         self.epoch = epoch
         self.report = report
-        self._samples += report.samples
+        if report.samples >= sum(self._cut):
+            self._cut = report.micro_batches
+        if report.elapsed_s <= time.monotonic() - self._since:
+            self._samples += report.samples
+        elif not self._speed:
+            # The window that ended the search for the cut began before the clock was restarted.
+            self._speed = report.samples / report.elapsed_s
         if report.peak_bytes is not None:
             self.peak_bytes = max(report.peak_bytes, self.peak_bytes or 0)
 
     @property
     def steps(self) -> int:
-        return 0 if self.report is None else self.report.step
+        return self._resumed_step if self.report is None else self.report.step
 
     @property
     def position(self) -> str:
@@ -116,17 +157,31 @@ class _Tally:
         steps = "" if self.total_steps is None else f"/{self.total_steps}"
         return f"epoch {self.epoch}{epochs}, step {self.steps}{steps}"
 
+    def trial(self, trial: Trial) -> str:
+        """Such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
+        if trial.fits:
+            self._fitted = max(self._fitted, trial.size)
+        # What fitted in the first window may not fit beside the state that the optimizer then makes.
+        verdict = "fits" if trial.fits else "fits no longer" if trial.size <= self._fitted else "does not fit"
+        peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
+        return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
+
     def figures(self) -> str:
-        """Such as "loss 0.412, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device."""
+        """Such as "loss 0.412, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device.
+
+        Where there are checkpoints, ", saved at step 20" stands behind that.
+        """
         assert self.report is not None, "figures are drawn after a step"
         parts = [
             f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
             f"{_three_digits(self._samples_per_s())} samples/s",
-            f"cut {format_cut(self.report.micro_batches)}",
+            f"cut {format_cut(self._cut)}",
         ]
         if self.peak_bytes is not None:
             parts.append(f"peak {format_bytes(self.peak_bytes)}")
         parts.append(f"{self.oom_events} oom")
+        if self.saved_step is not None:
+            parts.append(f"saved at step {self.saved_step}")
         return ", ".join(parts)
 
     def _samples_per_s(self) -> float:
@@ -160,7 +215,7 @@ class LineProgress(Callback):
 
     def on_trial(self, trial: Trial) -> None:
         """Write a line: the size and whether it fits."""
-        self._write(_trial_text(trial))
+        self._write(self._tally.trial(trial))
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Write a line: the cut and where it came from."""
@@ -191,6 +246,14 @@ class LineProgress(Callback):
         """Write a line: the loss and the metrics."""
         self._write(_evaluation_text(evaluation, epoch))
         self._restart()
+
+    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Have the step lines say which step is saved."""
+        self._tally.saved_step = step
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Count on from there."""
+        self._tally.resume(step, epoch)
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the summary; nothing where `fit` raised, the error speaks for itself."""
@@ -248,7 +311,7 @@ class RichProgress(Callback):
 
     def on_trial(self, trial: Trial) -> None:
         """Print a line above the bar: the size and whether it fits."""
-        self._print(Text(_trial_text(trial), style="green" if trial.fits else "yellow"))
+        self._print(Text(self._tally.trial(trial), style="green" if trial.fits else "yellow"))
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Print the plan as a table above the bar."""
@@ -280,6 +343,16 @@ class RichProgress(Callback):
         """Print the loss and the metrics above the bar."""
         self._print(Text(_evaluation_text(evaluation, epoch), style="bold"))
         self._tally.restart_clock()
+
+    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Have the figures say which step is saved."""
+        self._tally.saved_step = step
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Count on from there, with the bar where it was."""
+        self._tally.resume(step, epoch)
+        if self._bar is not None:
+            self._bar.update(self._bar.tasks[0].id, completed=step)
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Stop drawing and print the summary; no summary where `fit` raised, the error speaks for itself."""
@@ -322,16 +395,10 @@ def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"  # noqa: PLR2004 - .3g would turn to 1.23e+03
 
 
-def _trial_text(trial: Trial) -> str:
-    verdict = "fits" if trial.fits else "does not fit"
-    peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-    return f"trial of {trial.size}: {verdict}{peak}, {trial.elapsed_s:.2f} s"
-
-
 def _plan_facts(plan: Plan, probe: ProbeResult | None) -> list[tuple[str, str]]:
     facts = [("target batch", str(plan.target_batch)), ("cut", format_cut(plan.micro_batches))]
     if probe is not None:
-        facts.append(("largest that fits", f"{probe.micro_batch}, found in {len(probe.trials)} trials"))
+        facts.append(("largest that fits", f"{probe.micro_batch}, found in {_counted(len(probe.trials), 'trial')}"))
         if probe.limit_bytes is not None:
             facts.append(("memory limit", format_bytes(probe.limit_bytes)))
         if probe.fixed_bytes is not None and probe.bytes_per_sample is not None:
@@ -343,6 +410,10 @@ def _plan_facts(plan: Plan, probe: ProbeResult | None) -> list[tuple[str, str]]:
 def _oom_text(event: MemoryEvent, step: int) -> str:
     size = "" if event.size is None else f" of {event.size} samples"
     return f"out of memory in step {step}, {event.phase}{size}: {event.message}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _evaluation_text(evaluation: Evaluation, epoch: int) -> str:
@@ -358,7 +429,8 @@ def _summary_text(result: FitResult) -> str:
     metrics = "".join(
         f", {name} {value:.4g}" for evaluation in result.evaluations[-1:] for name, value in evaluation.metrics.items()
     )
+    saved = "" if result.checkpoint is None else f", checkpoint {result.checkpoint}"
     return (
-        f"done: {result.steps} steps, {result.samples} samples in {result.elapsed_s:.1f} s, "
-        f"cut {format_cut(result.plan.micro_batches)}, {result.oom_events} oom{last}{metrics}"
+        f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')} in {result.elapsed_s:.1f} s, "
+        f"cut {format_cut(result.plan.micro_batches)}, {result.oom_events} oom{last}{metrics}{saved}"
     )

@@ -14,6 +14,7 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 
 class _HasItem(Protocol):
@@ -56,6 +57,21 @@ class MemoryReading:
     used_bytes: int
     others_bytes: int | None = None
     limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Another process on the same device.
+
+    Attributes:
+        pid: Its number.
+        name: Its name; "?" where that is not told.
+        used_bytes: What it holds there; None where that is not told.
+    """
+
+    pid: int
+    name: str
+    used_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +164,11 @@ class StepReport:
         micro_batches: Sizes of the micro-batches that the update was made from, in order.
         oom_events: How often memory ran out during this window.
         elapsed_s: Seconds from the window's arrival to the update; the device may still be at work.
-        peak_bytes: Highest memory use since the last report, in the terms of the limit; None if not counted.
+        peak_bytes: Highest memory use with the plan in force, in the terms of the limit; None if not counted.
         skipped: Whether the gradient scaler skipped the update because a gradient overflowed.
+        recomputed_samples: Samples that had to be worked on again because memory ran out: all of a micro-batch that
+            failed, however early, and what else of the window was thrown away with it. Those that failed twice count
+            twice, so it can be more than `samples`.
     """
 
     step: int
@@ -161,6 +180,7 @@ class StepReport:
     skipped: bool
     device_losses: Mapping[str, DeviceScalar] = field(repr=False)
     device_grad_norm: DeviceScalar | None = field(default=None, repr=False)
+    recomputed_samples: int = 0
 
     @property
     def loss(self) -> float:
@@ -183,8 +203,9 @@ class MemoryEvent:
     """Memory ran out once.
 
     Attributes:
-        phase: What was being done: "set aside" (of buffers), "transfer", "forward", "backward", "unscale",
-            "clip", "optimizer" or "evaluate".
+        phase: What was being done: "set aside" (of buffers), "weigh" (finding out what the loss
+            runs over), "transfer", "forward", "backward", "reserve" (of
+            what the optimizer's step will take), "unscale", "clip", "optimizer" or "evaluate".
         size: Samples in the micro-batch; None where no micro-batch was at work.
         message: The first line of the device's own message.
     """
@@ -213,17 +234,19 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """What `fit` did.
+    """What `fit` did. Where it went on from a checkpoint, numbers count the whole run and lists hold this call's part.
 
     Attributes:
-        steps: Windows done, those that the scaler skipped included.
-        samples: Samples used.
-        history: A report for each window.
+        steps: Windows done in the whole run, those that the scaler skipped included.
+        samples: Samples used in the whole run.
+        history: A report for each window of this call; empty where a checkpoint was found finished.
         plan: The plan in force at the end.
-        plans: Every plan, each with the step from which it held.
-        oom_events: How often memory ran out while training.
-        evaluations: One for each epoch, where there was a `val_loader`.
+        plans: Every plan of the whole run, each with the step from which it held.
+        oom_events: How often memory ran out while training, in the whole run.
+        evaluations: One for each epoch that ended in this call, where there was a `val_loader`.
         elapsed_s: Seconds the whole call took.
+        resumed_from: Windows that were done when this call began, where it went on from a checkpoint; else None.
+        checkpoint: The newest checkpoint of the run; None where none were asked for.
     """
 
     steps: int
@@ -234,6 +257,13 @@ class FitResult:
     oom_events: int
     evaluations: tuple[Evaluation, ...] = ()
     elapsed_s: float = 0.0
+    resumed_from: int | None = None
+    checkpoint: Path | None = None
+
+    @property
+    def last_loss(self) -> float | None:
+        """The loss of the last window of this call; None where there was none to do."""
+        return self.history[-1].loss if self.history else None
 
 
 def check_positive_int(name: str, value: object) -> int:

@@ -11,20 +11,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from autoaccum.records import Trial
 
 # Small enough to fit almost anywhere. Not one sample: BatchNorm refuses to train on a single value a channel.
 FIRST_SIZE = 2
 SECOND_SIZE = 8
-# How far a line through small sizes is trusted, and by how much a search without a line grows.
+# How far a line through small sizes is trusted at all, up to where it is trusted fully, and what part of a prediction
+# from farther away is tried: small sizes find room between what is held, and so show less than they take.
 MAX_GROWTH = 16
+NEAR = 4
+FROM_AFAR = 0.7
+# So often a prediction that failed is taken to be too high by a little.
+_TOO_HIGH_BY_A_LITTLE = 2
+# By how much a search without a line grows.
 GROWTH_WITHOUT_LINE = 4
 # At most this part of the largest size that fits: what is nearer says nothing about the line.
 WELL_BELOW = 0.75
-# The bracket is closed when it is narrower than this part of the answer.
-PRECISION = 0.03
+# The bracket is closed when the answer is at least this part of the largest size that could fit.
+PRECISION = 0.97
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,10 @@ class Line:
 
     fixed_bytes: float
     bytes_per_sample: float
+
+    def at(self, size: int) -> float:
+        """Return the peak at a size."""
+        return self.fixed_bytes + self.bytes_per_sample * size
 
     def largest_within(self, limit_bytes: int) -> int:
         """Return the largest size whose peak is within the limit; at least 0."""
@@ -44,14 +54,18 @@ def line_through(trials: Sequence[Trial]) -> Line | None:
 
     Peaks that are not known do not count. Through neighbours the line would tell how the allocator rounds.
     """
-    known = sorted({t.size: t.peak_bytes for t in trials if t.fits and t.peak_bytes is not None}.items())
-    if len(known) < 2:  # noqa: PLR2004 - a line takes two points
+    return through({t.size: t.peak_bytes for t in trials if t.fits and t.peak_bytes is not None})
+
+
+def through(sizes: Mapping[int, float]) -> Line | None:
+    """Fit a line to bytes by size as `line_through` does."""
+    if len(sizes) < 2:  # noqa: PLR2004 - a line takes two points
         return None
-    large, large_peak = known[-1]
-    well_below = [point for point in known if point[0] <= large * WELL_BELOW]
-    small, small_peak = well_below[-1] if well_below else known[0]
-    slope = (large_peak - small_peak) / (large - small)
-    return Line(small_peak - slope * small, slope) if slope > 0 else None
+    large = max(sizes)
+    well_below = [size for size in sizes if size <= large * WELL_BELOW]
+    small = max(well_below) if well_below else min(sizes)
+    slope = (sizes[large] - sizes[small]) / (large - small)
+    return Line(sizes[small] - slope * small, slope) if slope > 0 else None
 
 
 def next_size(trials: Sequence[Trial], max_size: int, limit_bytes: int | None) -> int | None:
@@ -69,7 +83,7 @@ def next_size(trials: Sequence[Trial], max_size: int, limit_bytes: int | None) -
     if largest == 0:
         return smallest_failed // 2 or None
     failed = smallest_failed <= max_size
-    if smallest_failed - largest <= (max(1, int(largest * PRECISION)) if failed else 1):
+    if largest >= (smallest_failed - 1) * (PRECISION if failed else 1.0):
         return None
     line = line_through(trials)
     predicted = line.largest_within(limit_bytes) if line is not None and limit_bytes is not None else None
@@ -78,31 +92,36 @@ def next_size(trials: Sequence[Trial], max_size: int, limit_bytes: int | None) -
     if predicted is None:
         wanted = SECOND_SIZE if largest < SECOND_SIZE else largest * GROWTH_WITHOUT_LINE
     else:
-        wanted = max(predicted, largest + _step_beyond(predicted, largest, trials))
+        is_far = predicted > largest * NEAR and predicted < max_size
+        wanted = (
+            int(predicted * FROM_AFAR) if is_far else max(_closing(predicted), _step_beyond(predicted, largest, trials))
+        )
     return min(max_size, wanted, max(largest * MAX_GROWTH, SECOND_SIZE))
 
 
 def _step_beyond(predicted: int, largest: int, trials: Sequence[Trial]) -> int:
-    """Return how far to go at least beyond the largest size that fits.
-
-    A little where the prediction led there, to close the bracket. Where the line proved too low, or prediction after
-    prediction gains only a little, twice as far as the last time.
-    """
+    """Return how far to go at least: twice as far as the last time where the line or small steps prove too low."""
     *_, third, second = sorted([0, 0] + [trial.size for trial in trials if trial.fits and trial.size < largest])
-    if second < predicted and third <= largest * WELL_BELOW:
-        return max(1, int(largest * PRECISION))
-    return 2 * (largest - second)
+    is_low = largest > predicted or third > largest * WELL_BELOW
+    return largest + 2 * (largest - second) if is_low else _closing(largest)
+
+
+def _closing(largest: int) -> int:
+    """Return the largest size that, if it fails, leaves nothing to try."""
+    return int(largest / PRECISION) + 1
 
 
 def _within(largest: int, smallest_failed: int, predicted: int | None, *, failures: int) -> int:
     """Return a size inside the bracket: the predicted one where it lies well inside, else the middle.
 
-    Where the prediction itself was the first to fail it was too high by a little: then a little below that.
+    Where the prediction itself was the first to fail it was too high: by a little where it was near, else by more.
     """
     middle = (largest + smallest_failed) // 2
     if predicted is None:
         return middle
-    if predicted >= smallest_failed and failures == 1:
-        return max(middle, smallest_failed - max(1, int(smallest_failed * PRECISION)))
+    just_below = int(smallest_failed * PRECISION)
+    is_near = smallest_failed <= largest * NEAR
+    if predicted >= just_below and failures <= _TOO_HIGH_BY_A_LITTLE:
+        return max(middle, just_below) if is_near else int(smallest_failed * FROM_AFAR**2)
     near_the_end = largest + max(1, (smallest_failed - largest) // 4)
-    return predicted if near_the_end <= predicted < smallest_failed else middle
+    return predicted if near_the_end <= predicted <= just_below else middle

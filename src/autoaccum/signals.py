@@ -1,25 +1,33 @@
-"""Keeps an interrupt from landing inside the optimizer, where it would leave half an update."""
+"""Keeps a signal from landing where it would do harm: inside an update, or before a checkpoint is written.
+
+`held` is for a moment, `Watch` for the length of a training. Python runs handlers in the main thread only, so elsewhere
+both do nothing; what a signal meets there is as it was.
+"""
 
 from __future__ import annotations
 
 # What `signal.signal` and `signal.getsignal` wrap. They turn every handler into an enum and back, which costs 13
 # microseconds a window, as much as all else that a window's bookkeeping needs.
 import _signal
+import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from types import FrameType
 
-_HELD = (signal.SIGINT, signal.SIGTERM)
+# Those for which people write handlers that raise. SIGCHLD is among them because a DataLoader's raises, anywhere, when
+# one of its workers was killed. Not every system knows all of them.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD")
+_HELD = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
 class held:  # noqa: N801 - it is used like a function: `with held():`
-    """Hold back SIGINT and SIGTERM until the block has ended, then deliver them to whoever was to have them.
+    """Hold back signals until the block has ended, then deliver them to whoever was to have them.
 
-    Python runs signal handlers in the main thread only, so elsewhere there is nothing to hold. A signal whose handler
-    is not Python's (the default action, which ends the process) cannot be held and is left alone.
+    A signal whose handler is not Python's (the default action, which ends the process) cannot be held and is left
+    alone.
     """
 
     __slots__ = ("_arrived", "_handlers")
@@ -52,3 +60,99 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
 
     def _keep(self, number: int, _frame: FrameType | None) -> None:
         self._arrived.append(number)
+
+
+class Terminated(BaseException):
+    """SIGTERM, on its way through what has to be put in order before it takes effect."""
+
+
+class Watch:
+    """Turns SIGTERM into `Terminated` and SIGUSR1 into a wish, for the length of a block.
+
+    A signal that is ignored stays ignored. When the block ends the handlers are those from before, and a SIGTERM that
+    ended it is delivered to them.
+
+    Attributes:
+        raises: Whether SIGTERM raises `Terminated`; else it has the effect that it had before the block. A second one
+            does nothing, so as not to disturb what the first has set going.
+        wished: Whether SIGUSR1 came since this was last set to False.
+        defers: Whether SIGTERM is only noted, as `is_ending`, since other processes have to be asked first; a second
+            one has its effect at once.
+        is_ending: Whether such a SIGTERM came.
+    """
+
+    def __init__(self) -> None:
+        self.raises = False
+        self.wished = False
+        self.defers = False
+        self.is_ending = False
+        self._terminated = False
+        self._former: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._install(signal.SIGTERM, self._on_terminate)
+            if hasattr(signal, "SIGUSR1"):
+                self._install(signal.SIGUSR1, self._on_wish)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        if self._terminated:
+            signal.raise_signal(signal.SIGTERM)
+
+    def look(self) -> None:
+        """Raise `Terminated` where that was lost: Python drops what a handler raises while an object is finalized."""
+        if self._terminated:
+            raise Terminated
+
+    def end(self) -> None:
+        """Raise `Terminated` for a SIGTERM that was deferred."""
+        self._terminated = True
+        raise Terminated
+
+    def terminate(self) -> bool:
+        """Give SIGTERM to the handler from before; return False where there is none, and the process is to end."""
+        if not callable(self._former[signal.SIGTERM]):
+            return False
+        self._terminated = False
+        self._pass_on(signal.SIGTERM)
+        return True
+
+    def grant(self) -> None:
+        """Note that a wish was fulfilled, and give SIGUSR1 to the handler from before, if there is one."""
+        self.wished = False
+        if callable(self._former[signal.SIGUSR1]):
+            self._pass_on(signal.SIGUSR1)
+
+    def _install(self, number: int, handler: Any) -> None:
+        former = signal.getsignal(number)
+        if former not in (signal.SIG_IGN, None):  # None: one that Python did not set, and could not put back
+            self._former[number] = former
+            signal.signal(number, handler)
+
+    def _on_terminate(self, number: int, _frame: FrameType | None) -> None:
+        if self._terminated:
+            return
+        if self.defers and not self.is_ending and os.getpid() == self._process:
+            self.is_ending = True
+            return
+        # Processes that were forked meanwhile (a loader's workers) have this handler too, and nothing to save.
+        if not self.raises or os.getpid() != self._process:
+            self._pass_on(number)
+            return
+        self._terminated = True
+        raise Terminated
+
+    def _on_wish(self, _number: int, _frame: FrameType | None) -> None:
+        self.wished = True
+
+    def _pass_on(self, number: int) -> None:
+        """Deliver a signal to the handler from before; the default one of SIGTERM does not come back."""
+        own = signal.signal(number, self._former[number])
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.signal(number, own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,63 +19,156 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+# A Mersenne twister that has moved or was seeded anew has another position or another key. Of its 624 words these are
+# enough to tell: two keys agree in them by chance once in 2 ** 128.
+_WORDS_LOOKED_AT = 4
+_WORD_BYTES = 4
+_KEY_BYTES = 624 * _WORD_BYTES
 
 
 class _NumpyState:
     """NumPy's global generator, read anew only when it has moved: reading it costs 33 microseconds."""
 
-    _STATE_BYTES = 4 * 624 + 4  # the Mersenne twister's key and position
-
     def __init__(self) -> None:
         self._generator: Any = None
-        self._address = 0
-        self._bytes = b""
+        self._key: Any = None
+        self._position: Any = None
+        self._seen = b""
         self._state: Any = None
 
-    def take(self) -> None:
+    def take(self) -> Any:
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if generator is not self._generator:
-            self._generator, self._state = generator, None
-            self._address = generator.ctypes.state_address if isinstance(generator, np.random.MT19937) else 0
-        now = ctypes.string_at(self._address, self._STATE_BYTES) if self._address else b""
+            self._watch(generator)
+        now = b"" if self._key is None else self._key.raw + self._position.raw
         # A second normal variate may lie ready (has_gauss); using it up does not move the twister.
-        if not now or self._state is None or now != self._bytes or self._state["has_gauss"]:
+        if not now or self._state is None or now != self._seen or self._state["has_gauss"]:
             self._state = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
-            self._bytes = now
+            self._seen = now
+        return self._state
 
-    def put_back(self) -> None:
-        np.random.set_state(self._state)  # noqa: NPY002
+    def _watch(self, generator: Any) -> None:
+        self._generator, self._state, self._key = generator, None, None
+        if isinstance(generator, np.random.MT19937):
+            address = generator.ctypes.state_address
+            self._key = (ctypes.c_char * (_WORDS_LOOKED_AT * _WORD_BYTES)).from_address(address)
+            self._position = (ctypes.c_char * _WORD_BYTES).from_address(address + _KEY_BYTES)
+
+
+class _PythonState:
+    """Python's global generator, read anew only when it has moved: reading it costs 11 microseconds.
+
+    Where its key lies in memory is CPython's own business, so it is looked at only if it is found to be so.
+    """
+
+    def __init__(self) -> None:
+        self._words: Any = None
+        self._seen = b""
+        self._state: Any = None
+        generator = _python_generator()
+        # The position, then the key, behind the object's header.
+        address = id(generator) + object.__basicsize__
+        if type(generator) is random.Random:
+            position, *key = struct.unpack("=i624I", ctypes.string_at(address, _WORD_BYTES + _KEY_BYTES))
+            if (*key, position) == random.getstate()[1]:
+                self._words = (ctypes.c_char * ((1 + _WORDS_LOOKED_AT) * _WORD_BYTES)).from_address(address)
+
+    def take(self) -> Any:
+        now = b"" if self._words is None else self._words.raw
+        # A second normal variate may lie ready (the state's last item); using it up does not move the twister.
+        if not now or self._state is None or now != self._seen or self._state[2] is not None:
+            self._state, self._seen = random.getstate(), now
+        return self._state
+
+
+def _python_generator() -> random.Random:
+    """Return the generator of which the module's functions are the methods."""
+    return random.seed.__self__  # type: ignore[attr-defined,no-any-return]
 
 
 class RandomState:
-    """The random generators that a model, a loss or a transform may draw from: torch's, Python's and NumPy's.
+    """The random generators that a model, a loss or a transform may draw from.
+
+    These are torch's, Python's and NumPy's global ones, and generators that modules hold as attributes.
 
     Args:
         device: Its generator is kept beside the CPU's.
+        modules: Their attributes are searched for generators, once.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._numpy = _NumpyState()
-        self._states: tuple[Any, Any, Any] | None = None
+        self._python = _PythonState()
+        self._own = [_OwnGenerator(found) for found in _generators(modules)]
+        self._states: tuple[Any, ...] | None = None
 
     def take(self) -> None:
         """Keep the states as they are now."""
-        on_device = None if self._module is None else self._module.get_rng_state(self._device)
-        self._numpy.take()
-        self._states = (torch.get_rng_state(), on_device, random.getstate())
+        self._states = (
+            torch.default_generator.get_state(),
+            None if self._module is None else self._module.get_rng_state(self._device),
+            self._python.take(),
+            self._numpy.take(),
+            [own.take() for own in self._own],
+        )
 
     def put_back(self) -> None:
         """Set the states to what they were at `take`."""
         assert self._states is not None
-        on_host, on_device, of_python = self._states
+        on_host, on_device, of_python, of_numpy, own_states = self._states
         torch.set_rng_state(on_host)
         if self._module is not None:
             self._module.set_rng_state(on_device, self._device)
         random.setstate(of_python)
-        self._numpy.put_back()
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        for own, state in zip(self._own, own_states, strict=True):
+            own.put_back(state)
+
+    @property
+    def taken(self) -> tuple[Any, ...]:
+        """What `take` kept, for another to be set to by `assume`: it is never written to."""
+        assert self._states is not None
+        return self._states
+
+    def assume(self, taken: tuple[Any, ...]) -> None:
+        """Keep what another one of the same device and modules took."""
+        self._states = taken
+
+
+class _OwnGenerator:
+    """A generator that a module holds."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def take(self) -> Any:
+        if isinstance(self._generator, torch.Generator):
+            return self._generator.get_state()
+        if isinstance(self._generator, random.Random):
+            return self._generator.getstate()
+        return self._generator.bit_generator.state
+
+    def put_back(self, state: Any) -> None:
+        if isinstance(self._generator, torch.Generator):
+            self._generator.set_state(state)
+        elif isinstance(self._generator, random.Random):
+            self._generator.setstate(state)
+        else:
+            self._generator.bit_generator.state = state
+
+
+def _generators(modules: Iterable[nn.Module]) -> list[Any]:
+    kinds = (torch.Generator, random.Random, np.random.Generator)
+    parts = [part for module in modules for part in module.modules()]
+    found = {id(value): value for part in parts for value in vars(part).values() if isinstance(value, kinds)}
+    for shared in (torch.default_generator, _python_generator()):
+        found.pop(id(shared), None)
+    return list(found.values())
 
 
 # Kernels like BatchNorm's write their statistics without moving the version counter, so small buffers are copied
@@ -82,21 +176,33 @@ class RandomState:
 _ALWAYS_COPIED_ELEMENTS = 65_536
 
 
-@dataclass(slots=True)
-class _KeptBuffer:
-    """A buffer as it was: the tensor itself, since a model may put another in its place, and what it held."""
+class _Kept:
+    """A tensor as it was: the tensor itself, since a model may put another in its place, and what it held."""
 
-    buffer: Tensor | None
-    copy: Tensor | None = None
-    version: int = 0
+    __slots__ = ("copies_always", "copy", "tensor", "version")
 
-    def stands_for(self, buffer: Tensor) -> bool:
-        return self.buffer is buffer and self.copy is not None and self.copy.shape == buffer.shape
+    def __init__(self, tensor: Tensor | None, copy: Tensor | None = None, *, always: bool = False) -> None:
+        self.tensor = tensor
+        self.copy = copy
+        self.version = 0 if tensor is None else tensor._version
+        self.copies_always = always or (tensor is not None and tensor.numel() <= _ALWAYS_COPIED_ELEMENTS)
 
-    def may_differ(self) -> bool:
-        return self.buffer is not None and (
-            self.buffer.numel() <= _ALWAYS_COPIED_ELEMENTS or self.buffer._version != self.version
-        )
+    def stands_for(self, tensor: Tensor) -> bool:
+        return self.tensor is tensor and self.copy is not None and self.copy.shape == tensor.shape
+
+    def write_back(self) -> None:
+        if self.tensor is None:
+            return
+        assert self.copy is not None
+        if self.tensor.shape != self.copy.shape:
+            self.tensor.resize_(self.copy.shape)  # the model resized it in place
+        if self.tensor.layout is torch.strided and 0 in self.tensor.stride():
+            # Of an expanded tensor one row stands for all, and torch refuses to write it more than once.
+            rows = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self.tensor.stride())
+            self.tensor[rows].copy_(self.copy[rows])
+        else:
+            self.tensor.copy_(self.copy)
+        self.version = self.tensor._version
 
 
 class Mark:
@@ -107,54 +213,121 @@ class Mark:
     Args:
         modules: Modules whose buffers may change (the model, and losses that are modules).
         device: Its random generator is kept.
+        earlier: Another mark of the same modules. Copies of large buffers are shared with it where both would hold the
+            same.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        self._owners = [part._buffers for module in modules for part in module.modules()]
-        self._kept: list[dict[str, _KeptBuffer]] = [{} for _ in self._owners]
-        self._random = RandomState(device)
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, earlier: Mark | None = None) -> None:
+        modules = list(modules)
+        self.random = RandomState(device, modules)
+        self._holders: list[tuple[dict[Any, Any], dict[Any, _Kept]]] = [
+            (part._buffers, {}) for module in modules for part in module.modules()
+        ]
+        self._modules = len(self._holders)
+        self._earlier = earlier
+
+    def keep_also(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep these parameters too, from the next `take` on: some models write theirs in the forward pass.
+
+        They are copied every time, since a write through `.data` moves no counter.
+        """
+        self._holders[self._modules :] = [(dict(enumerate(parameters)), {})]
 
     def take(self) -> None:
         """Keep buffers and random state as they are now."""
-        self._random.take()
-        written: list[tuple[_KeptBuffer, Tensor, Tensor]] = []
-        for owner, kept in zip(self._owners, self._kept, strict=True):
-            for name, buffer in owner.items():
-                known = kept.get(name)
-                if buffer is None:
-                    kept[name] = _KeptBuffer(None)
-                elif known is None or known.copy is None or not known.stands_for(buffer):
-                    kept[name] = _KeptBuffer(buffer, buffer.detach().clone(), buffer._version)
-                elif known.may_differ():
-                    written.append((known, known.copy, buffer))
-            for name in kept.keys() - owner.keys():
-                del kept[name]
-        if written:
-            torch._foreach_copy_([copy for _, copy, _ in written], [buffer for _, _, buffer in written])
-        for known, _, buffer in written:  # afterwards: a copy that failed is still to be made
-            known.version = buffer._version
+        self.random.take()
+        changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for number, (holder, kept) in enumerate(self._holders):
+            if holder:
+                self._keep(number, holder, kept, changed)
+            if len(kept) != len(holder):
+                for name in kept.keys() - holder.keys():
+                    del kept[name]
+        if changed:
+            with torch.no_grad():
+                for copies, tensors in changed.values():
+                    torch._foreach_copy_(copies, tensors)
 
     def put_back(self) -> None:
         """Set buffers and random state to what they were at `take`."""
         with torch.no_grad():
-            for owner, kept in zip(self._owners, self._kept, strict=True):
-                for name in owner.keys() - kept.keys():
-                    del owner[name]
+            for holder, kept in self._holders:
+                for name in holder.keys() - kept.keys():
+                    del holder[name]
                 for name, known in kept.items():
-                    owner[name] = known.buffer
+                    holder[name] = known.tensor
                     # All of them: a write through .data moves no counter, and this path need not be cheap.
-                    if known.buffer is not None:
-                        _write_back(known)
-        self._random.put_back()
+                    known.write_back()
+        self.random.put_back()
+
+    def _keep(
+        self,
+        number: int,
+        holder: dict[Any, Tensor | None],
+        kept: dict[Any, _Kept],
+        changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]],
+    ) -> None:
+        """Keep one module's tensors; those whose copies are to be written over are left to the caller, by type."""
+        for name, tensor in holder.items():
+            known = kept.get(name)
+            if tensor is None:
+                kept[name] = _Kept(None)
+            elif known is None or known.copy is None or not known.stands_for(tensor):
+                kept[name] = self._copy(number, name, tensor)
+            elif known.copies_always:
+                copies, tensors = changed.setdefault(tensor.dtype, ([], []))
+                copies.append(known.copy)
+                tensors.append(tensor)
+            elif known.version != tensor._version:
+                kept[name] = self._copy(number, name, tensor)
+
+    def _copy(self, number: int, name: Any, tensor: Tensor) -> _Kept:
+        """Copy a tensor anew. Copies of large ones are never written to afterwards, and so can be shared."""
+        if number >= self._modules:
+            return _Kept(tensor, tensor.detach().clone(), always=True)
+        if self._earlier is not None:
+            theirs = self._earlier._holders[number][1].get(name)
+            same = theirs is not None and theirs.stands_for(tensor) and theirs.version == tensor._version
+            if theirs is not None and same and not theirs.copies_always:
+                return _Kept(tensor, theirs.copy)
+        return _Kept(tensor, tensor.detach().clone())
 
 
-def _write_back(known: _KeptBuffer) -> None:
-    assert known.buffer is not None
-    assert known.copy is not None
-    if known.buffer.shape != known.copy.shape:
-        known.buffer.resize_(known.copy.shape)  # the model resized it in place
-    known.buffer.copy_(known.copy)
-    known.version = known.buffer._version
+class OptimizerSnapshot:
+    """What an optimizer's step writes, set aside in host memory: parameters, state, settings, and the scaler's scale.
+
+    Args:
+        optimizer: Its parameters, state and settings are kept.
+        scaler: Its scale and how long that has held are kept.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._scaler_state = None if scaler is None else scaler.state_dict()
+        trained = _unique(p for group in optimizer.param_groups for p in group["params"])
+        self._values = [(parameter, _aside(parameter)) for parameter in trained]
+        self._state = {holder: _kept(state) for holder, state in optimizer.state.items()}
+        self._settings = [
+            {name: _kept(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def undo(self) -> bool:
+        """Set everything to what it was when the snapshot was made; tensors keep their identity."""
+        with torch.no_grad():
+            for parameter, value in self._values:
+                parameter.copy_(value)
+            self._optimizer.state.clear()
+            for holder, state in self._state.items():
+                self._optimizer.state[holder] = _put_back(state)
+            for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+                for name in [known for known in group if known not in settings and known != "params"]:
+                    del group[name]
+                group.update({name: _put_back(kept) for name, kept in settings.items()})
+        if self._scaler is not None and self._scaler_state is not None:
+            self._scaler.load_state_dict(self._scaler_state)
+        return True
 
 
 class Snapshot:
@@ -177,45 +350,19 @@ class Snapshot:
         modules = list(modules)
         self._mark = Mark(modules, device)
         self._mark.take()
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._scaler_state = None if scaler is None else scaler.state_dict()
-        trained = _unique(p for group in optimizer.param_groups for p in group["params"])
-        self._values = [(parameter, _aside(parameter.detach())) for parameter in trained]
+        self._optimizer = OptimizerSnapshot(optimizer, scaler)
+        trained = (p for group in optimizer.param_groups for p in group["params"])
         everything = _unique([*trained, *(p for module in modules for p in module.parameters())])
-        self._gradients = [(p, None if p.grad is None else (p.grad, _aside(p.grad.detach()))) for p in everything]
-        self._state = {
-            parameter: {
-                name: (value, _aside(value) if isinstance(value, Tensor) else value) for name, value in kept.items()
-            }
-            for parameter, kept in optimizer.state.items()
-        }
-        self._settings = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
+        self._gradients = [(p, None if p.grad is None else (p.grad, _aside(p.grad))) for p in everything]
 
     def put_back(self) -> None:
         """Set everything to what it was when the snapshot was made; tensors keep their identity."""
+        self._optimizer.undo()
         with torch.no_grad():
-            for parameter, value in self._values:
-                parameter.copy_(value)
             for parameter, gradient in self._gradients:
                 parameter.grad = None if gradient is None else gradient[0]
                 if gradient is not None:
                     gradient[0].copy_(gradient[1])
-            self._optimizer.state.clear()
-            for holder, state in self._state.items():
-                now = self._optimizer.state[holder]
-                for name, (value, aside) in state.items():
-                    now[name] = value
-                    if isinstance(value, Tensor):
-                        value.copy_(aside)
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            for name in [known for known in group if known not in settings and known != "params"]:
-                del group[name]
-            group.update(settings)
-        if self._scaler is not None and self._scaler_state is not None:
-            self._scaler.load_state_dict(self._scaler_state)
         self._mark.put_back()
 
 
@@ -235,6 +382,34 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _aside(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptTensor:
+    tensor: Tensor
+    copy: Tensor
+
+
+def _kept(value: Any) -> Any:
+    """Return what `_put_back` needs to make this again: containers anew, tensors the same ones with what they held."""
+    if isinstance(value, Tensor):
+        return _KeptTensor(value, _aside(value))
+    if type(value) in (list, tuple):
+        return type(value)(_kept(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _kept(item) for name, item in value.items()}
+    return value
+
+
+def _put_back(kept: Any) -> Any:
+    if isinstance(kept, _KeptTensor):
+        kept.tensor.copy_(kept.copy)
+        return kept.tensor
+    if type(kept) in (list, tuple):
+        return type(kept)(_put_back(item) for item in kept)
+    if isinstance(kept, dict):
+        return {name: _put_back(item) for name, item in kept.items()}
+    return kept
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The smallest parts of training: one micro-batch forward and backward, and one update from what has accumulated.
+"""The smallest part of training: one micro-batch forward and backward, on a model, loss and optimizer put together.
 
 Nothing is caught here. `phase` says what was being done when something failed, so that whoever catches it can tell.
 """
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum import optimizers, precision
-from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
+from autoaccum import devices, optimizers, precision
+from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.memory.limits import format_bytes
-from autoaccum.objective import Objective
+from autoaccum.objective import Objective, check_graph
 from autoaccum.oom import first_line, is_oom
+from autoaccum.sharded_model import refuse_sharded
 from autoaccum.transfer import Transfer
+from autoaccum.update import Updates
 from autoaccum.weighting import Over
 
 if TYPE_CHECKING:
@@ -26,20 +28,8 @@ if TYPE_CHECKING:
     from autoaccum.memory.base import MemoryBackend
     from autoaccum.notices import Notices
     from autoaccum.objective import Factors, Loss, Term
+    from autoaccum.postmortem import PostMortem
     from autoaccum.precision import Precision
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What became of an update.
-
-    Attributes:
-        grad_norm: Norm of the gradient before clipping, on the device; None where it was not clipped.
-        skipped: Whether the scaler skipped it.
-    """
-
-    grad_norm: Tensor | None
-    skipped: bool
 
 
 @dataclass(slots=True)
@@ -54,6 +44,13 @@ class Accumulated:
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
     pair_weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
 
+    def add(self, other: Accumulated) -> None:
+        """Add what a further micro-batch has given."""
+        for name, values in other.losses.items():
+            self.losses.setdefault(name, []).extend(values)
+        for name, weights in other.pair_weights.items():
+            self.pair_weights.setdefault(name, []).extend(weights)
+
 
 class TrainingStep:
     """A model, what to minimise, an optimizer and a precision on one device.
@@ -67,7 +64,10 @@ class TrainingStep:
 
     Attributes:
         parameters: Every parameter of the objective's modules.
-        phase: What is being done: "transfer", "forward", "backward", "unscale", "clip" or "optimizer".
+        phase: What is being done: "transfer", "forward", "backward", "reserve", "unscale", "clip" or "optimizer".
+        has_added: Whether gradients may have been added to since this was last set to False.
+        updates: Makes updates from the gradients that accumulate here.
+        witness: Is shown the first lack of memory before it is let go of; None where nobody asked.
     """
 
     def __init__(
@@ -85,8 +85,17 @@ class TrainingStep:
         self.memory = memory
         self.transfer = Transfer(memory.device)
         self.phase = "transfer"
-        self._clip_grad_norm = clip_grad_norm
+        self.has_added = False
+        self.witness: PostMortem | None = None
         self.parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
+        self.updates = Updates(
+            optimizer,
+            precision.scaler,
+            memory,
+            self.parameters,
+            clip_grad_norm=clip_grad_norm,
+            entering=self._enter,
+        )
 
     def clear_gradients(self) -> None:
         """Let every gradient go, those of parameters that the optimizer does not hold included."""
@@ -103,6 +112,9 @@ class TrainingStep:
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self.parameters)
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.
@@ -123,7 +135,8 @@ class TrainingStep:
         for source in self.objective.sources:
             self.phase = "forward"
             with self.precision.autocast():
-                terms, _ = self.objective.terms(source, batch, samples)
+                # Without the outputs, which a loss seldom needs for its gradient.
+                terms = self.objective.terms(source, batch, samples)[0]
             weighted: list[Tensor] = []
             for term in terms:
                 value = self._weighted(term, factors, into)
@@ -133,12 +146,9 @@ class TrainingStep:
             if not weighted:
                 continue
             total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
-            if not total.requires_grad:
-                raise InvalidInputError(
-                    f"loss {'+'.join(term.name for term in terms)!r} has no gradient: it does not depend on a "
-                    "parameter that needs one; look for .detach(), .item() or torch.no_grad() on the way"
-                )
+            check_graph(total, (term.name for term in terms))
             self.phase = "backward"
+            self.has_added = True
             (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -156,91 +166,6 @@ class TrainingStep:
         if factor == 0.0:
             return None  # the mean over nothing is not a number
         return term.value if factor == 1.0 else term.value * factor
-
-    def update(self, correction: float | Tensor = 1.0) -> Update:
-        """Make one update from the accumulated gradients.
-
-        Args:
-            correction: What the gradients are multiplied by first.
-
-        Raises:
-            StateDamagedError: The optimizer failed after it had begun to write.
-        """
-        scaler = self.precision.scaler
-        if not isinstance(correction, float) or correction != 1.0:
-            self.phase = "unscale"
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], correction)
-        norm = None
-        if self._clip_grad_norm is not None:
-            if scaler is not None:
-                self.phase = "unscale"
-                scaler.unscale_(self.optimizer)
-            self.phase = "clip"
-            norm = nn.utils.clip_grad_norm_(self.parameters, self._clip_grad_norm).detach()
-        self.phase = "optimizer"
-        written = _Written(self.optimizer)
-        try:
-            skipped = self._step()
-        except Exception as error:
-            if not written.undo():
-                remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
-                raise StateDamagedError(
-                    f"the optimizer failed after it had begun to write, so the parameters are part old, part new "
-                    f"({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"
-                ) from error
-            raise
-        return Update(norm, skipped)
-
-    def _step(self) -> bool:
-        """Step the optimizer; return whether the scaler skipped it."""
-        scaler = self.precision.scaler
-        if scaler is None:
-            self.optimizer.step()
-            return False
-        stepped: list[bool] = []
-        hook = self.optimizer.register_step_post_hook(lambda *_: stepped.append(True))
-        before = scaler.get_scale() if _handles_scale_itself(self.optimizer) else None
-        try:
-            scaler.step(self.optimizer)
-        finally:
-            hook.remove()
-        scaler.update()
-        # A fused optimizer is always called and skips inside its kernel; then only the lowered scale tells.
-        return not stepped if before is None else scaler.get_scale() < before
-
-
-class _Written:
-    """What the optimizer holds before its step, to tell afterwards whether it has begun to write.
-
-    Tensors' version counters tell. Fused kernels do not move them, so with those nothing can be proven, not even while
-    state is being made: an earlier group of parameters may have been written.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = [(p, p._version) for group in optimizer.param_groups for p in group["params"]]
-        self._state = [
-            (parameter, name, value, value._version if isinstance(value, Tensor) else 0)
-            for parameter, state in optimizer.state.items()
-            for name, value in state.items()
-        ]
-
-    def undo(self) -> bool:
-        """Take back state that was newly made; return whether everything is as it was."""
-        if any(group.get("fused") for group in self._optimizer.param_groups):
-            return False
-        if any(parameter._version != version for parameter, version in self._parameters):
-            return False
-        if any(isinstance(value, Tensor) and value._version != version for _, _, value, version in self._state):
-            return False
-        self._optimizer.state.clear()
-        for parameter, name, value, _ in self._state:
-            self._optimizer.state[parameter][name] = value
-        return True
-
-
-def _handles_scale_itself(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def check_weight(name: str, weight: float | Tensor) -> None:
@@ -272,14 +197,16 @@ def assemble(
 
     Raises:
         InvalidInputError: An argument cannot be used.
-        DoesNotFitError: The model itself does not fit on the device; it is where it was.
+        DoesNotFitError: The model itself, or what is made beside it, does not fit on the device; it is where it was.
     """
     check_clip(clip_grad_norm)
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model={model!r} is no torch.nn.Module")
-    objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
-    chosen = optimizers.resolve(optimizer, objective.modules, notices)
-    how = precision.resolve(precision_name, memory.device, model, notices)
+    with devices.failures_told(memory, "what a training needs beside the model"):
+        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+        refuse_sharded(objective.modules)
+        chosen = optimizers.resolve(optimizer, objective.modules, notices)
+        how = precision.resolve(precision_name, memory.device, model, notices)
     if not model.training:
         notices.say(
             "the model is in evaluation mode and stays so; call model.train() for dropout and BatchNorm to train"

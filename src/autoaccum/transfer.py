@@ -37,14 +37,15 @@ class Transfer:
         """From now on copy what is on the device already, too: the model changes its input in place."""
         self._copies = True
 
-    def feed(self, window: Window, sizes: Sequence[int]) -> Generator[Any, None, None]:
+    def feed(self, window: Window, sizes: Sequence[int], start: int = 0) -> Generator[Any, None, None]:
         """Yield the micro-batches of a window on the device, the next one on its way while one is used.
 
         Args:
             window: The samples, wherever the loader left them.
-            sizes: Sizes of the micro-batches, which together are the window's.
+            sizes: Sizes of the micro-batches, which reach to the window's end.
+            start: The sample at which the first of them begins.
         """
-        cuts = _cuts(window, sizes)
+        cuts = _cuts(window, sizes, start)
         if all(tensor.device == self._device for tensor in window.tensors()):
             yield from map(copied, cuts) if self._copies else cuts
         elif self._stream is None:
@@ -78,8 +79,7 @@ class Transfer:
         return moved
 
 
-def _cuts(window: Window, sizes: Sequence[int]) -> Iterator[Any]:
-    start = 0
+def _cuts(window: Window, sizes: Sequence[int], start: int) -> Iterator[Any]:
     for size in sizes:
         yield window.cut(start, start + size)
         start += size

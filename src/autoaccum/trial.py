@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum.batches import Window, copied, repeated
+from autoaccum.batches import Window, copied, count, repeated
 from autoaccum.errors import StateDamagedError
 from autoaccum.objective import Factors
 from autoaccum.oom import is_oom, is_too_large, let_go
 from autoaccum.records import Trial
+from autoaccum.state import Mark
 from autoaccum.step import Accumulated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from autoaccum.scope import WholeWindow
     from autoaccum.step import TrainingStep
 
 
@@ -26,16 +28,32 @@ class Trials:
     """Runs trials of a training step; what they change is put back by whoever made a snapshot before.
 
     A trial meets the memory of a step in the middle of training: gradients and optimizer state are there before it
-    begins, and the next micro-batch is on its way.
+    begins, what a failure would have to put back is set aside, and the next micro-batch is on its way.
 
     Args:
         step: The training step to try.
         batch: Its samples are repeated to make a micro-batch of any size.
+        whole: What runs a window whose loss is taken over all of it; None where every micro-batch has a loss.
+        samples: Samples in such a window.
+
+    Attributes:
+        held_bytes: What is held between trials, in the terms of their peaks; None where that is not counted.
+        reachable_bytes: What a peak may come to, in the same terms.
+        growing_bytes: By size that fits, the peak of the part of its step that grows with it: all but the update.
     """
 
-    def __init__(self, step: TrainingStep, batch: Any) -> None:
+    def __init__(
+        self, step: TrainingStep, batch: Any, whole: WholeWindow | None = None, samples: int | None = None
+    ) -> None:
         self._step = step
         self._batch = batch
+        self._whole = whole
+        at_window = Mark(step.objective.modules, step.memory.device)
+        self._marks = (at_window, Mark(step.objective.modules, step.memory.device, earlier=at_window))
+        self._window = None if whole is None or samples is None else _window_of(batch, samples)
+        self.held_bytes: int | None = None
+        self.reachable_bytes: int | None = None
+        self.growing_bytes: dict[int, int | None] = {}
         self._with_gradient: list[torch.nn.Parameter] | None = None
 
     def run(self, size: int, *, expected_bytes: int = 0) -> Trial:
@@ -43,8 +61,8 @@ class Trials:
 
         Args:
             size: Samples in the micro-batch.
-            expected_bytes: What it is likely to take beyond what is held; where that cannot be had the step is not
-                begun, and does not fit.
+            expected_bytes: The peak to which it is likely to come; where that cannot be had the step is not begun, and
+                does not fit.
 
         Returns:
             What came of it. Errors that are not lack of memory arrive as they are.
@@ -54,7 +72,7 @@ class Trials:
         started = time.perf_counter()
         fits = True
         try:
-            memory.ensure(expected_bytes)
+            memory.ensure(expected_bytes - (self.held_bytes or 0))
             if self._with_gradient is None:
                 # The first step makes what later ones find: gradients and the optimizer's state.
                 self._one_step(size)
@@ -70,29 +88,54 @@ class Trials:
             if not (is_oom(error) or is_too_large(error) or half_way):
                 raise
             fits = False
+            if self._step.witness is not None:
+                self._step.witness.see(error, phase=self._step.phase, size=size, is_trial=True)
             let_go(error)
         elapsed_s = time.perf_counter() - started
+        peak = memory.peak_bytes() if fits else None
         if fits:
-            return Trial(size, fits, memory.peak_bytes(), elapsed_s)
-        # After the handler: inside it the traceback still pins the activations.
-        self._step.abandon()
-        memory.release()
-        return Trial(size, fits, None, elapsed_s)
+            memory.trim()
+        else:
+            # After the handler: inside it the traceback still pins the activations.
+            self._step.abandon()
+            memory.release()
+        memory.reset_peak()
+        self.held_bytes = memory.peak_bytes()
+        if self.held_bytes is not None:
+            # On the host the limit counts what is mapped, and the peak what was touched.
+            self.reachable_bytes = self.held_bytes + memory.reading().free_bytes
+        return Trial(size, fits, peak, elapsed_s)
 
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        for mark in self._marks:
+            mark.take()
+        if self._whole is None or self._window is None:
+            self.one_micro_batch(size)
+        else:
+            self._whole.rehearse(self._window, size)
+        self.growing_bytes[size] = self._step.memory.peak_bytes()
+        with standing_still(self._step.optimizer):
+            self._step.updates.make()
+
+    def one_micro_batch(self, size: int) -> None:
+        """Run forward and backward of one size, the next micro-batch on its way; catches nothing."""
         # A copy, as a transfer makes one: a model that changes its input must not change the user's batch.
         batch = copied(repeated(self._batch, size))
         with closing(self._step.transfer.feed(Window([batch, batch]), [size, size])) as feed:
             self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
-        with _standing_still(self._step.optimizer):
-            self._step.update()
+
+
+def _window_of(batch: Any, samples: int) -> Window:
+    """Return a window of the batch's samples over and over, without a copy of them."""
+    whole, rest = divmod(samples, count(batch))
+    return Window([batch] * whole + ([repeated(batch, rest)] if rest else []))
 
 
 @contextmanager
-def _standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the optimizer do all its work, but stay where it is: trials that drift can diverge.
 
     Hooks that a user has hung on it (an average of the weights) are no part of the step and would count the trials.

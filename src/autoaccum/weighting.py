@@ -4,6 +4,9 @@ A loss that is a mean over a window is `sum_i w_i l_i / sum_i w_i`: over samples
 whether the token counts, with class weights it is the weight of its class. The mean over one micro-batch has the same
 form with its own samples, so the window's loss is the mean of the micro-batches' losses, each weighted by its own sum
 of w_i. A loss that is a sum needs no weights: its micro-batches are added.
+
+What counts is tallied in whole numbers and turned into a weight only then: the weight of a window is the same to the
+last bit however the window is cut, and so is the factor of a micro-batch, whatever becomes of the rest.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +25,10 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+# How much counts: a number of samples, elements or targets, or of targets of each class, shape (C,).
+ClassCounts = npt.NDArray[np.int64]
+Tally = int | ClassCounts
 
 IGNORE_INDEX = -100  # the default of torch.nn.CrossEntropyLoss and of every Transformers model
 
@@ -34,6 +43,7 @@ class Over(Enum):
     SHIFTED = "a mean over the targets that count, shifted by one"
     VECTOR = "one loss a sample, averaged over the samples"
     PAIR = "a (sum, weight) pair"
+    OPAQUE = "unknown, and weighed by samples"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,59 +52,119 @@ class Weighting:
 
     Attributes:
         over: What it runs over.
-        ignore_index: Targets with this value do not count.
+        ignore_index: Targets with this value do not count. A mask is a target of which 0 (or 1) does not count.
         class_weights: Weight of each class, shape (C,), on the CPU; None where all weigh 1.
         target: Which of the batch's target tensors counts, by its name in the batch; None means the only one.
+        void: Of an opaque loss, `constants` of micro-batches for which it is no number.
+        nor: Another value that does not count.
     """
 
     over: Over
     ignore_index: int = IGNORE_INDEX
     class_weights: Tensor | None = None
     target: str | None = None
+    void: frozenset[frozenset[tuple[str, float]]] = frozenset()
+    nor: int | None = None
 
     @property
     def needs_targets(self) -> bool:
         """Whether the weight depends on what the targets are, and not on how many samples there are."""
-        return self.over in (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED)
+        return bool(self.void) or self.over in (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED)
 
-    def weigh(self, samples: int, named_targets: Mapping[str, Tensor]) -> float:
-        """Return the sum of w_i over one micro-batch.
+    @property
+    def description(self) -> str:
+        """What the loss runs over, in words."""
+        if self.over not in (Over.COUNTED, Over.SHIFTED) or self.ignore_index == IGNORE_INDEX:
+            return self.over.value
+        where = f" in {self.target!r}" if self.target else ""
+        return f"{self.over.value} (those that are not {self.ignore_index}{where})"
+
+    def tally(self, samples: int, named_targets: Mapping[str, Tensor]) -> Tally:
+        """Return how much counts in some samples; tallies of several parts can be added, in any order.
 
         Args:
-            samples: Its number of samples.
-            named_targets: Its target tensors by name, first dimension N; only looked at where `needs_targets`. Waits
+            samples: Their number.
+            named_targets: Their target tensors by name, first dimension N; only looked at where `needs_targets`. Waits
                 for the device where they are on one.
         """
+        if self.void:
+            return 0 if constants(named_targets) in self.void else samples
         targets = self._choose(named_targets) if self.needs_targets else None
         if targets is None:
-            return float(samples)
+            return samples
         if self.over is Over.ELEMENTS:
-            return float(targets.numel())
-        if targets.is_floating_point():
-            # Class probabilities of shape (N, C, ...): torch's mean runs over everything but the classes.
-            return float(targets.numel() // targets.shape[1]) if targets.dim() > 1 else 1.0
-        if self.over is Over.SHIFTED:
-            targets = targets[..., 1:]
-        counts = targets != self.ignore_index
+            return targets.numel()
+        if self._are_probabilities(targets):
+            # Of shape (N, C, ...): torch's mean runs over everything but the classes.
+            return targets.numel() // targets.shape[1] if targets.dim() > 1 else 1
         if self.class_weights is None:
-            return float(counts.sum().item())
-        return float(self.class_weights[targets[counts].cpu().long()].sum(dtype=torch.float64).item())
+            return int(self._counting(targets).sum())
+        return self._count_classes(targets.flatten().cpu().numpy(), len(self.class_weights))
+
+    def tally_each(self, samples: int, named_targets: Mapping[str, Tensor]) -> Tensor:
+        """Return how much counts in each sample by itself, shape (N,), of a weighting without class weights."""
+        targets = self._choose(named_targets) if self.needs_targets else None
+        if targets is None:
+            return torch.ones(samples)
+        if self.over is Over.ELEMENTS:
+            return torch.full((samples,), targets.numel() / samples)
+        return self._counting(targets).reshape(samples, -1).sum(1).float().cpu()
+
+    def worth(self, tally: Tally) -> float:
+        """Return what a tally weighs: the sum of w_i."""
+        if isinstance(tally, int):
+            return float(tally)
+        assert self.class_weights is not None
+        return float((tally * self.class_weights.numpy()).sum())
+
+    def weigh(self, samples: int, named_targets: Mapping[str, Tensor]) -> float:
+        """Return the sum of w_i over some samples; arguments as for `tally`."""
+        return self.worth(self.tally(samples, named_targets))
 
     def counts_all(self, named_targets: Mapping[str, Tensor]) -> bool:
         """Whether every target counts the same, so that samples of one shape weigh the same."""
-        targets = self._choose(named_targets)
-        if targets is None or self.over is Over.ELEMENTS or targets.is_floating_point():
-            return True
-        if self.class_weights is not None:
+        if self.void or self.class_weights is not None:
             return False
-        if self.ignore_index < 0 and targets.numel():
+        targets = self._choose(named_targets)
+        if targets is None or self.over is Over.ELEMENTS or self._are_probabilities(targets):
+            return True
+        if self.ignore_index < 0 and self.nor is None and targets.numel():
             return int(targets.min()) >= 0  # a class is never negative, and the least is found in one pass
-        return not bool((targets == self.ignore_index).any())
+        return bool(self._counting(targets).all())
 
     def _choose(self, named_targets: Mapping[str, Tensor]) -> Tensor | None:
         if self.target is not None:
             return named_targets.get(self.target)
         return next(iter(named_targets.values()), None)
+
+    def _are_probabilities(self, targets: Tensor) -> bool:
+        # Of torch's own losses, which have the only targets there are. Named ones that are floating are masks.
+        return self.target is None and targets.is_floating_point()
+
+    def _count_classes(self, targets: ClassCounts, classes: int) -> ClassCounts:
+        if self.ignore_index < 0 and targets.size and targets.min() < 0:
+            targets = targets[targets != self.ignore_index]
+        counts: ClassCounts = np.bincount(targets, minlength=classes)
+        if 0 <= self.ignore_index < len(counts):
+            counts[self.ignore_index] = 0
+        return counts
+
+    def _counting(self, targets: Tensor) -> Tensor:
+        targets = targets[..., 1:] if self.over is Over.SHIFTED else targets
+        counts = targets != self.ignore_index
+        return counts if self.nor is None else counts & (targets != self.nor)
+
+
+def constants(named_targets: Mapping[str, Tensor]) -> frozenset[tuple[str, float]]:
+    """Return the target tensors that hold one value alone, with it."""
+    ranges = ((name, *spread(targets)) for name, targets in named_targets.items() if targets.numel())
+    return frozenset((name, low) for name, low, high in ranges if low == high)
+
+
+def spread(targets: Tensor) -> tuple[float, float]:
+    """Return the least and the greatest of some targets; waits for the device where they are on one."""
+    low, high = targets.aminmax()
+    return low.item(), high.item()
 
 
 def in_full(value: Tensor) -> Tensor:
@@ -102,25 +172,35 @@ def in_full(value: Tensor) -> Tensor:
     return value.float() if value.device.type == "mps" else value.double()
 
 
-def shares(weighting: Weighting, weights: Sequence[float]) -> list[float]:
+def shares(weighting: Weighting, tallies: Sequence[Tally], samples: int, total: float | None = None) -> list[float]:
     """Return the factor of each micro-batch's loss, so that their sum is the loss of the window.
 
     Args:
         weighting: How the loss weighs its samples.
-        weights: `Weighting.weigh` of each micro-batch.
+        tallies: `Weighting.tally` of each micro-batch.
+        samples: Samples in the window.
+        total: What the window weighs of which these micro-batches are a part; where it is 0 nothing counts here. None:
+            they are the whole.
 
     Raises:
         InvalidInputError: Nothing counts in the whole window, so that its mean does not exist.
     """
     if weighting.over is Over.SUM:
-        return [1.0] * len(weights)
-    total = sum(weights)
+        return [1.0] * len(tallies)
+    if total is not None:
+        return [weighting.worth(tally) / total if total else 0.0 for tally in tallies]
+    total = weighting.worth(sum(tallies))
+    if weighting.over is Over.OPAQUE and total:
+        # A guess anyway: all samples are counted, so that no factor depends on the cut of the rest.
+        total = float(samples)
     if total == 0.0:
         raise InvalidInputError(
-            f"no target of this window of {len(weights)} micro-batches counts (all are ignore_index="
+            f"no target of this window of {len(tallies)} micro-batches counts (all are ignore_index="
             f"{weighting.ignore_index} or of weight 0), so the mean loss over it does not exist; leave such samples out"
         )
-    return [weight / total for weight in weights]
+    if weighting.class_weights is None:
+        return [tally / total for tally in tallies]  # type: ignore[misc]
+    return [weighting.worth(tally) / total for tally in tallies]
 
 
 # What `reduction="mean"` of torch's losses of (outputs, targets) divides by, as their documentation says.
@@ -175,34 +255,59 @@ def of_loss_module(loss: object) -> Weighting | None:
     )
 
 
-# --- finding out what a loss runs over -------------------------------------------------------------------------------
-
-
-def candidates(named_targets: Mapping[str, Tensor]) -> list[Weighting]:
-    """Return what a loss of unknown make may run over, given a batch's target tensors."""
-    found = [Weighting(Over.SUM), Weighting(Over.SAMPLES)]
-    for name, targets in named_targets.items():
-        if targets.is_floating_point() or targets.dtype is torch.bool:
-            continue
-        found.append(Weighting(Over.COUNTED, target=name))
-        if targets.dim() > 1:
-            found.append(Weighting(Over.SHIFTED, target=name))
-    return found
-
-
-def misfit(weighting: Weighting, whole: float, parts: Sequence[float], weights: Sequence[float]) -> float:
-    """Return how far the loss of a batch is from what its parts' losses give in this way, relative to its size.
+def weight_of_pair(name: str, weight: Any) -> Tensor | float:
+    """Check the second half of a (sum, weight) pair as far as that goes without waiting for the device.
 
     Args:
-        weighting: The candidate.
-        whole: Loss of the whole batch.
-        parts: Losses of its parts; that of a part in which nothing counts may be NaN.
-        weights: `Weighting.weigh` of the parts.
+        name: Name of the loss.
+        weight: What was returned beside the sum.
+
+    Raises:
+        InvalidInputError: It cannot be a weight: no number, a truth value, several numbers, or one with a gradient.
     """
-    if not any(weights):
-        return math.inf
-    counting = zip(shares(weighting, weights), parts, strict=True)
-    rebuilt = sum(share * part for share, part in counting if share != 0.0)
-    scale = max(abs(whole), abs(rebuilt))
-    off = abs(rebuilt - whole)
-    return off / scale if off > 0.0 else 0.0 if off == 0.0 else math.inf
+    found = None
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            found = f"a tensor of shape {tuple(weight.shape)}"
+        elif weight.requires_grad:
+            found = "a tensor with a gradient"
+        elif weight.dtype is torch.bool or weight.is_complex():
+            found = f"a tensor of type {weight.dtype}"
+    elif isinstance(weight, bool) or not hasattr(weight, "__float__"):
+        found = f"a {type(weight).__name__}"
+    if found is not None:
+        raise InvalidInputError(f"loss {name!r} is a pair whose second half is {found}; {_PAIR_MEANS}")
+    return weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
+
+
+def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float) -> None:
+    """Check that the pairs of two parts of a batch add up to its own.
+
+    Args:
+        name: Name of the loss.
+        whole: The pair of the batch.
+        parts: Those of its parts.
+        tolerance: How far rounding may take them apart, relative to their size.
+
+    Raises:
+        InvalidInputError: The weights do not add up, or the sums are means.
+    """
+    weight, added = whole[1], sum(part[1] for part in parts)
+    if abs(weight - added) > tolerance * max(abs(weight), abs(added)):
+        raise InvalidInputError(
+            f"loss {name!r} is a pair whose second halves do not add up: {weight:g} for a batch and {added:g} for its "
+            f"two parts together, as an accuracy or another mean would; {_PAIR_MEANS}"
+        )
+    as_sum, as_mean = sum(part[0] for part in parts), sum(part[0] * part[1] for part in parts) / (weight or math.nan)
+    room = tolerance * max(abs(whole[0]), *(abs(part[0]) for part in parts))
+    if abs(whole[0] - as_mean) <= room < abs(whole[0] - as_sum) and abs(as_mean - as_sum) > room:
+        raise InvalidInputError(
+            f"loss {name!r} is a pair whose first half is a mean ({whole[0]:g} for a batch, "
+            f"{' and '.join(f'{part[0]:g}' for part in parts)} for its parts); {_PAIR_MEANS}"
+        )
+
+
+_PAIR_MEANS = (
+    "a pair means (sum, weight): the sum of the losses and what it is to be divided by, such as ((loss * mask).sum(), "
+    "mask.sum()). To report something beside the loss use metrics="
+)

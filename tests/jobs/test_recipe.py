@@ -12,6 +12,7 @@ import torch
 import autoaccum
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs import Job, load_recipe
+from autoaccum.jobs.recipe import check_recipe
 
 GOOD = """
 import torch
@@ -239,3 +240,14 @@ def test_a_recipe_that_could_not_be_imported_leaves_no_module_behind(recipe):
 def test_ctrl_c_in_a_recipe_is_no_mistake_of_the_recipe(recipe):
     with pytest.raises(KeyboardInterrupt):
         load_recipe(recipe("def job(): raise KeyboardInterrupt"))
+
+
+def test_a_recipe_is_checked_without_being_called(recipe):
+    path = recipe("def job(): raise SystemExit")
+
+    assert check_recipe(path) == f"{path}:job"
+
+
+def test_a_recipe_without_its_function_does_not_pass_the_check(recipe):
+    with pytest.raises(InvalidInputError, match=r"has no function train\(\)"):
+        check_recipe(recipe(GOOD) + ":train")

@@ -5,6 +5,7 @@ What a real card does is tested by test_contract.py where there is one.
 
 import contextlib
 import os
+import subprocess
 import types
 import warnings
 
@@ -14,6 +15,7 @@ import torch
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory import Cuda, backend_for
 from autoaccum.memory import cuda as module
+from autoaccum.memory.limits import describe_neighbours
 
 GIB = 2**30
 
@@ -160,7 +162,23 @@ def test_real_nvml_is_asked_and_may_be_missing(card):
     ],
 )
 def test_others_hold_what_nvml_counts_less_our_share(card, monkeypatch, shares, others):
-    nvml = types.SimpleNamespace(
+    monkeypatch.setattr(module, "pynvml", nvml_with(shares))
+
+    assert cuda().reading().others_bytes == others * GIB
+
+
+def test_others_are_named_with_what_they_hold(card, monkeypatch):
+    with subprocess.Popen(["sleep", "60"]) as other:  # noqa: S607
+        shares = [(os.getpid(), GIB), (2**22 + 1, None), (other.pid, 3 * GIB)]
+        monkeypatch.setattr(module, "pynvml", nvml_with(shares))
+        text = describe_neighbours(cuda())
+        other.kill()
+
+    assert text.endswith(f"hold memory of NVIDIA Test: sleep (pid {other.pid}) 3.0 GiB, ? (pid {2**22 + 1})")
+
+
+def nvml_with(shares):
+    return types.SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
@@ -170,9 +188,6 @@ def test_others_hold_what_nvml_counts_less_our_share(card, monkeypatch, shares, 
             types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in shares
         ],
     )
-    monkeypatch.setattr(module, "pynvml", nvml)
-
-    assert cuda().reading().others_bytes == others * GIB
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta"])

@@ -26,6 +26,7 @@ def found():
         "twenty_failing_steps_leave_nothing_behind",
         "threads_started_under_a_limit_do_not_end_the_process",
         "onednn_that_refuses_everything_is_told",
+        "matrix_products_of_many_sizes_leave_nothing_behind",
         "peak_is_none_where_it_cannot_be_reset",
         "system_without_limits_refuses_one_and_works_without",
     )
@@ -68,6 +69,14 @@ def test_steps_that_fail_in_convolutions_leave_nothing_behind(found):
 
     assert seen["failed"] == 20
     assert seen["left"] < 5 * MIB
+
+
+def test_matrix_products_leave_nothing_behind_once_it_is_given_back(found):
+    seen = found["matrix_products_of_many_sizes_leave_nothing_behind"]
+
+    assert seen["trimmed"] < MIB
+    if seen["has_mkl"]:
+        assert seen["kept"] > 2 * MIB  # else there was nothing to give back
 
 
 def test_onednn_that_refuses_everything_is_a_lost_device_and_not_lack_of_memory(found):

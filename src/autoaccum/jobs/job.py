@@ -14,6 +14,7 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from os import PathLike
 
     import torch
 
@@ -50,6 +51,10 @@ class Job:
     device: str | torch.device | MemoryBackend | None = None
     precision: str = "auto"
     micro_batch: int | str = "auto"
+    probe: str = "inline"
+    strategy: str | None = None
+    cache: bool = True
+    compile: bool | Mapping[str, Any] = False
     memory_limit: float | str | None = None
     clip_grad_norm: float | None = None
     last_window: str = "step"
@@ -59,8 +64,18 @@ class Job:
     metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None
     forward: Callable[[nn.Module, Any], Any] | None = None
     loss_reduction: str | None = None
+    loss_scope: str = "micro_batch"
+    batchnorm: str = "keep"
+    fallback: str | Sequence[str] | None = None
     callbacks: Sequence[Callback] = ()
     seed: int | None = None
+    checkpoint: str | PathLike[str] | None = None
+    checkpoint_steps: int | None = None
+    checkpoint_minutes: float | None = 10.0
+    resume: bool | str = "auto"
+    oom_report: str | PathLike[str] | None = None
+    shard: bool = False
+    shares: str = "equal"
 
     def fit_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `fit`, the model made.

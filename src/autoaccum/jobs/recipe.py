@@ -52,6 +52,18 @@ def load_recipe(recipe: str) -> Job:
     return job
 
 
+def check_recipe(recipe: str) -> str:
+    """Import a recipe without calling its function, which may take long, and return it with its whole path.
+
+    Raises:
+        InvalidInputError: There is no such file or function, or the file raised (then the cause is what it raised).
+    """
+    path, name = _split(recipe)
+    with _importable(path.parent):
+        _function(_imported(path), name, path)
+    return f"{path}:{name}"
+
+
 def _split(recipe: str) -> tuple[Path, str]:
     path, name = Path(recipe), DEFAULT_FUNCTION
     before, colon, after = recipe.rpartition(":")

@@ -63,6 +63,18 @@ def group_limits(proc: Path = _PROC) -> Iterator[GroupLimit]:
     Args:
         proc: The process's folder; another one in tests.
     """
+    for version, folder in group_folders(proc):
+        limit = _read_group(folder, version)
+        if limit is not None:
+            yield limit
+
+
+def group_folders(proc: Path = _PROC) -> Iterator[tuple[int, Path]]:
+    """Yield the version and the folder of every control group above this process that counts memory, its own first.
+
+    Args:
+        proc: The process's folder; another one in tests.
+    """
     mounts = _mounts(proc)
     for version, relative in _memberships(proc):
         if version not in mounts:
@@ -72,10 +84,22 @@ def group_limits(proc: Path = _PROC) -> Iterator[GroupLimit]:
         inside = relative.relative_to(mounted_part) if relative.is_relative_to(mounted_part) else Path("/")
         folder = root / str(inside).lstrip("/")
         while folder.is_relative_to(root):
-            limit = _read_group(folder, version)
-            if limit is not None:
-                yield limit
+            yield version, folder
             folder = folder.parent
+
+
+def counter(path: Path, name: str) -> int | None:
+    """Return a number from a file of lines "name number"; None where there is none of that name.
+
+    Args:
+        path: The file.
+        name: What stands before the number.
+    """
+    for line in _lines(path):
+        found, _, value = line.partition(" ")
+        if found == name and value.strip().isdigit():
+            return int(value)
+    return None
 
 
 def _memberships(proc: Path) -> Iterator[tuple[int, Path]]:

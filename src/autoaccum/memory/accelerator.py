@@ -84,6 +84,10 @@ class Accelerator(MemoryBackend):
     def release(self) -> None:
         """Collect cycles and give cached memory back to the device."""
         gc.collect()
+        self.trim()
+
+    def trim(self) -> None:
+        """Give back what the allocator has cached, where the device's module has a way to."""
         empty = self._function("empty_cache")
         if empty is not None:
             empty()
@@ -94,6 +98,15 @@ class Accelerator(MemoryBackend):
         Args:
             extra_bytes: Memory about to be needed at once.
         """
+
+    def reserve(self, extra_bytes: int) -> None:
+        """Have the allocator hold `extra_bytes` in its cache, or raise an error that `is_oom` recognises.
+
+        Args:
+            extra_bytes: Memory about to be needed; freed at once, it stays with the allocator.
+        """
+        if extra_bytes > 0:
+            torch.empty(extra_bytes, dtype=torch.uint8, device=self.device)
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was submitted."""

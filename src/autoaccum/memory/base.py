@@ -7,14 +7,16 @@ One file a kind implements this (cuda.py, host.py, accelerator.py, simulated.py)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
-    from autoaccum.records import MemoryReading
+    from autoaccum.records import MemoryReading, Neighbour
 
 
 class MemoryBackend(ABC):
@@ -28,9 +30,11 @@ class MemoryBackend(ABC):
         name: A person's name for the device, such as "NVIDIA H200" or "host memory".
         fails_cleanly: Whether an allocation that fails always raises. Where native code may die of it, what is not
             known to fit is asked for beforehand (`ensure`) or approached from below.
+        is_host: Whether its memory is that of the host.
     """
 
     fails_cleanly: bool = True
+    is_host: bool = False
 
     device: torch.device
     name: str
@@ -58,6 +62,10 @@ class MemoryBackend(ABC):
         Does nothing where a limit is not inherited, or none is in force.
         """
 
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Make tensors on the CPU that are none of the device's: only a simulated one would count them."""
+        return nullcontext()
+
     @abstractmethod
     def reset_peak(self) -> None:
         """Begin to count the peak anew."""
@@ -74,6 +82,9 @@ class MemoryBackend(ABC):
         activations.
         """
 
+    def trim(self) -> None:  # noqa: B027 - nothing to do where what was freed is free at once
+        """Give back what is free without looking for cycles, so that the next peak shows what its step took."""
+
     @abstractmethod
     def ensure(self, extra_bytes: int) -> None:
         """Raise `torch.OutOfMemoryError` now if `extra_bytes` more could not be had, else do nothing.
@@ -81,6 +92,25 @@ class MemoryBackend(ABC):
         Where the allocator itself fails cleanly (CUDA) this does nothing. On the host, native code can crash when an
         allocation fails inside it, so the question is asked before it starts.
         """
+
+    def reserve(self, extra_bytes: int) -> None:
+        """Make sure that `extra_bytes` can be had by what runs next, or raise `torch.OutOfMemoryError`.
+
+        For work that must not fail once it has begun. Where an allocator keeps what was freed, this process has them
+        from then on; elsewhere it is the question of `ensure`.
+        """
+        self.ensure(extra_bytes)
+
+    def neighbours(self) -> Sequence[Neighbour]:
+        """The other processes that hold memory of the device, those that hold most first, as far as they are told."""
+        return ()
+
+    def alloc_retries(self) -> int:
+        """How often the allocator had to give back its cache to go on: when this rises, memory is about to run out.
+
+        0 where the device does not count it.
+        """
+        return 0
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -14,12 +14,13 @@ import gc
 import os
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.base import MemoryBackend
 from autoaccum.memory.limits import format_bytes
-from autoaccum.records import MemoryReading
+from autoaccum.records import MemoryReading, Neighbour
 
 try:
     import pynvml
@@ -105,9 +106,13 @@ class Cuda(MemoryBackend):
         if torch.cuda.memory_allocated(self.device) > self._settled_bytes:
             # A collection takes up to a second in a large process, so only where a cycle may pin something.
             gc.collect()
+        self.trim()
+        self._settled_bytes = torch.cuda.memory_allocated(self.device)
+
+    def trim(self) -> None:
+        """Give cached segments back to the driver."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
-        self._settled_bytes = torch.cuda.memory_allocated(self.device)
 
     def ensure(self, extra_bytes: int) -> None:
         """Do nothing: the allocator fails cleanly.
@@ -115,6 +120,26 @@ class Cuda(MemoryBackend):
         Args:
             extra_bytes: Memory about to be needed at once.
         """
+
+    def reserve(self, extra_bytes: int) -> None:
+        """Have the allocator hold `extra_bytes` in its cache, or raise `torch.OutOfMemoryError`.
+
+        Args:
+            extra_bytes: Memory about to be needed; freed at once, it stays with the allocator.
+        """
+        if extra_bytes > 0:
+            torch.empty(extra_bytes, dtype=torch.uint8, device=self.device)
+
+    def neighbours(self) -> list[Neighbour]:
+        """Return the other processes on the card, by NVML."""
+        told = _ask_nvml(self._uuid)
+        shares = {} if told is None else told[1]
+        others = [Neighbour(pid, _name_of(pid), used) for pid, used in shares.items() if pid != os.getpid()]
+        return sorted(others, key=lambda other: -(other.used_bytes or 0))
+
+    def alloc_retries(self) -> int:
+        """Return how often an allocation succeeded only after the cache had been given back."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
 
     def synchronize(self) -> None:
         """Wait until the card has done all that was submitted."""
@@ -154,16 +179,32 @@ def _others_bytes(uuid: str, own_reserved_bytes: int) -> int | None:
     Where NVML does not show this process (another PID namespace, as in containers), what the allocator
     reserved is taken for its share, and its context is counted among the others.
     """
+    told = _ask_nvml(uuid)
+    if told is None:
+        return None
+    used, shares = told
+    return max(0, used - int(shares.get(os.getpid()) or own_reserved_bytes))
+
+
+def _ask_nvml(uuid: str) -> tuple[int, dict[int, int | None]] | None:
+    """Return the bytes in use on a card, and those of each process by its number; None where NVML does not tell."""
     if pynvml is None or not uuid:
         return None
     try:
         pynvml.nvmlInit()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-            shares = {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
-    return max(0, int(used) - int(shares.get(os.getpid()) or own_reserved_bytes))
+    return used, {process.pid: process.usedGpuMemory for process in running}
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:  # it has ended, or lives where this process cannot see
+        return "?"

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from autoaccum.errors import DeviceLostError, InvalidInputError
-from autoaccum.memory import _glibc, _linux
+from autoaccum.memory import _glibc, _linux, _mkl
 from autoaccum.memory.base import MemoryBackend
 from autoaccum.memory.limits import format_bytes
 from autoaccum.oom import first_line, is_oom
@@ -63,6 +63,7 @@ class Host(MemoryBackend):
     """
 
     fails_cleanly = False
+    is_host = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -154,9 +155,14 @@ class Host(MemoryBackend):
             DeviceLostError: oneDNN no longer works in this thread.
         """
         gc.collect()
-        _glibc.trim()
+        self.trim()
         if self._limit_bytes is not None and _can_map(_CONVOLUTION_ROOM_BYTES):
             self._check_onednn()
+
+    def trim(self) -> None:
+        """Give back what matrix products keep for the next one, and the free pages of the heap."""
+        _mkl.free_buffers()
+        _glibc.trim()
 
     def ensure(self, extra_bytes: int) -> None:
         """Raise `torch.OutOfMemoryError` if `extra_bytes` more could not be had.

@@ -27,6 +27,8 @@ _UNIT_BYTES = {"b": 1} | {
     for power, letter in enumerate("kmgtp")
     for name, base in ((letter, 1024), (f"{letter}ib", 1024), (f"{letter}b", 1000))
 }
+# Of the other processes on a device so many are named.
+_NAMED = 3
 _UNITS_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -59,6 +61,22 @@ def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str 
     return n_bytes
 
 
+def parse_size(text: str, *, name: str) -> int:
+    """Return a size such as "24GiB" in bytes, where there is no device of which it could be a fraction.
+
+    Args:
+        text: As for `parse_limit`, fractions left out.
+        name: What the user calls the argument, for the message.
+
+    Raises:
+        InvalidInputError: This is no such size.
+    """
+    n_bytes = _parse_text(name, text, None)
+    if n_bytes < 1:
+        raise InvalidInputError(f"{name}={text!r} is no memory; give a size such as '24GiB'")
+    return n_bytes
+
+
 def format_bytes(n_bytes: int) -> str:
     """Return bytes for a person to read, such as '9.1 GiB' or '512 B'.
 
@@ -76,7 +94,7 @@ def format_bytes(n_bytes: int) -> str:
     return f"{sign}{size:.1f} {unit}"
 
 
-def _parse_text(name: str, limit: str, backend: MemoryBackend) -> int:
+def _parse_text(name: str, limit: str, backend: MemoryBackend | None) -> int:
     match = _SIZE.fullmatch(limit.strip())
     if match is None:
         raise InvalidInputError(f"{name}={limit!r} cannot be read; {_FORMS}")
@@ -90,7 +108,22 @@ def _parse_text(name: str, limit: str, backend: MemoryBackend) -> int:
     return int(float(number) * _UNIT_BYTES[unit])
 
 
-def _fraction(name: str, limit: float | str, fraction: float, backend: MemoryBackend) -> int:
+def _fraction(name: str, limit: float | str, fraction: float, backend: MemoryBackend | None) -> int:
+    if backend is None:
+        raise InvalidInputError(f"{name}={limit!r} is a fraction, of nothing known; give a size such as '24GiB'")
     if not 0 < fraction <= 1:
         raise InvalidInputError(f"{name}={limit!r} is read as a fraction and must be above 0 and at most 1; {_FORMS}")
     return int(fraction * backend.total_for_fraction())
+
+
+def describe_neighbours(memory: MemoryBackend) -> str:
+    """Say who else holds memory of a device, and how much; an empty text where nobody does or it is not told."""
+    others = memory.neighbours()
+    if not others:
+        return ""
+    shares = [
+        f"{other.name} (pid {other.pid})" + ("" if other.used_bytes is None else f" {format_bytes(other.used_bytes)}")
+        for other in others[:_NAMED]
+    ]
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    return f"other processes hold memory of {memory.name}: {', '.join(shares)}{more}"

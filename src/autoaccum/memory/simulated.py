@@ -9,25 +9,20 @@ one operation is not seen: this is a device to experiment with, not an estimate 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import weakref
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.errors import InvalidInputError
+from autoaccum.memory._storages import StorageWatch
 from autoaccum.memory.base import MemoryBackend
 from autoaccum.memory.limits import format_bytes, parse_limit
 from autoaccum.records import MemoryReading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-# torch.tensor takes its memory where no mode can see it and passes the result through one of these, so what
-# they return counts although it shares the storage of their argument.
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
+    from collections.abc import Iterator, Mapping
 
 
 class Simulated(MemoryBackend):
@@ -87,9 +82,29 @@ class Simulated(MemoryBackend):
         finally:
             self._ledger = None
 
-    def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: no process inherits a simulated limit."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Refuse nothing: what is done meanwhile (a checkpoint is written and read back) would not be on the device."""
+        if self._ledger is None:
+            yield
+            return
+        allowed, self._ledger.allowed_bytes = self._ledger.allowed_bytes, sys.maxsize
+        try:
+            yield
+        finally:
+            self._ledger.allowed_bytes = allowed
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Count none of the storages that are made meanwhile."""
+        if self._ledger is None:
+            yield
+            return
+        before, self._ledger.is_elsewhere = self._ledger.is_elsewhere, True
+        try:
+            yield
+        finally:
+            self._ledger.is_elsewhere = before
 
     def reset_peak(self) -> None:
         """Begin to count the peak anew, from what is alive now."""
@@ -126,73 +141,25 @@ class Simulated(MemoryBackend):
         return self._capacity_bytes
 
 
-class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
     """The storages made since it was entered, and the rule that they may not grow beyond what is allowed."""
 
     def __init__(self, backend: Simulated, limit_bytes: int | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(backend.device.type)
         total = backend.total_for_fraction()
         self.limit_bytes = limit_bytes
         self.allowed_bytes = total if limit_bytes is None else min(limit_bytes, total)
-        self.live_bytes = 0
-        self.peak_bytes = 0
         self._name = backend.name
-        self._device_type = backend.device.type
-        self._size_by_storage: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.is_elsewhere = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Taken before the operation runs: what it returns in one of these is a view, or an update in place.
-        inputs = (args, tuple(kwargs.values()))
-        given = set() if func in _LIFTS else {_key(storage) for storage in self._storages(inputs)}
-        result = func(*args, **kwargs)
-        outputs = {_key(storage): storage for storage in self._storages((result,))}
-        # An update in place may have resized a storage that counts already.
-        counted = {key: storage for key, storage in outputs.items() if key not in given or key in self._size_by_storage}
-        self._count(counted)
-        return result
+    def _count(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        if not self.is_elsewhere:
+            super()._count(storages)
 
     def check(self, extra_bytes: int) -> None:
         """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not allowed."""
         if self.live_bytes + extra_bytes > self.allowed_bytes:
             raise _out_of_memory(self._name, extra_bytes, self.allowed_bytes, self.live_bytes)
-
-    def _count(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
-        grown = sum(storage.nbytes() - self._size_by_storage.get(key, 0) for key, storage in storages.items())
-        if grown > 0:
-            # Refused here, the operation's results die with the frames above, as if they had never been made.
-            self.check(grown)
-        for key, storage in storages.items():
-            if key not in self._size_by_storage:
-                self._watched[key] = weakref.ref(storage, functools.partial(self._forget, key))
-            self._size_by_storage[key] = storage.nbytes()
-        self.live_bytes += grown
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _forget(self, key: int, _reference: weakref.ref[torch.UntypedStorage]) -> None:
-        del self._watched[key]
-        self.live_bytes -= self._size_by_storage.pop(key)
-
-    def _storages(self, values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                if value.layout is torch.strided and value.device.type == self._device_type:
-                    yield value.untyped_storage()
-            elif isinstance(value, tuple | list):
-                yield from self._storages(value)
-
-
-def _key(storage: torch.UntypedStorage) -> int:
-    # The address of PyTorch's own record, by which its own weak references tell storages apart; it is given
-    # to another storage only after this one has died, and then it has been forgotten.
-    return int(storage._cdata)
 
 
 def _out_of_memory(name: str, wanted: int, allowed: int, live: int) -> torch.OutOfMemoryError:

@@ -1,0 +1,83 @@
+"""Part C: seconds from the call of `fit` to the end of its first update, beside the same call with the size given.
+
+The size is the one that the search before training comes to. Each call has a process of its own, and the ways take
+turns; no plan of an earlier run is used.
+"""
+
+from __future__ import annotations
+
+import time
+
+import isolated
+from throughput import quartiles
+from workloads import WORKLOADS
+
+MODES = ("inline", "before", "off")
+TIMEOUT_S = 300
+
+
+def first_update(_connection, name, mode, micro_batch):
+    import autoaccum  # noqa: PLC0415 - in the child only
+
+    workload = WORKLOADS[name]
+    model, optimizer = workload.made()
+    window = workload.batch(workload.target)
+
+    class Watch(autoaccum.Callback):
+        seconds = None
+
+        def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
+            if self.seconds is None:
+                self.seconds = time.perf_counter() - began_s
+
+    watch = Watch()
+    chosen = {} if mode == "given" else {"probe": mode}
+    began_s = time.perf_counter()
+    result = autoaccum.fit(
+        model,
+        [window],
+        workload.target,
+        loss=workload.loss,
+        optimizer=optimizer,
+        device="cpu",
+        precision="fp32",
+        memory_limit=workload.limit_bytes,
+        micro_batch=micro_batch or "auto",
+        max_steps=1,
+        callbacks=[watch],
+        progress=False,
+        cache=False,
+        **chosen,
+    )
+    return {"seconds": watch.seconds, "micro_batch": result.plan.micro_batch, "cut": result.plan.micro_batches}
+
+
+def measure(name, *, repeats, say):
+    _, value, why = isolated.call(first_update, name, "before", None, timeout_s=TIMEOUT_S)
+    if value is None:
+        return {"workload": name, "ended": why, "micro_batch": None, "ratios": {}}
+    size, modes = value["micro_batch"], MODES
+    ratios, failed = {mode: [] for mode in modes}, {}
+    for turn in range(repeats):
+        took = {}
+        for mode in ["given", *modes] if turn % 2 else [*modes, "given"]:
+            if mode not in failed:
+                given = size if mode == "given" else None
+                _, value, why = isolated.call(first_update, name, mode, given, timeout_s=TIMEOUT_S)
+                if value is None:
+                    failed[mode] = why
+                else:
+                    took[mode] = value["seconds"]
+        if "given" in failed:
+            break
+        for mode in took.keys() - {"given"}:
+            ratios[mode].append(took[mode] / took["given"])
+    row = {
+        "workload": name,
+        "micro_batch": size,
+        "ended": failed.get("given", "answered"),
+        "failed": failed,
+        "ratios": {mode: quartiles(values) for mode, values in ratios.items() if len(values) > 1},
+    }
+    say(f"{name}: {row}")
+    return row

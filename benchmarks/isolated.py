@@ -1,0 +1,120 @@
+"""Functions in processes of their own, that cannot hang or take down who asks: the bench's children.
+
+Children are forked from a process that has imported the libraries and has done nothing else, so each starts as fresh as
+after an import, without its seconds. What a child prints goes into a file, of which the end is told when it dies.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch", "torchvision.models", "autoaccum", "lightning.pytorch", "accelerate"]
+
+
+class GoneError(Exception):
+    """A child died, raised or did not answer in time; the text says which."""
+
+
+def prepare():
+    """Start the process that children are forked from."""
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    call(_nothing, timeout_s=600)
+
+
+class Child:
+    """One process that runs `function(connection, *arguments)` and talks over the connection."""
+
+    def __init__(self, function, *arguments):
+        self._log = Path(tempfile.mkstemp(prefix="bench-")[1])
+        self._ours, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_main, args=(theirs, str(self._log), function, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, message):
+        """Say something to the child."""
+        try:
+            self._ours.send(message)
+        except OSError as error:
+            raise GoneError(self._how_it_ended()) from error
+
+    def receive(self, timeout_s):
+        """Return the next ("told" or "done", value).
+
+        Raises:
+            GoneError: There is none, and there will be none.
+        """
+        if not self._ours.poll(timeout_s):
+            raise GoneError(f"no answer within {timeout_s:.0f} s")
+        try:
+            kind, value = self._ours.recv()
+        except (EOFError, OSError) as error:
+            raise GoneError(self._how_it_ended()) from error
+        if kind == "raised":
+            raise GoneError(value)
+        return kind, value
+
+    def end(self):
+        """End it, if it has not ended."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._ours.close()
+        self._log.unlink(missing_ok=True)
+
+    def _how_it_ended(self):
+        self._process.join(5)
+        code = self._process.exitcode
+        last = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return f"died: {how}" + (f" ({last[0].strip()[:160]})" if last else "")
+
+
+def call(function, *arguments, timeout_s):
+    """Run a function in a child; return what it told on the way, and what it returned.
+
+    Returns:
+        A list of what was told, the value (None where it did not return), and why it did not (else None).
+    """
+    child = Child(function, *arguments)
+    told, ends_s = [], time.monotonic() + timeout_s
+    try:
+        while True:
+            kind, value = child.receive(max(0.0, ends_s - time.monotonic()))
+            if kind == "done":
+                return told, value, None
+            told.append(value)
+    except GoneError as error:
+        return told, None, str(error)
+    finally:
+        child.end()
+
+
+def tell(connection, value):
+    connection.send(("told", value))
+
+
+def _nothing(_connection):
+    return None
+
+
+def _main(connection, log, function, arguments):
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    try:
+        message = ("done", function(connection, *arguments))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent wants to know
+        traceback.print_exc()
+        # Its frames hold the memory that is needed to say so.
+        error.__traceback__ = None
+        text = (str(error).strip() or repr(error)).splitlines()[0]
+        message = ("raised", f"{type(error).__name__}: {text[:200]}")
+    connection.send(message)

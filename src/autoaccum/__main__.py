@@ -1,0 +1,5 @@
+"""`python -m autoaccum`: the command line."""
+
+from autoaccum.cli import main
+
+main()

@@ -1,0 +1,445 @@
+"""What a checkpoint of a training run holds: taken as plain values and tensors, checked, put back bit for bit.
+
+A checkpoint that belongs to another model, optimizer or run is refused before anything is changed. Files are another's
+(`storage.py`), and so is the question when one is due (`saving.py`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autoaccum import oom
+from autoaccum.errors import CheckpointError
+from autoaccum.position import Position
+from autoaccum.records import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from autoaccum.notices import Notices
+    from autoaccum.position import RandomStates
+    from autoaccum.schedule import Schedule
+    from autoaccum.state import RandomState
+    from autoaccum.step import TrainingStep
+
+# Raised whenever an older autoaccum could not read a new file, or would read it wrongly.
+FORMAT = 2
+# What a training of one process writes is as it was in the first.
+_FORMAT_OF_ONE = 1
+# What every file of that format holds.
+_KEYS = {
+    *("autoaccum", "format", "target_batch", "windows", "samples", "device", "random", "position", "cutting"),
+    *("modules", "optimizer", "scheduler", "scaler"),
+}
+# Keys named in an error: enough to see what is the matter.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment between two windows: where training stands, apart from what the model and the optimizer hold.
+
+    Attributes:
+        windows: Windows done.
+        samples: Samples used.
+        position: Where the loader stands.
+        random: The state of the random generators; None where no checkpoints are asked for.
+    """
+
+    windows: int
+    samples: int
+    position: Position
+    random: RandomStates | None
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How windows are cut, and how that came about.
+
+    Attributes:
+        plan: The plan in force.
+        largest: The plan to grow back to.
+        plans: Every plan so far, each with the step from which it held.
+        asked: The user's `micro_batch`.
+        bytes_per_sample: What a probe found that a sample takes.
+        oom_events: How often memory has run out.
+        sample_bytes: The size of the samples in which sizes are counted; None where all count the same.
+        is_found: Whether the first windows had taught what fits, or did not have to.
+        is_timed: Whether nothing about the cut was left to the clock.
+    """
+
+    plan: Plan
+    largest: Plan
+    plans: tuple[tuple[int, Plan], ...]
+    asked: int | str
+    bytes_per_sample: int | None
+    oom_events: int
+    sample_bytes: int | None = None
+    is_found: bool = True
+    is_timed: bool = True
+
+
+class Contents:
+    """What a checkpoint holds of one training run.
+
+    Args:
+        step: Its model, optimizer and scaler.
+        schedule: Its learning-rate scheduler.
+        target_batch: Samples a window.
+        random: Its random generators.
+        notices: Where it is said what a checkpoint cannot give back.
+    """
+
+    def __init__(
+        self, step: TrainingStep, schedule: Schedule, target_batch: int, random: RandomState, notices: Notices
+    ) -> None:
+        self._step = step
+        self._schedule = schedule
+        self._target_batch = target_batch
+        self._random = random
+        self._notices = notices
+
+    def take(
+        self, moment: Moment, cutting: Cutting, ranks: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Return everything, tensors not copied: it is to be written before training goes on.
+
+        Args:
+            moment: The moment.
+            cutting: How windows are cut.
+            ranks: `part` of each rank, where there are several.
+        """
+        scaler = self._step.precision.scaler
+        return {
+            "autoaccum": version("autoaccum"),
+            "torch": str(torch.version.__version__),
+            "format": _FORMAT_OF_ONE if ranks is None else FORMAT,
+            "ranks": None if ranks is None else list(ranks),
+            "target_batch": self._target_batch,
+            "windows": moment.windows,
+            "samples": moment.samples,
+            "modules": [_module_state(module) for module in self._step.objective.modules],
+            "optimizer": {**_named_state(self._step.optimizer), "parameters": self._parameter_names()},
+            "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "device": self._step.memory.device.type,
+            **self.part(moment, cutting),
+        }
+
+    def part(self, moment: Moment, cutting: Cutting) -> dict[str, Any]:
+        """Return what each of several ranks has for itself."""
+        return {
+            "random": _packed(moment.random),
+            "position": {field.name: _packed(getattr(moment.position, field.name)) for field in fields(Position)},
+            "cutting": {
+                "plan": list(cutting.plan.micro_batches),
+                "largest": list(cutting.largest.micro_batches),
+                "plans": [[since, list(plan.micro_batches)] for since, plan in cutting.plans],
+                "asked": cutting.asked,
+                "bytes_per_sample": cutting.bytes_per_sample,
+                "oom_events": cutting.oom_events,
+                "sample_bytes": cutting.sample_bytes,
+                "is_found": cutting.is_found,
+                "is_timed": cutting.is_timed,
+            },
+        }
+
+    def check(self, content: Mapping[str, Any], path: Path) -> None:
+        """Refuse a checkpoint that is not this run's.
+
+        Raises:
+            CheckpointError: It is from a newer autoaccum, or of another model, optimizer, scheduler, precision or
+                target batch.
+        """
+        _check_format(content, path)
+        wrong = next(self._differences(content), None)
+        if wrong is not None:
+            what, found = wrong
+            raise CheckpointError(
+                f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, pass "
+                "another folder as checkpoint=, or resume=False to start anew"
+            )
+
+    def moment(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> Moment:
+        """Return the moment at which a checkpoint was taken.
+
+        Args:
+            content: What is in it.
+            part: What it holds of this rank, where there were several.
+        """
+        part = content if part is None else part
+        position = Position(**{name: _unpacked(value) for name, value in part["position"].items()})
+        random = _unpacked(part["random"])
+        here = self._step.memory.device
+        if here.type != content["device"]:
+            self._notices.say(
+                f"the checkpoint was made on {content['device']}, and this is {here.type}: what is drawn there begins "
+                "anew"
+            )
+            now = None if here.type == "cpu" else torch.get_device_module(here).get_rng_state(here)
+            random = _on_another_device(random, now)
+            position = replace(
+                position,
+                start=_on_another_device(position.start, now),
+                before_last=_on_another_device(position.before_last, now),
+            )
+        return Moment(content["windows"], content["samples"], position, random)
+
+    def cutting(self, content: Mapping[str, Any]) -> Cutting:
+        """Return how windows were cut; `content` as for `moment`, or its part."""
+        saved = content["cutting"]
+        return Cutting(
+            _plan(saved["plan"]),
+            _plan(saved["largest"]),
+            tuple((since, _plan(sizes)) for since, sizes in saved["plans"]),
+            saved["asked"],
+            saved["bytes_per_sample"],
+            saved["oom_events"],
+            saved.get("sample_bytes"),
+            saved.get("is_found", True),
+            saved.get("is_timed", True),
+        )
+
+    def put_back(self, content: dict[str, Any]) -> None:
+        """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.
+
+        Raises:
+            CheckpointError: A module refuses what it is given; it may have taken a part of it.
+        """
+        # First, since modules have a say of their own (`set_extra_state`), and less is changed where one refuses.
+        for module, state in zip(self._step.objective.modules, content["modules"], strict=True):
+            try:
+                _put_module_back(module, state, self._step.memory.device)
+            except Exception as error:
+                if oom.is_device_lost(error) or oom.is_oom(error):
+                    raise
+                raise CheckpointError(
+                    f"{type(module).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
+                    f"{oom.first_line(error)}) and may have taken a part of it; make it anew, as it was for that run, "
+                    "or pass resume=False to start anew"
+                ) from error
+        if content["scheduler"] is not None:
+            self._schedule.scheduler.load_state_dict(content["scheduler"]["state"])
+        if content["scaler"] is not None:
+            assert self._step.precision.scaler is not None
+            self._step.precision.scaler.load_state_dict(content["scaler"])
+        _put_optimizer_back(self._step.optimizer, content["optimizer"]["state"])
+
+    def _parameter_difference(self, saved: Mapping[str, Any]) -> str | None:
+        # Files from before names were kept lack them.
+        own = self._parameter_names()
+        return _group_difference(saved["state"], self._step.optimizer) or _name_difference(
+            saved.get("parameters", own), own
+        )
+
+    def _parameter_names(self) -> list[list[str]]:
+        """Return for each group of the optimizer what its parameters are called, with the number of their module."""
+        names = {
+            parameter: f"{number}.{name}"
+            for number, module in enumerate(self._step.objective.modules)
+            for name, parameter in module.named_parameters()
+        }
+        groups = self._step.optimizer.param_groups
+        return [[names.get(parameter, "of no module") for parameter in group["params"]] for group in groups]
+
+    def _differences(self, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield what a checkpoint is of and this run is not, each with how that can be seen."""
+        modules = self._step.objective.modules
+        if len(content["modules"]) != len(modules):
+            yield "model", f"it holds {len(content['modules'])} modules, and with losses there are {len(modules)} here"
+        else:
+            for module, state in zip(modules, content["modules"], strict=True):
+                yield from (("model", text) for text in _module_differences(module, state))
+        found = _type_difference(content["optimizer"], self._step.optimizer)
+        if found := found or self._parameter_difference(content["optimizer"]):
+            yield "optimizer", found
+        if found := _type_difference(content["scheduler"], self._schedule.scheduler):
+            yield "scheduler", found
+        if (content["scaler"] is None) != (self._step.precision.scaler is None):
+            had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
+            yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
+        self._random.take()
+        if len(content["random"][-1]) != len(self._random.taken[-1]):
+            yield "model", "its modules hold another number of random generators"
+        if content["target_batch"] != self._target_batch:
+            yield "target_batch", f"it was made with {content['target_batch']}, and this call has {self._target_batch}"
+
+
+def _plan(sizes: Sequence[int]) -> Plan:
+    return Plan(sum(sizes), tuple(sizes))
+
+
+def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:
+    return None if states is None else (states[0], on_device, *states[2:])
+
+
+def _check_format(content: Mapping[str, Any], path: Path) -> None:
+    number = content.get("format")
+    if "autoaccum" not in content or not isinstance(number, int) or number < 1:
+        raise _is_none(path)
+    if number > FORMAT:
+        raise CheckpointError(
+            f"the checkpoint {path} was written by autoaccum {content['autoaccum']} in format {content['format']}, and "
+            f"this one, {version('autoaccum')}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
+            "resume=False to start anew"
+        )
+    if _KEYS - content.keys():
+        raise _is_none(path)
+
+
+def _is_none(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is no checkpoint of autoaccum; pass a folder of its own as checkpoint=")
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too."""
+    return {"state": module.state_dict(), "buffers": _other_buffers(module)}
+
+
+def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that `state_dict` leaves out: those that are not persistent, and those that are None."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is None or name in part._non_persistent_buffers_set
+    }
+
+
+def _module_differences(module: nn.Module, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how a saved module is another one. A buffer may have come or gone: a model sets such ones as it goes."""
+    own, kept = module.state_dict(), saved["state"]
+    own_others, kept_others = _other_buffers(module), saved["buffers"]
+    if missing := (own.keys() | own_others.keys()) - kept.keys() - kept_others.keys():
+        yield f"it lacks {_listed(missing)}, which is here"
+    if unexpected := (kept.keys() | kept_others.keys()) - own.keys() - own_others.keys():
+        yield f"it has {_listed(unexpected)}, which is not here"
+    for name in own.keys() & kept.keys():
+        here, there = _form(own[name]), _form(kept[name])
+        if here != there:
+            yield f"{name} is {there} there and {here} here"
+
+
+@torch.no_grad()
+def _put_module_back(module: nn.Module, saved: Mapping[str, Any], device: torch.device) -> None:
+    buffers = {**saved["state"], **saved["buffers"]}
+    for prefix, part in module.named_modules():
+        for name, buffer in list(part._buffers.items()):
+            full_name = f"{prefix}.{name}" if prefix else name
+            if full_name not in buffers:
+                continue  # the model's own hooks keep it under another name
+            kept = buffers[full_name]
+            if kept is None or buffer is None or _form(buffer) != _form(kept):
+                # A buffer of another size, or one that came later, or went: it is replaced, as the model replaced it.
+                part._buffers[name] = None if kept is None else kept.to(device, copy=True)
+            else:
+                buffer.copy_(kept)
+    module.load_state_dict(saved["state"])
+
+
+def _form(value: Any) -> Any:
+    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else "no tensor"
+
+
+# --- optimizer and scheduler ------------------------------------------------------------------------------------------
+
+
+def _named_state(owner: Any) -> dict[str, Any]:
+    return {"type": _type_name(owner), "state": owner.state_dict()}
+
+
+def _type_name(owner: Any) -> str:
+    """Return the name of a type, and for a scheduler made of others, theirs too."""
+    parts = getattr(owner, "_schedulers", None)
+    within = f"({', '.join(map(_type_name, parts))})" if isinstance(parts, list | tuple) else ""
+    return f"{type(owner).__name__}{within}"
+
+
+def _type_difference(saved: Mapping[str, Any] | None, own: Any) -> str | None:
+    there = "none" if saved is None else saved["type"]
+    here = "none" if own is None else _type_name(own)
+    return None if there == here else f"{there} there and {here} here"
+
+
+def _group_difference(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> str | None:
+    there = [len(group["params"]) for group in saved["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    return None if there == here else f"groups of {there} parameters there and of {here} here"
+
+
+def _name_difference(saved: list[list[str]], own: list[list[str]]) -> str | None:
+    for number, (group, own_group) in enumerate(zip(saved, own, strict=True)):
+        for place, (there, here) in enumerate(zip(group, own_group, strict=True)):
+            if there != here:
+                return f"parameter {place} of group {number} is {there} there and {here} here"
+    return None
+
+
+def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    optimizer.load_state_dict(saved)
+    # Schedulers warn when they move before the optimizer has: it has, in an earlier process.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    # Floating state is cast to the type of its parameter there, and fp32 moments of bf16 parameters lose their bits.
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            now = optimizer.state[parameter][name]
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(now.device)
+
+
+# --- plain values -----------------------------------------------------------------------------------------------------
+
+# In place of a NumPy array, so that a file of nothing unusual can be loaded without allowing for NumPy; and of a long
+# tuple of whole numbers (Python's random state), which torch's loader reads item by item in milliseconds.
+_ARRAY = "autoaccum.array"
+_NUMBERS = "autoaccum.numbers"
+_MANY = 100
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: torch.from_numpy(value.copy())}
+    if type(value) is tuple and len(value) > _MANY and all(type(item) is int and 0 <= item < 2**63 for item in value):
+        return {_NUMBERS: torch.tensor(value)}
+    return _mapped(_packed, value)
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {_ARRAY}:
+        return value[_ARRAY].numpy()
+    if isinstance(value, dict) and value.keys() == {_NUMBERS}:
+        return tuple(value[_NUMBERS].tolist())
+    return _mapped(_unpacked, value)
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    """Apply `function` to what plain containers hold; anything else is returned as it is."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, function(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(function(item) for item in value)
+    return value
+
+
+def without_tensors(content: Any) -> Any:
+    """Return what a checkpoint holds beside tensors, which is small and where surprises are."""
+    return None if isinstance(content, Tensor) else _mapped(without_tensors, content)
+
+
+def _listed(names: Sequence[str] | set[str]) -> str:
+    first = sorted(names)[:_NAMED]
+    more = len(names) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")

@@ -1,0 +1,72 @@
+"""Compiles a model for one call of `fit`, once it is known in which sizes its micro-batches come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory.limits import format_bytes
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from autoaccum.memory.base import MemoryBackend
+
+
+class Compiling:
+    """Compiles a model in place, and gives it back as it was.
+
+    Args:
+        model: The model; its parameters and their names stay what they are.
+        options: For `torch.compile`.
+    """
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        self._model = model
+        self._options = options
+        self._before = model._compiled_call_impl
+
+    def begin(self) -> None:
+        """Compile from now on, a graph for each size that comes."""
+        if self._model._compiled_call_impl is self._before:
+            self._model.compile(**{"dynamic": False, **self._options})
+
+    def end(self) -> None:
+        """Compile no more."""
+        self._model._compiled_call_impl = self._before
+
+
+def compile_options(compile: bool | Mapping[str, Any]) -> Mapping[str, Any] | None:  # noqa: A002 - as `fit` names it
+    """Return what `fit` was told to compile with; None for not at all.
+
+    Raises:
+        InvalidInputError: It is neither a bool nor a mapping.
+    """
+    if isinstance(compile, bool):
+        return {} if compile else None
+    if not isinstance(compile, Mapping):
+        raise InvalidInputError(f"compile={compile!r} is unknown; pass True, False, or a mapping for torch.compile")
+    return compile
+
+
+def check_that_it_can_be_limited(memory: MemoryBackend, limit_bytes: int | None) -> None:
+    """Refuse a limit that the compiler itself would meet.
+
+    Raises:
+        InvalidInputError: The limit holds for all that the process takes.
+    """
+    if limit_bytes is not None and not memory.fails_cleanly:
+        raise InvalidInputError(
+            f"compile= under memory_limit={format_bytes(limit_bytes)} on {memory.name}: the limit holds for the whole "
+            "process, and compiling takes hundreds of MiB that are no part of a step; leave one of the two out"
+        )
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run compiled modules as they were written: a size that comes once is not worth a graph."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -1,0 +1,348 @@
+"""What a training can do by itself where not even one sample fits: keep less for backward, or keep it on the host.
+
+In come the modules of a training step, which are changed in place and given back as they were. Gradients stay bit for
+bit what they are: what is computed again begins from the random state, the buffers and the plain attributes with which
+it was computed first, and a block that changes what it is given is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.state import RandomState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from autoaccum.memory.base import MemoryBackend
+
+FALLBACKS = ("checkpoint", "offload")
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Attributes of a module that hide those of its class while a fallback is in force.
+_HIDDEN = ("forward", "__getstate__")
+# Smaller tensors are not worth the way to the host and back.
+_LEAST_OFFLOADED_BYTES = 4096
+# Buffers that a forward pass moves are small (statistics, counters); masks and position tables are not.
+_LARGEST_MOVED_ELEMENTS = 65_536
+# Attributes of these types (counters, flags) are put back; larger objects that a block changes are its own affair.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, *, compiles: bool) -> tuple[str, ...]:
+    """Return the names that `fit` was told, in order.
+
+    Raises:
+        InvalidInputError: One is unknown, or can do nothing here.
+    """
+    names = (fallback,) if isinstance(fallback, str) else tuple(fallback or ())
+    for name in names:
+        if name not in FALLBACKS:
+            raise InvalidInputError(f"fallback={name!r} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
+    if "offload" in names and memory.is_host:
+        raise InvalidInputError(
+            f"fallback='offload' moves activations to the host's memory, where on {memory.name} they are already; "
+            "choose 'checkpoint'"
+        )
+    if names and compiles:
+        raise InvalidInputError("fallback= changes the model while it trains, which compile= does not see; choose one")
+    return names
+
+
+class Fallbacks:
+    """Makes a step take less memory, one way after the other.
+
+    Args:
+        modules: The modules of the step.
+        names: The ways in order.
+        memory: The device.
+
+    Attributes:
+        ways: What is in force.
+        found_no_blocks: Whether checkpointing was to be taken and there is nothing to checkpoint.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], memory: MemoryBackend) -> None:
+        self._modules = modules
+        self._names = list(names)
+        self._memory = memory
+        self._in_force = ExitStack()
+        self.ways: list[str] = []
+        self.found_no_blocks = False
+
+    def next(self) -> bool:
+        """Take the next way that changes anything; return whether there is one."""
+        while self._names:
+            name = self._names.pop(0)
+            if name == "offload":
+                self._in_force.enter_context(offloaded(self._modules, self._memory))
+                self.ways.append("what backward needs is kept in the host's memory")
+                return True
+            if done := self._in_force.enter_context(checkpointed(self._modules, self._memory.device)):
+                self.ways.append(f"activation checkpointing of {done}")
+                return True
+            self.found_no_blocks = True
+        return False
+
+    def end(self) -> None:
+        """Give the modules back as they were."""
+        self._in_force.close()
+
+
+def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
+    """Return the ways that are not in force yet and would change anything, as `fit` is told of them."""
+    ways = []
+    own = [part for module in modules for part in _with_checkpointing_of_their_own(module)]
+    blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
+    recompute = any(getattr(part, "gradient_checkpointing", False) for module in own for part in module.modules())
+    if (own or blocks) and not recompute and not any(map(_is_changed, blocks)):
+        what = f"{len(blocks)} {type(blocks[0]).__name__} blocks" if blocks else type(own[0]).__name__
+        ways.append(f"fit(..., fallback='checkpoint') (activation checkpointing of {what})")
+    if not memory.is_host and not any(map(_is_changed, modules)):
+        ways.append("fit(..., fallback='offload') (what backward needs on the host)")
+    return ways
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return all(name in vars(module) for name in _HIDDEN)
+
+
+# --- computed again ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def checkpointed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[str]:
+    """Keep of each repeated block only its inputs, and compute the rest again in the backward pass.
+
+    Yields:
+        What is checkpointed, such as "33 Bottleneck blocks"; empty where no block repeats.
+    """
+    with ExitStack() as changed:
+        own = [part for module in modules for part in _with_checkpointing_of_their_own(module)]
+        for part in own:
+            changed.enter_context(_own_checkpointing(part))
+        blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
+        for block in blocks:
+            changed.enter_context(_replaced_forward(block, functools.partial(_checkpointed, _Before(block, device))))
+        named = Counter(type(block).__name__ for block in blocks)
+        said = [f"{count} {name} blocks" for name, count in named.items()]
+        yield " and ".join([f"{type(part).__name__} by its own" for part in own] + said)
+
+
+def repeated_blocks(model: nn.Module, *, leave_out: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Return the blocks that a model is a stack of: the outermost modules of a class that comes again beside them.
+
+    They are looked for in lists and sequences of modules; where none are there, among the attributes of a module; and
+    then sequences themselves count as blocks.
+
+    Args:
+        model: The model.
+        leave_out: Parts in which none are looked for.
+    """
+    for holders, no_blocks in (
+        (_CONTAINERS, _CONTAINERS),
+        ((nn.Module,), _CONTAINERS),
+        (_CONTAINERS, (nn.ModuleList, nn.ModuleDict)),
+    ):
+        if found := _blocks(model, leave_out, holders, no_blocks):
+            return found
+    return []
+
+
+def _blocks(
+    module: nn.Module, leave_out: Sequence[nn.Module], holders: tuple[type, ...], no_blocks: tuple[type, ...]
+) -> list[nn.Module]:
+    if any(module is part for part in leave_out):
+        return []
+    children = list(dict.fromkeys(module.children()))
+    kinds = Counter(type(child) for child in children if _is_composite(child) and not isinstance(child, no_blocks))
+    found = []
+    for child in children:
+        if isinstance(module, holders) and kinds[type(child)] > 1:
+            found.append(child)
+        else:
+            found += _blocks(child, leave_out, holders, no_blocks)
+    return found
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether it is made of others, some of which have parameters."""
+    return next((part for child in module.children() for part in child.parameters()), None) is not None
+
+
+def _with_checkpointing_of_their_own(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost parts that know how to checkpoint themselves, as the models of Transformers do."""
+    if getattr(module, "supports_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_enable"):
+        return [module]
+    return [part for child in module.children() for part in _with_checkpointing_of_their_own(child)]
+
+
+@contextmanager
+def _own_checkpointing(model: Any) -> Iterator[None]:
+    if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        yield  # the user's own choice, which stays
+        return
+    # Transformers 5 has another name for it.
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    # A cache of keys and values is for generating; with checkpointing it is turned off anyway, and warned of.
+    config: Any = getattr(model, "config", None)
+    caches = getattr(config, "use_cache", None)
+    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    try:
+        if caches:
+            config.use_cache = False
+        yield
+    finally:
+        if caches:
+            config.use_cache = caches
+        getattr(model, f"{name}_checkpointing_disable")()
+
+
+def _checkpointed(before: _Before, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    given = _looks_of((*args, *kwargs.values()))
+    outputs = checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=before.contexts, **kwargs
+    )
+    if _looks_of((*args, *kwargs.values())) != given:
+        raise InvalidInputError(
+            f"a {before.name} changes in place what it is given, so it cannot be computed again from the same; leave "
+            "fallback='checkpoint' out, or let the block work on a copy"
+        )
+    return outputs
+
+
+def _looks_of(values: Iterable[Any]) -> list[Any]:
+    """Return what tells whether tensors were written, or lists and mappings have other members."""
+    looks: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            looks.append(value._version)
+        elif isinstance(value, list | tuple | set):
+            looks.append([len(value), *map(id, value), *_looks_of(value)])
+        elif isinstance(value, dict):
+            looks.append([*value, *map(id, value.values()), *_looks_of(value.values())])
+    return looks
+
+
+class _Taken(NamedTuple):
+    random: tuple[Any, ...]
+    buffers: list[tuple[Tensor, Tensor]]
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+class _Before:
+    """What a block is computed again with, as it was computed first: random state, buffers, plain attributes."""
+
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
+        self._random = RandomState(device, [block])
+        self._block = block
+
+    @property
+    def name(self) -> str:
+        """The block's class."""
+        return type(self._block).__name__
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the context in which the block is computed, and that in which it is computed again."""
+        return nullcontext(), self._again(self._taken())
+
+    @contextmanager
+    def _again(self, first: _Taken) -> Iterator[None]:
+        now = self._taken()
+        self._put_back(first)
+        try:
+            yield
+        finally:
+            self._put_back(now)
+
+    def _taken(self) -> _Taken:
+        self._random.take()
+        small = (buffer for buffer in self._block.buffers() if buffer.numel() <= _LARGEST_MOVED_ELEMENTS)
+        return _Taken(
+            self._random.taken,
+            [(buffer, buffer.detach().clone()) for buffer in small],
+            [
+                (holder, {name: value for name, value in holder.items() if isinstance(value, _PLAIN)})
+                for holder in map(vars, self._block.modules())
+            ],
+        )
+
+    def _put_back(self, taken: _Taken) -> None:
+        self._random.assume(taken.random)
+        self._random.put_back()
+        for holder, plain in taken.attributes:
+            holder.update(plain)
+        for buffer, value in taken.buffers:
+            # Through .data: what other operators have saved of a buffer that only looks written must stay usable.
+            buffer.data.copy_(value)
+
+
+# --- kept on the host -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def offloaded(modules: Sequence[nn.Module], memory: MemoryBackend) -> Iterator[None]:
+    """Keep what backward needs in the host's memory until it is its turn."""
+    with ExitStack() as changed:
+        for module in modules:
+            changed.enter_context(_replaced_forward(module, functools.partial(_offloaded, module, memory)))
+        yield
+
+
+def _offloaded(module: nn.Module, memory: MemoryBackend, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Parameters and buffers stay on the device anyway.
+    stays = {part.untyped_storage()._cdata for part in (*module.parameters(), *module.buffers())}
+    is_pinned = memory.device.type == "cuda"
+
+    def pack(tensor: Tensor) -> Any:
+        # Of an expanded tensor there is less than it seems.
+        is_moved = tensor.layout is torch.strided and tensor.device == memory.device and 0 not in tensor.stride()
+        if not is_moved or tensor.nbytes < _LEAST_OFFLOADED_BYTES or tensor.untyped_storage()._cdata in stays:
+            return tensor
+        with memory.elsewhere():
+            on_host = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+            return on_host.copy_(tensor), tensor.device
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        on_host, device = packed
+        # Always a copy: where the device is simulated, both lie in the same memory.
+        return torch.empty_like(on_host, device=device).copy_(on_host, non_blocking=is_pinned)
+
+    with saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """Call `around(forward, ...)` in place of a module's forward: an attribute of its own hides that of its class.
+
+    Copies and pickles that are made meanwhile (a callback keeps the best model) have the module's own forward.
+    """
+    before, own = module.forward, {name: vars(module)[name] for name in _HIDDEN if name in vars(module)}
+
+    def state() -> dict[str, Any]:
+        kind: Any = type(module)
+        kept: dict[str, Any] = kind.__getstate__(module)
+        return {name: value for name, value in kept.items() if name not in _HIDDEN} | own
+
+    vars(module).update(forward=functools.wraps(before)(functools.partial(around, before)), __getstate__=state)
+    try:
+        yield
+    finally:
+        for name in _HIDDEN:
+            vars(module).pop(name, None)
+        vars(module).update(own)

@@ -1,0 +1,288 @@
+"""Where a run stands in its loader, as values that a checkpoint can keep; and the way back there.
+
+A loader cannot be asked where it is, nor told to go somewhere, unless it has `state_dict` and `load_state_dict` (as
+torchdata's StatefulDataLoader has). Any other is wound forward: its epoch is begun again from the random state in which
+it began, which gives the same order and the same seeds for its workers, and batches are drawn and thrown away. The
+random state before the last batch is kept as well, for a batch of which a later window still needs the rest: transforms
+draw from it what they drew the first time.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
+
+import torch
+
+from autoaccum.batches import count
+from autoaccum.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from autoaccum.batches import Window
+    from autoaccum.state import RandomState
+
+# What `RandomState` takes: a value, never written to.
+RandomStates = tuple[Any, ...]
+
+# Generators that a call of `fit` has read from: another call, as in a notebook's next cell, would miss those batches.
+_read_from: WeakSet[Any] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands in its loader, between two windows.
+
+    Attributes:
+        epoch: The epoch, from 1.
+        batches: Batches that were drawn in it; 0 where it is still to begin.
+        used: Samples of the last of them that are used; 0 where all are.
+        closed: Whether what follows after an epoch's last window (the evaluation) has nothing to do here: it was
+            done, or no window has come since.
+        start: The random state before the epoch's batches were asked for; None where it is still to begin.
+        before_last: The random state before the last batch was drawn, where a part of it is left.
+        generators: The loader's own generators before the epoch's batches were asked for.
+        loader_state: What a loader that keeps its own state said: before the last batch where a part of that is left,
+            else after it.
+        length: Batches that the loader said it has; None where it does not say.
+        batch_size: Samples a batch, as the loader said; None where it does not say.
+    """
+
+    epoch: int = 1
+    batches: int = 0
+    used: int = 0
+    closed: bool = True
+    start: RandomStates | None = None
+    before_last: RandomStates | None = None
+    generators: tuple[torch.Tensor, ...] = ()
+    loader_state: Any = None
+    length: int | None = None
+    batch_size: int | None = None
+
+
+class Track:
+    """Goes through a loader, epoch by epoch, and knows where it stands. As an iterator it gives the epoch's batches.
+
+    Nothing of a batch is kept here once it was given. An error of the loader arrives as it is.
+
+    Args:
+        loader: The loader.
+        random: The generators whose states matter to it; None: only what costs nothing is kept track of, and there is
+            no way back.
+    """
+
+    def __init__(self, loader: Iterable[Any], random: RandomState | None) -> None:
+        self._loader = loader
+        self._random = random
+        self._keeps_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._generators = generators_of(loader)
+        # Asked once and for all: some loaders have another length in each epoch, and the next process asks a new one.
+        self._length, self._batch_size = (None, None) if random is None else (_length(loader), _batch_size(loader))
+        self._is_its_own_iterator = False
+        self._batches: Iterator[Any] = iter(())
+        self._waiting: list[Any] = []
+        self._epoch = 1
+        self._drawn = 0
+        self._start: RandomStates | None = None
+        self._start_generators: tuple[torch.Tensor, ...] = ()
+        self._before_last: RandomStates | None = None
+        self._state_before: Any = None
+        self._state_after: Any = None
+        self._state_at_end: Any = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._waiting:
+            return self._waiting.pop()
+        if self._random is not None:
+            self._before_last, self._state_before = self._taken(), self._state_after
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            # Kept apart: with this state a loader that is asked for batches begins the next epoch.
+            self._state_at_end = self._loader_state()
+            raise
+        self._state_after = self._loader_state()
+        self._drawn += 1
+        return batch
+
+    def begin(self, epoch: int) -> Self:
+        """Begin an epoch and return its batches."""
+        self._epoch, self._drawn = epoch, 0
+        _set_epoch(self._loader, epoch)
+        if self._random is not None:
+            self._start, self._start_generators = self._taken(), self._generator_states()
+        self._batches = iter(self._loader)
+        self._is_its_own_iterator = self._batches is self._loader
+        if isinstance(self._loader, GeneratorType):
+            _read_from.add(self._loader)
+        self._state_after = self._loader_state()
+        return self
+
+    def close(self) -> None:
+        """Let go of the epoch's batches, and so of the processes that load them."""
+        self._batches, self._waiting = iter(()), []
+
+    def after(self, window: Window) -> Position:
+        """Return the position after a window that has just been drawn."""
+        used = window.used_of_last
+        return Position(
+            self._epoch,
+            self._drawn,
+            used,
+            closed=False,
+            start=self._start,
+            before_last=self._before_last if used else None,
+            generators=self._start_generators,
+            loader_state=self._state_before if used else self._state_after,
+            length=self._length,
+            batch_size=self._batch_size,
+        )
+
+    def at_start(self, epoch: int) -> Position:
+        """Return the position before an epoch, all of the one before being done."""
+        return Position(epoch, generators=self._generator_states(), loader_state=self._state_at_end)
+
+    def go_to(self, position: Position) -> Self:
+        """Go where `position` was taken, and return the epoch's remaining batches.
+
+        The first of them is the one that was drawn last, where `position.used` says that a part of it is left. The
+        random state is the caller's to set afterwards; where the epoch is still to begin, before `begin`.
+
+        Raises:
+            CheckpointError: The loader is another one, gives other batches than it did, or cannot be begun again.
+        """
+        self._check_that_nothing_is_lost(position)
+        self.close()
+        if len(position.generators) != len(self._generators):
+            raise CheckpointError(
+                f"the checkpoint was made with a loader that has {len(position.generators)} random generators of its "
+                f"own, and this one has {len(self._generators)}; pass the same loader"
+            )
+        if not position.batches:
+            self._go_between_epochs(position)
+            return self
+        self._check_that_it_is_the_same(position)
+        self._set(position.start)
+        self._set_generators(position)
+        whole = position.batches - (1 if position.used else 0)
+        if self._keeps_state:
+            self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
+        self.begin(position.epoch)
+        self._start, self._start_generators = position.start, position.generators
+        if self._keeps_state:
+            self._drawn = whole
+        while self._drawn < whole:
+            self._draw_again(position)
+        if position.used:
+            self._set(position.before_last)
+            batch = self._draw_again(position)
+            _check_rest(batch, position)
+            self._waiting.append(batch)
+        return self
+
+    def _check_that_nothing_is_lost(self, position: Position) -> None:
+        """Refuse to go back in what can only go on: it would give the batches after those that were drawn."""
+        goes_back = self._is_its_own_iterator and self._drawn > 0 and position.epoch <= self._epoch
+        was_read = isinstance(self._loader, GeneratorType) and self._loader in _read_from
+        is_anothers = was_read and self._drawn == 0 and position.batches > 0
+        if (goes_back or is_anothers) and not self._keeps_state:
+            raise CheckpointError(
+                f"training must begin after batch {position.batches} of epoch {position.epoch}, and the loader, a "
+                f"{type(self._loader).__name__}, can be read only once and is read from already; run again with a new "
+                "one, or pass a DataLoader or a list, which can be begun again"
+            )
+
+    def _check_that_it_is_the_same(self, position: Position) -> None:
+        for there, here, what in (
+            (position.length, self._length, "batches an epoch"),
+            (position.batch_size, self._batch_size, "samples a batch"),
+        ):
+            if there is not None and here is not None and there != here:
+                raise CheckpointError(
+                    f"the checkpoint was made in the middle of an epoch with a loader of {there} {what}, and this one "
+                    f"has {here}; pass the same loader over the same data"
+                )
+
+    def _go_between_epochs(self, position: Position) -> None:
+        if self._keeps_state and position.loader_state is not None:
+            self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
+            # Takes the state in. The epoch is begun by another iterator, since this one has drawn random numbers for
+            # the epoch that it finds finished.
+            iter(self._loader)
+        self._set_generators(position)
+
+    def _draw_again(self, position: Position) -> Any:
+        try:
+            return next(self)
+        except StopIteration:
+            raise CheckpointError(
+                f"the checkpoint was made after {position.batches} batches of epoch {position.epoch}, and now the "
+                f"loader gives only {self._drawn}; pass the same loader over the same data"
+            ) from None
+
+    def _taken(self) -> RandomStates:
+        assert self._random is not None
+        self._random.take()
+        return self._random.taken
+
+    def _set(self, states: RandomStates | None) -> None:
+        assert self._random is not None
+        assert states is not None
+        self._random.assume(states)
+        self._random.put_back()
+
+    def _generator_states(self) -> tuple[torch.Tensor, ...]:
+        return tuple(generator.get_state() for generator in self._generators)
+
+    def _set_generators(self, position: Position) -> None:
+        for generator, state in zip(self._generators, position.generators, strict=True):
+            generator.set_state(state)
+
+    def _loader_state(self) -> Any:
+        if self._random is None or not self._keeps_state:
+            return None
+        return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
+
+
+def _check_rest(batch: Any, position: Position) -> None:
+    samples = count(batch)
+    if samples <= position.used:
+        raise CheckpointError(
+            f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
+            f"{position.epoch}, and now that batch holds {samples}; pass the same loader over the same data"
+        )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # the second is what a dataset raises that leaves it open
+        return None
+
+
+def _batch_size(loader: Any) -> int | None:
+    found = getattr(loader, "batch_size", None)
+    return found if isinstance(found, int) else None
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell samplers that shuffle by the number of the epoch (DistributedSampler), which count from 0."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    for sampler in {id(one): one for one in samplers if callable(getattr(one, "set_epoch", None))}.values():
+        sampler.set_epoch(epoch - 1)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a DataLoader and its samplers were given."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

@@ -1,0 +1,456 @@
+"""Losses that compare the samples of a batch with each other: taken over the whole window, in one micro-batch's memory.
+
+A contrastive loss has no parts that could be added up: every sample stands against every other one. So the model's
+outputs (representations) are made first, for all micro-batches and without graphs; the loss and its gradient with
+respect to them are taken over the whole window; then each micro-batch goes forward once more, with the random state
+that it had, and backward with its rows of that gradient. By the chain rule this is the whole batch's gradient
+(gradient caching: Gao, Zhang, Han and Callan 2021, arXiv:2101.06983).
+
+Nothing is caught here. Whoever calls undoes a window that fails, and begins it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.batches import Piece, Window, copied, map_tensors, repeated
+from autoaccum.errors import InvalidInputError
+from autoaccum.objective import check_graph
+from autoaccum.state import Mark, RandomState
+from autoaccum.step import check_weight
+from autoaccum.targets import is_pair
+from autoaccum.weighting import Over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from autoaccum.objective import Term
+    from autoaccum.step import TrainingStep
+    from autoaccum.transfer import Transfer
+
+LOSS_SCOPES = ("micro_batch", "window")
+
+# How far the second forward pass may be from the first, as a part of it: kernels that add in another order stay far
+# below, another dropout mask or another noise goes far beyond.
+_SAME = 1e-2
+
+
+def check_loss_scope(value: object) -> None:
+    """Check the argument `loss_scope`.
+
+    Raises:
+        InvalidInputError: It is unknown.
+    """
+    if value not in LOSS_SCOPES:
+        raise InvalidInputError(f"loss_scope={value!r} is unknown; choose {' or '.join(map(repr, LOSS_SCOPES))}")
+
+
+class WindowLoss:
+    """A loss over the whole window, for outputs that are made part by part.
+
+    Args:
+        step: The training step; it is only asked, never changed.
+
+    Raises:
+        InvalidInputError: The loss is none that takes outputs.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        if step.objective.loss is None or isinstance(step.objective.loss, list | tuple):
+            given = "no loss=" if step.objective.loss is None else "a list of losses, each with a forward of its own"
+            raise InvalidInputError(
+                f"loss_scope='window' takes one loss over the outputs of the whole window, but there is {given}; pass "
+                "loss=, a callable of (outputs, targets) or (outputs, batch), and let the model (or forward=) return "
+                "representations"
+            )
+        self._step = step
+
+    def outputs(self, batch: Any, samples: int) -> Any:
+        """Return the representations of one micro-batch that is on the device.
+
+        Raises:
+            InvalidInputError: What the model returned are no representations.
+        """
+        with self._step.precision.autocast():
+            outputs = self._step.objective.outputs(batch)
+        _check_representations(outputs, samples)
+        return outputs
+
+    def terms(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
+        """Return the loss terms of the window's representations; arguments as for `Objective.terms_of`."""
+        with self._step.precision.autocast():
+            return self._step.objective.terms_of(outputs, batch, samples)
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Return the representations of all micro-batches as if they were of one.
+
+        Raises:
+            InvalidInputError: They cannot be joined.
+        """
+        window = Window(parts)
+        if len(window.groups()) > 1:
+            raise InvalidInputError(
+                "loss_scope='window' cannot join what the model returned for the window's micro-batches: "
+                f"{_difference(parts)}. Samples go along the first dimension and the other sizes must agree; a "
+                "tensor without dimensions (logit_scale) and whatever is no tensor must be the same for all"
+            )
+        return window.joined()
+
+    def batch(self, window: Window) -> Any:
+        """Return what the loss sees of a window, on the device, without the memory of what it does not look at.
+
+        Of (inputs, targets) these are the targets, None in place of the inputs. Of a mapping the items are joined and
+        moved when the loss asks for them; what cannot be joined (padded to unequal lengths) is left out. Anything else
+        is joined and moved whole, or the `Window` itself where it cannot be joined.
+
+        Raises:
+            InvalidInputError: The targets cannot be joined.
+        """
+        parts = window.parts(0, window.samples)
+        first = parts[0][0]
+        if isinstance(first, Mapping):
+            return _WholeMapping(parts, self._step.transfer)
+        if is_pair(first):
+            targets = [(batch[1], samples) for batch, samples in parts]
+            if not _can_be_joined(targets):
+                raise InvalidInputError(
+                    f"the targets of the window's {len(parts)} batches cannot be joined, as loss_scope='window' needs "
+                    "them (other shapes, types or nesting); let the loader pad them to one length, or yield mappings"
+                )
+            return None, _joined(targets, self._step.transfer)
+        return _joined(parts, self._step.transfer) if _can_be_joined(parts) else window
+
+
+class WholeWindow:
+    """Accumulates the gradient of a loss over whole windows.
+
+    Args:
+        step: The training step.
+        mark: Taken at the beginning of each window by whoever calls.
+
+    Raises:
+        InvalidInputError: The loss is none that takes outputs.
+    """
+
+    def __init__(self, step: TrainingStep, mark: Mark) -> None:
+        modules, device = step.objective.modules, step.memory.device
+        self._step = step
+        self._loss = WindowLoss(step)
+        self._at_start = mark
+        self._after_loss = Mark(modules, device, earlier=mark)
+        self._after_forward = Mark(modules, device, earlier=mark)
+        self._random = RandomState(device, modules)
+        self._compared = False
+        # Every micro-batch is run twice from the same data, which a model may change in place.
+        step.transfer.copy_always()
+
+    def run(self, window: Window, sizes: Sequence[int], *, entering: Callable[[int | None], None]) -> dict[str, Tensor]:
+        """Leave the gradient of the window's loss in `.grad`, scaled where there is a scaler.
+
+        Afterwards buffers and random state are what one pass over the micro-batches and the loss have made of them.
+
+        Args:
+            window: The samples.
+            sizes: How they are cut.
+            entering: Called before each micro-batch, twice in all, with its size, and with None before the loss of the
+                whole window.
+
+        Returns:
+            The window's losses by name, on the device.
+
+        Raises:
+            InvalidInputError: The model or the loss cannot be used in this way.
+        """
+        feed = self._step.transfer.feed
+        if len(sizes) == 1:
+            with closing(feed(window, sizes)) as batches:
+                return self._at_once(batches, sizes[0], entering)
+        states: list[tuple[Any, ...]] = []
+        with closing(feed(window, sizes)) as batches:
+            parts = [self._look(batches, size, entering, states) for size in sizes]
+        self._step.phase = "forward"
+        entering(None)
+        joined = _Representations(self._loss.join(parts))
+        parts.clear()
+        losses = self._of_whole(joined, window)
+        self._after_loss.take()
+        self._at_start.put_back()
+        # An autocast of the user's around it all keeps casts of the weights. Those made so far have no graph where
+        # torch is older than its pull request 165068.
+        torch.clear_autocast_cache()
+        with closing(feed(window, sizes)) as batches:
+            for size, state in zip(sizes, states, strict=True):
+                self._pass_back(batches, size, entering, state, joined)
+        if not self._step.holds_gradients():
+            raise InvalidInputError(
+                "nothing that the loss depends on has a gradient: no output of the model does; look for .detach() or "
+                "torch.no_grad() in the model, and for parameters with requires_grad=False"
+            )
+        self._compared = True
+        self._after_loss.put_back()
+        return losses
+
+    def rehearse(self, window: Window, size: int) -> None:
+        """Meet all the memory of a window cut in `size`, but work on one micro-batch only.
+
+        Args:
+            window: As many samples as a window has, of which the first are worked on. The other micro-batches'
+                representations are this one's, repeated.
+            size: Samples in the micro-batch.
+        """
+        feed = self._step.transfer.feed
+        if size >= window.samples:
+            with closing(feed(window, [window.samples])) as batches:
+                self._at_once(batches, window.samples, _ignored)
+            return
+        sizes = [size, min(size, window.samples - size)]  # the second is on its way while the first is used
+        states: list[tuple[Any, ...]] = []
+        with closing(feed(window, sizes)) as batches:
+            part = self._look(batches, size, _ignored, states)
+        joined = _Representations(repeated(part, window.samples))
+        del part
+        self._of_whole(joined, window)
+        self._after_loss.take()
+        with closing(feed(window, sizes)) as batches:
+            self._pass_back(batches, size, _ignored, states[0], joined)
+
+    def _at_once(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> dict[str, Tensor]:
+        """Run a window that is one micro-batch: the whole batch needs no second pass."""
+        batch = self._begin(batches, size, entering)
+        return self._backward(self._loss.terms(self._loss.outputs(batch, size), batch, size))
+
+    def _look(
+        self,
+        batches: Iterator[Any],
+        size: int,
+        entering: Callable[[int | None], None],
+        states: list[tuple[Any, ...]],
+    ) -> Any:
+        """Return a micro-batch's representations without graph, and note the random state that it began with."""
+        batch = self._begin(batches, size, entering)
+        self._random.take()
+        states.append(self._random.taken)
+        with torch.no_grad():
+            # Copies: an output may be a view of a whole layer, and keep it, or be written to by the next forward pass.
+            return map_tensors(Tensor.clone, self._loss.outputs(batch, size))
+
+    def _of_whole(self, joined: _Representations, window: Window) -> dict[str, Tensor]:
+        """Take the loss over the window, and its gradient with respect to the representations."""
+        return self._backward(self._loss.terms(joined.for_loss(), self._loss.batch(window), window.samples))
+
+    def _pass_back(
+        self,
+        batches: Iterator[Any],
+        size: int,
+        entering: Callable[[int | None], None],
+        state: tuple[Any, ...],
+        joined: _Representations,
+    ) -> None:
+        """Run a micro-batch again, now with its graph, and backward with its rows of the gradient."""
+        batch = self._begin(batches, size, entering)
+        self._random.assume(state)
+        self._random.put_back()
+        outputs = tensors_of(self._loss.outputs(batch, size))
+        shares = joined.next_shares(outputs, size, compare=not self._compared)
+        self._after_forward.take()
+        self._step.phase = "backward"
+        self._step.has_added = True
+        if shares:
+            torch.autograd.backward([output for output, _ in shares], [share for _, share in shares])
+        # Activation checkpointing runs forward passes again in there, and moves buffers that the next one may look at.
+        self._after_forward.put_back()
+
+    def _begin(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> Any:
+        self._step.phase = "transfer"
+        entering(size)
+        batch = next(batches)
+        self._step.phase = "forward"
+        return batch
+
+    def _backward(self, terms: Sequence[Term]) -> dict[str, Tensor]:
+        values = {term.name: _value(term) for term in terms}
+        total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
+        check_graph(total, values)
+        scaler = self._step.precision.scaler
+        self._step.phase = "backward"
+        self._step.has_added = True
+        (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
+        return {name: value.detach() for name, value in values.items()}
+
+
+class _Representations:
+    """The window's representations, to be given to the loss and then asked, row by row, for their gradient.
+
+    Args:
+        joined: What the model returned, for the whole window.
+    """
+
+    def __init__(self, joined: Any) -> None:
+        self._joined = map_tensors(_with_gradient, joined)
+        self._tensors = tensors_of(self._joined)
+        self._start = 0
+
+    def for_loss(self) -> Any:
+        """Return them with their graph; copies, which the loss may change in place as it may a model's outputs."""
+        return map_tensors(Tensor.clone, self._joined)
+
+    def next_shares(self, outputs: Sequence[Tensor], size: int, *, compare: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return the next micro-batch's outputs that have a gradient to be passed on, each with its part of it.
+
+        Args:
+            outputs: The micro-batch's outputs, made again.
+            size: Its samples.
+            compare: Whether to look if they are what they were the first time; waits for the device.
+
+        Raises:
+            InvalidInputError: They are not.
+        """
+        start, self._start = self._start, self._start + size
+        if len(outputs) != len(self._tensors):
+            raise _other_outputs(f"{len(outputs)} tensors instead of {len(self._tensors)}")
+        shares = []
+        for output, whole in zip(outputs, self._tensors, strict=True):
+            gradient = whole.grad
+            if output.dim():
+                gradient = None if gradient is None else gradient[start : start + size]
+            elif start:
+                gradient = None  # of what all micro-batches share, which the first has passed on
+            if compare:
+                _check_same(output.detach(), whole.detach()[start : start + size] if output.dim() else whole.detach())
+            if gradient is not None and output.requires_grad:
+                shares.append((output, gradient))
+        return shares
+
+
+class _WholeMapping(Mapping[str, Any]):
+    """The mappings of a window as one, each item joined and moved to the device when it is asked for."""
+
+    def __init__(self, parts: Sequence[tuple[Any, int]], transfer: Transfer) -> None:
+        self._parts = parts
+        self._transfer = transfer
+        self._there: dict[str, Any] = {}
+        self._names = [name for name in parts[0][0] if self._has(name)]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            why = " (it cannot be joined over the window)" if name in self._parts[0][0] else ""
+            raise KeyError(f"{name}{why}")
+        if name not in self._there:
+            self._there[name] = _joined(self._items(name), self._transfer)
+        return self._there[name]
+
+    def __getattr__(self, name: str) -> Any:
+        # Some mappings (a Transformers BatchEncoding) give their items as attributes too.
+        if name.startswith("_") or name not in self._names:
+            raise AttributeError(name)
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _has(self, name: str) -> bool:
+        return all(name in batch for batch, _ in self._parts) and _can_be_joined(self._items(name))
+
+    def _items(self, name: str) -> list[tuple[Any, int]]:
+        return [(batch[name], samples) for batch, samples in self._parts]
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """Return the tensors in what a model returned, in the order of its nesting."""
+    found: list[Tensor] = []
+    map_tensors(found.append, outputs)
+    return found
+
+
+def _check_representations(outputs: Any, samples: int) -> None:
+    tensors = tensors_of(outputs)
+    wrong = [tensor for tensor in tensors if tensor.dim() and tensor.shape[0] != samples]
+    if tensors and not wrong and any(tensor.dim() for tensor in tensors):
+        return
+    if wrong:
+        found = f"a tensor of shape {tuple(wrong[0].shape)} for {samples} samples"
+    elif tensors:
+        found = "only tensors without dimensions, as if the model computed the loss itself"
+    else:
+        found = f"a {type(outputs).__name__} in which no tensor is found"
+    raise InvalidInputError(
+        f"loss_scope='window' needs representations, one row a sample, but the model returned {found}; let the model, "
+        "or forward=, return a tensor (or a tuple, list or mapping of tensors) of shape (samples, ...), what all "
+        "samples share as tensors without dimensions, and pass loss="
+    )
+
+
+def _check_same(second: Tensor, first: Tensor) -> None:
+    if second.shape != first.shape:
+        raise _other_outputs(f"shape {tuple(second.shape)} instead of {tuple(first.shape)}")
+    if not second.is_floating_point() or not second.numel():
+        return
+    size, difference = first.float().norm(), (second.float() - first.float()).norm()
+    if difference > _SAME * size:
+        raise _other_outputs(f"a difference of {float(difference / size):.2g} of their norm")
+
+
+def _other_outputs(found: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"loss_scope='window' runs every micro-batch twice, and the second time the model returned something else "
+        f"({found}): it draws from a generator that is not torch's, Python's or NumPy's own and no attribute of a "
+        "module, writes its own parameters, or keeps state that is no buffer; draw from those, register state as "
+        "buffers, and move parameters (a momentum encoder) after the update"
+    )
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def _value(term: Term) -> Tensor:
+    """Return the loss of the window: all of it is there, so nothing has to be weighed."""
+    if term.over is not Over.PAIR:
+        return term.value
+    assert term.weight is not None
+    check_weight(term.name, term.weight)
+    return term.value / term.weight
+
+
+def _counted(parts: Sequence[tuple[Any, int]]) -> Window:
+    """Return parts of batches as a window; paired with a count, since they may hold no tensor (a list of names)."""
+    return Window([(part, torch.empty(samples, 0)) for part, samples in parts])
+
+
+def _can_be_joined(parts: Sequence[tuple[Any, int]]) -> bool:
+    return len(parts) == 1 or len(_counted(parts).groups()) == 1
+
+
+def _joined(parts: Sequence[tuple[Any, int]], transfer: Transfer) -> Any:
+    # A copy where joining makes none: the loss may change what it is given, and a window may have to begin again.
+    return transfer.place(copied(parts[0][0]) if len(parts) == 1 else _counted(parts).joined()[0])
+
+
+def _difference(parts: Sequence[Any]) -> str:
+    pieces = [Piece(part) for part in parts]
+    other = next(piece for piece in pieces if not piece.joins(pieces[0]))
+    return f"{_described(pieces[0])} against {_described(other)}"
+
+
+def _described(piece: Piece) -> str:
+    tensors = [
+        f"{tensor.dtype} of shape {tuple(tensor.shape)}" if tensor.dim() else f"the value {tensor.item()}"
+        for tensor in piece.tensors()
+    ]
+    return f"a {type(piece.batch).__name__} with {', '.join(tensors)}"
+
+
+def _ignored(_: int | None) -> None:
+    pass

@@ -1,0 +1,417 @@
+"""Finds out what the losses of an objective run over, by running it on a few samples, without a trace.
+
+A window comes in, and where its cut makes it matter what an unknown loss runs over, a few of its samples go through
+model and loss in evaluation mode and without gradients. What they show is concluded in `questions`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoaccum import batches, oom, signals
+from autoaccum.batches import Window
+from autoaccum.compiling import uncompiled
+from autoaccum.errors import InvalidInputError
+from autoaccum.questions import Question, Rounding, Split, rounding_of, telling_split
+from autoaccum.state import evaluation_mode
+from autoaccum.targets import constants_of, tallies_of_each, target_tensors
+from autoaccum.weighting import Over, Weighting, check_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from autoaccum.notices import Notices
+    from autoaccum.objective import Objective, Term
+    from autoaccum.state import Mark
+
+# The rows of the parts into which a few samples are split; one part alone where there is but one sample.
+Rows = list[list[int]]
+
+# What asking does not answer is put off to a later window, when the model has moved, and given up in the end.
+_AT_ONCE = 8
+_IN_ALL = 24
+# Samples in one asking: enough to show many classes, few enough (half a micro-batch, where that is more than the least)
+# to fit where a micro-batch fits with its gradients.
+_LEAST = 3
+_MOST = 16
+# How often they are split where that costs the loss alone and no forward pass, and elements of outputs in all splits.
+_SPLITS = 8
+_ELEMENTS = 2**25
+# Among how many splits the first is chosen, which settles most, and among how many each of the others.
+_DRAWS = 32
+_FURTHER_DRAWS = 4
+# Elements of targets, and samples at the least, among which telling ones are looked for.
+_LOOKED_AT = 2**20
+_LOOKED_AT_SAMPLES = 32
+# Kinds of micro-batches with all targets alike that are tried for whether the loss is a number there.
+_VOIDS = 256
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _Way(NamedTuple):
+    """How the objective is run.
+
+    Attributes:
+        outputs: In which type the loss is taken of rows of one forward pass; None runs everything on each part anew.
+        casts: Whether the model runs under autocast.
+    """
+
+    outputs: torch.dtype | None
+    casts: bool
+
+
+class _Observed(NamedTuple):
+    """The losses of a few samples and of the parts into which they are split, by name."""
+
+    whole: dict[str, Term]
+    parts: list[dict[str, Term]]
+    batches: list[Any]
+    in_half: bool
+    widened: bool
+
+    def holds(self, name: str) -> bool:
+        """Whether the loss is there for all samples and for each part."""
+        return all(name in terms for terms in (self.whole, *self.parts))
+
+    def split(self, name: str) -> Split:
+        """Return the values of one loss."""
+        return Split(
+            whole=float(self.whole[name].value),
+            parts=tuple(float(terms[name].value) for terms in self.parts),
+            named=tuple(target_tensors(batch) for batch in self.batches),
+            samples=tuple(batches.count(batch) for batch in self.batches),
+            rounding=self._rounding(name),
+        )
+
+    def check_pair(self, name: str) -> bool:
+        """Refuse what cannot be a (sum, weight) pair; return whether it could be seen.
+
+        Raises:
+            InvalidInputError: It is something else.
+        """
+        whole, *parts = ((float(t[name].value), float(t[name].weight or 0.0)) for t in (self.whole, *self.parts))
+        check_pair(name, whole, parts, self._rounding(name).most)
+        return whole[1] != 0.0 and len(parts) > 1
+
+    def _rounding(self, name: str) -> Rounding:
+        return rounding_of(self.whole[name].value.dtype, in_half=self.in_half, widened=self.widened)
+
+
+class Settler:
+    """Knows what the losses of an objective run over, as far as it can be known.
+
+    Args:
+        objective: What is run.
+        said: What the user said that every loss runs over; None where it is to be found out.
+        notices: Where it is said what was found.
+
+    Attributes:
+        known: What each loss runs over, by name.
+    """
+
+    def __init__(self, objective: Objective, *, said: Weighting | None, notices: Notices) -> None:
+        self.known: dict[str, Weighting] = {}
+        self._objective = objective
+        self._said = said
+        self._notices = notices
+        self._questions: dict[str, Question] = {}
+        self._ruled_out: dict[str, int] = {}
+        self._unchecked: set[str] = set()
+        self._voids: dict[frozenset[tuple[str, float]], set[str]] = {}
+        # The first that works is kept to. The loss of outputs is exact in float64 whatever the model is in, and cheap;
+        # a function with tensors of its own may want them in single precision.
+        types = (torch.float64, torch.float32, None) if objective.takes_outputs else (None,)
+        self._ways = [_Way(outputs, casts) for casts in (False, True) for outputs in types]
+        self._has_lacked_memory = False
+
+    @property
+    def knowledge(self) -> dict[str, tuple[Weighting, int]]:
+        """What each loss runs over as far as is known, with how many ways of weighing were ruled out for it."""
+        return {name: (how, self._ruled_out.get(name, 0)) for name, how in self.known.items()}
+
+    def settle(self, window: Window, sizes: Sequence[int], run: Run) -> None:
+        """Find out, where it matters for this cut and is not known, what the losses run over.
+
+        Args:
+            window: Samples to try it on.
+            sizes: The micro-batches in which the window will be cut.
+            run: Runs the objective.
+
+        Raises:
+            InvalidInputError: A pair that the loss returned is no (sum, weight).
+            torch.OutOfMemoryError: Memory ran out, and not the last time too.
+        """
+        if self._questions or self._unchecked or not self.known:
+            self._ask_all(window, sizes, run)
+        if Over.OPAQUE in [how.over for how in self.known.values()]:
+            self._look_for_voids(window, sizes, run)
+
+    def _ask_all(self, window: Window, sizes: Sequence[int], run: Run) -> None:
+        chance, in_vain = None, 0
+        while self._ways and in_vain < _AT_ONCE and (question := self._next_question(window, sizes)) is not None:
+            chance = chance or random.Random(window.samples)  # noqa: S311 - no secret, and the same in every run
+            before = len(question.candidates)
+            self._ask(question, window, max(sizes), run, chance)
+            in_vain += len(question.candidates) == before
+        if chance is not None:
+            self._say_what_cannot_be_told()
+
+    def _next_question(self, window: Window, sizes: Sequence[int]) -> Question | None:
+        if not self.known:
+            return self._first_question(window, sizes)
+        if max(window.groups()) == 1:
+            return None  # a sample alone cannot be split
+        if self._unchecked:
+            return _question_of(window)
+        pieces = [target_tensors(part) for part in window]
+        for question in self._questions.values():
+            question.watch(pieces)
+        return next((question for question in self._questions.values() if question.matters(window, sizes)), None)
+
+    def _first_question(self, window: Window, sizes: Sequence[int]) -> Question | None:
+        # Uncut, every loss is its own window's. Then all that matters is whether anything counts, and whether the pairs
+        # that were seen are pairs.
+        doubtful = self._objective.returns_pairs and window.samples > 1
+        if len(sizes) > 1 or doubtful or not all(_all_count(target_tensors(part)) for part in window):
+            return _question_of(window)
+        return None
+
+    def _ask(self, question: Question, window: Window, largest: int, run: Run, chance: random.Random) -> None:
+        sample, splits = _telling(question, window, min(max(largest // 2, _LEAST), _MOST), chance)
+        observed = self._observe(sample, splits, run)
+        known = dict(self.known)
+        for name in observed[0].whole if observed else ():
+            if name not in known or name in self._questions or name in self._unchecked:
+                known[name] = self._concluded(name, observed, window)
+        self.known = known  # of all losses or of none: memory may run out on the way
+
+    def _observe(self, sample: Any, splits: Sequence[Rows], run: Run) -> list[_Observed]:
+        """Run the objective in the first way that works; return nothing, and say so, where none does."""
+        why = None
+        while self._ways:
+            try:
+                observed = run.observe(sample, splits, self._ways[0])
+            except Exception as error:
+                lacks = oom.is_oom(error) or oom.is_too_large(error)
+                # Once it is the caller's to make room. Where memory lacks again only one or two samples fit, and that
+                # is no reason to stop; nor is a model that gives no loss in evaluation mode (torchvision's detectors).
+                if oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
+                    self._has_lacked_memory = lacks
+                    raise
+                why = why or oom.first_line(error)
+                self._ways = [] if lacks else self._ways[1:]
+                oom.let_go(error)
+            else:
+                self._has_lacked_memory = False
+                return observed
+        self._notices.say(
+            f"what the loss runs over could not be found out in evaluation mode ({why}); micro-batches weigh by their "
+            "samples. A (sum, weight) pair or loss_reduction= says it exactly"
+        )
+        return []
+
+    def _concluded(self, name: str, observed: Sequence[_Observed], window: Window) -> Weighting:
+        over, chosen = observed[0].whole[name].over, self._objective.weighting_by_default
+        complete = all(one.holds(name) for one in observed)
+        if chosen is not None:
+            return chosen
+        if over is not None:
+            if over is Over.PAIR:
+                self._check_pairs(name, observed if complete else ())
+            return Weighting(over)
+        if self._said is not None:
+            return self._said
+        if not complete:
+            return self._unknown(name)
+        return self._compared(name, [one.split(name) for one in observed], window)
+
+    def _check_pairs(self, name: str, observed: Sequence[_Observed]) -> None:
+        seen = [one.check_pair(name) for one in observed]
+        if any(seen):
+            self._unchecked.discard(name)
+        else:
+            self._unchecked.add(name)
+
+    def _compared(self, name: str, splits: Sequence[Split], window: Window) -> Weighting:
+        question = self._questions.setdefault(name, _question_of(window))
+        question.learn([split for split in splits if len(split.parts) > 1 and math.isfinite(split.whole)])
+        self._ruled_out[name] = question.ruled_out
+        if not question.candidates:
+            return self._unknown(name)
+        if question.is_untouched:
+            self._notices.say(
+                f"loss {name!r}: no two samples of a window can stand in one batch, so what it runs over is not known "
+                "yet; micro-batches weigh by their samples. A torch.nn loss, a (sum, weight) pair or loss_reduction= "
+                "says it exactly"
+            )
+            return Weighting(Over.OPAQUE)
+        if len(question.candidates) == 1:
+            self._notices.say(f"loss {name!r} is {question.best.description} (found out from a few samples)")
+        if question.is_closed:
+            del self._questions[name]
+        return question.best
+
+    def _unknown(self, name: str) -> Weighting:
+        self._questions.pop(name, None)
+        self._notices.say(
+            f"loss {name!r}: what it runs over could not be found out, so micro-batches weigh by their samples, and "
+            "the gradient may not be the whole batch's. If it compares samples with each other (a contrastive loss): "
+            "loss_scope='window'. If it has class weights, or adds means of different kinds: a torch.nn loss, a (sum, "
+            "weight) pair, or a mapping of several losses"
+        )
+        return Weighting(Over.OPAQUE)
+
+    def _say_what_cannot_be_told(self) -> None:
+        for name in [name for name, question in self._questions.items() if question.in_vain >= _IN_ALL]:
+            del self._questions[name]
+            self._notices.say(
+                f"loss {name!r}: what it runs over cannot be told for sure from what was seen; taken as "
+                f"{self.known[name].description}. A torch.nn loss, a (sum, weight) pair or loss_reduction= says it "
+                "exactly"
+            )
+
+    def _look_for_voids(self, window: Window, sizes: Sequence[int], run: Run) -> None:
+        """Find out for which micro-batches an unknown loss is no number: those whose mean is over nothing.
+
+        In them all targets are alike, since none counts. One sample of each kind is tried.
+        """
+        start = 0
+        for size in sizes:
+            alike = constants_of(window, start, start + size)
+            if alike and alike not in self._voids and len(self._voids) < _VOIDS:
+                observed = self._observe(window.cut(start, start + 1), [[[0]]], run)
+                terms = observed[0].whole.items() if observed else ()
+                self._voids[alike] = {name for name, term in terms if not math.isfinite(float(term.value))}
+                for name in self._voids[alike]:
+                    self._leave_out(name)
+            start += size
+
+    def _leave_out(self, name: str) -> None:
+        if self.known[name].over is not Over.OPAQUE:
+            return
+        void = frozenset(alike for alike, names in self._voids.items() if name in names)
+        self.known[name] = Weighting(Over.OPAQUE, void=void)
+        self._notices.say(
+            f"loss {name!r} is no number for samples in which no target counts; micro-batches that hold nothing else "
+            "are left out",
+            key=f"void {name}",
+        )
+
+
+class Run:
+    """Runs an objective on a few samples and leaves no trace.
+
+    Args:
+        objective: What is run.
+        place: Moves a batch to the device.
+        mark: Taken before and put back afterwards.
+        autocast: In which the model runs where it does not without.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        place: Callable[[Any], Any],
+        mark: Mark,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._objective = objective
+        self._place = place
+        self._mark = mark
+        self._autocast = autocast
+
+    def observe(self, sample: Any, splits: Sequence[Rows], way: _Way) -> list[_Observed]:
+        """Return what comes out for splits of a sample; where each takes forward passes, for the first split only."""
+        self._mark.take()
+        try:
+            with evaluation_mode(self._objective.modules), torch.no_grad(), self._as_written():
+                if way.outputs is None:
+                    return [self._anew(sample, splits[0], way)]
+                return self._on_outputs(sample, splits, way.outputs, way)
+        finally:
+            with signals.held():
+                self._mark.put_back()
+
+    def _as_written(self) -> AbstractContextManager[object]:
+        is_compiled = any(module._compiled_call_impl is not None for module in self._objective.modules)
+        return uncompiled() if is_compiled else nullcontext()
+
+    def _on_outputs(self, sample: Any, splits: Sequence[Rows], dtype: torch.dtype, way: _Way) -> list[_Observed]:
+        batch = self._place(batches.copied(sample))
+        with self._autocast() if way.casts else nullcontext():
+            outputs = self._objective.outputs(batch)
+        rows = batches.Piece(outputs)
+        if rows.samples != batches.count(sample):
+            raise InvalidInputError(f"outputs with {rows.samples} rows for {batches.count(sample)} samples")
+        floating = [tensor for tensor in rows.tensors() if tensor.is_floating_point()]
+        elements = sum(tensor.numel() for tensor in floating)
+        widened = any(torch.finfo(tensor.dtype).bits < torch.finfo(dtype).bits for tensor in floating)
+
+        def terms(rows: list[int]) -> dict[str, Term]:
+            # Copies: the loss may write to both.
+            of_rows, of_batch = (batches.copied(batches.chosen(both, rows)) for both in (outputs, batch))
+            of_rows = batches.map_tensors(lambda tensor: _widened(tensor, dtype), of_rows)
+            return {term.name: term for term in self._objective.terms_of(of_rows, of_batch, len(rows))}
+
+        affordable = splits[: max(1, _ELEMENTS // max(elements, 1))]
+        return [_observed(terms, sample, split, in_half=False, widened=widened) for split in affordable]
+
+    def _anew(self, sample: Any, split: Rows, way: _Way) -> _Observed:
+        objective = self._objective
+
+        def terms(rows: list[int]) -> dict[str, Term]:
+            batch = self._place(batches.copied(batches.chosen(sample, rows)))
+            with self._autocast() if way.casts else nullcontext():
+                found = [objective.terms(source, batch, len(rows))[0] for source in objective.sources]
+            return {term.name: term for terms in found for term in terms}
+
+        half = any(parameter.dtype in _HALF for module in objective.modules for parameter in module.parameters())
+        return _observed(terms, sample, split, in_half=way.casts or half, widened=False)
+
+
+def _observed(
+    terms: Callable[[list[int]], dict[str, Term]], sample: Any, split: Rows, *, in_half: bool, widened: bool
+) -> _Observed:
+    whole = terms([row for part in split for row in part])
+    parts = [batches.chosen(sample, part) for part in split]
+    return _Observed(whole, [terms(part) for part in split], parts, in_half, widened)
+
+
+def _question_of(window: Window) -> Question:
+    question = Question()
+    question.watch([target_tensors(part) for part in window])
+    return question
+
+
+def _telling(question: Question, window: Window, size: int, chance: random.Random) -> tuple[Any, list[Rows]]:
+    """Choose at most `size` samples of one batch that tell the candidates apart, and ways to split them."""
+    groups = window.groups()
+    largest = max(range(len(groups)), key=groups.__getitem__)
+    start, samples = sum(groups[:largest]), groups[largest]
+    if samples == 1:
+        return window.cut(start, start + 1), [[[0]]]
+    elements = max((t.numel() // len(t) for t in target_tensors(window.cut(start, start + 1)).values()), default=1)
+    looked_at = min(samples, max(_LOOKED_AT_SAMPLES, _LOOKED_AT // max(elements, 1)))
+    start += chance.randrange(samples - looked_at + 1)
+    weights = tallies_of_each(question.candidates, window, start, start + looked_at)
+    best = question.candidates.index(question.best)
+    split = telling_split(weights, best, size, chance, draws=_DRAWS)
+    chosen = [row for part in split for row in part]
+    sample = Window([window.cut(start + row, start + row + 1) for row in chosen]).joined()
+    further = [telling_split(weights[:, chosen], best, size, chance, draws=_FURTHER_DRAWS) for _ in range(_SPLITS - 1)]
+    return sample, [[list(range(len(split[0]))), list(range(len(split[0]), len(chosen)))], *further]
+
+
+def _all_count(named_targets: dict[str, Tensor]) -> bool:
+    return all(Weighting(Over.COUNTED).counts_all({name: targets}) for name, targets in named_targets.items())
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, dtype)) if tensor.is_floating_point() else tensor

@@ -1,0 +1,453 @@
+"""How large micro-batches are, from window to window: learned, timed, smaller after a failure, larger again.
+
+Sizes are counted in samples as large as the largest of the first window: where inputs vary in length, shorter ones go
+in larger micro-batches and longer ones in smaller. What is learned is learned on the training's own windows, so that no
+trial is thrown away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoaccum import planner
+from autoaccum.learning import Learning
+from autoaccum.pace import Pace
+from autoaccum.planner import plan
+from autoaccum.records import Plan, ProbeResult, Trial
+from autoaccum.tempo import Tempo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from autoaccum.batches import Window
+    from autoaccum.search import Line
+    from autoaccum.step import TrainingStep
+
+# How much of a prediction is taken for certain, and how much of what failed may fit.
+_CERTAIN = 0.9
+_LESS = 0.7
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of the cut.
+
+    Attributes:
+        strategy: As for `fit`.
+        multiple_of: What sizes are to be multiples of where that costs no micro-step.
+        by_bytes: Whether samples with smaller inputs go in larger micro-batches.
+        learns: Whether the first windows are to find out how large micro-batches may be.
+        times_after: Windows after which cuts are timed, where the strategy asks for it; None for never.
+        fits: The largest size that a probe has found; 0 where there was none.
+        begins_with: A size that is known to have fitted in an earlier run, to begin with.
+        fitted_before: The largest of which that is known.
+        line: What a micro-batch took then.
+        most: The most samples that may be in a micro-batch, however small they are; None where nothing says so.
+    """
+
+    strategy: str = "balanced"
+    multiple_of: int = 1
+    by_bytes: bool = False
+    learns: bool = False
+    times_after: int | None = None
+    fits: int = 0
+    begins_with: int | None = None
+    fitted_before: int = 0
+    line: Line | None = None
+    most: int | None = None
+
+
+class Told:
+    """What is told by a `Sizing`; every method does nothing, so override what matters."""
+
+    def trial(self, trial: Trial) -> None:
+        """A micro-batch was run to learn from it."""
+
+    def planned(self, plan: Plan, probe: ProbeResult | None) -> None:
+        """Another plan holds from the next window on; `probe` is set where learning led to it."""
+
+    def settled(self, plan: Plan) -> None:
+        """The clock has chosen."""
+
+
+class Sizing:
+    """Cuts the windows of one run, and hears what came of it.
+
+    Args:
+        step: The training step.
+        plan: The plan to begin with.
+        wanted: What is asked of the cut.
+        bytes_per_sample: What a sample takes while it is worked on, if known: then memory is asked for before each
+            micro-batch on devices that cannot fail cleanly.
+        sample_bytes: Bytes of the inputs of a sample such as the plan counts; None for the largest in the first window.
+        told: Is told what changes.
+
+    Attributes:
+        plan: The plan in force.
+        set_plan: The plan to which sizes grow back.
+        bytes_per_sample: As the argument, or what was learned.
+        sample_bytes: As the argument, or those of the largest in the first window; None where all count the same.
+        peak_bytes: While learning, the highest peak of the window.
+        probe: What was learned; None before.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        plan: Plan,
+        wanted: Wanted,
+        *,
+        bytes_per_sample: int | None,
+        sample_bytes: int | None,
+        told: Told,
+    ) -> None:
+        self.bytes_per_sample = bytes_per_sample
+        self.probe: ProbeResult | None = None
+        self.plan = self.set_plan = plan
+        self._step = step
+        self._memory = step.memory
+        self._wanted = wanted
+        self._told = told
+        self.sample_bytes = sample_bytes
+        self._relative: list[float] = []
+        self._learning: Learning | None = None
+        self._is_to_learn = wanted.learns
+        self._trials: list[Trial] = []
+        self._before_state = 0  # how many of them ran when the optimizer had no state yet
+        self._pace = Pace(plan.target_batch, plan.micro_batch)
+        self._alone: set[int] = set()  # samples of this window that failed alone, by where they stand
+        self._windows = 0
+        self._fits = wanted.fits  # what the plan need not use, but the rest of a window may
+        self._may_fit = math.inf  # of samples larger than those that are counted in
+        self._counts_bytes = wanted.by_bytes
+        self.peak_bytes: int | None = None
+        self._times_after = wanted.times_after if wanted.strategy == "fastest" else None
+        self._tempo: Tempo | None = None
+        self._timed: Plan | None = None  # the plan that is being timed
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether micro-batches are run to learn from them."""
+        return self._learning is not None or self._is_to_learn
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether nothing is left to the clock."""
+        return self._tempo is None and self._times_after is None
+
+    @property
+    def is_troubled(self) -> bool:
+        """Whether memory ran out not long ago, or a size was taken that may not fit."""
+        return self._pace.is_troubled
+
+    def set(self, plan: Plan) -> None:
+        """Take a plan that was chosen elsewhere."""
+        self._learning, self._is_to_learn = None, False
+        self._begin_with(plan)
+        self._times_after, self._fits = None, 0
+
+    def shrink_to(self, plan: Plan) -> None:
+        """Begin with a plan that an earlier run had come to by failures; the one that was set stays to be reached."""
+        if plan.micro_batch < self.plan.micro_batch:
+            self.plan, self._tempo, self._times_after = plan, None, None
+            self._pace.grow(plan.micro_batch)
+            self._pace.stay()
+
+    # --- one window ---------------------------------------------------------------------------------------------------
+
+    def begin(self, window: Window) -> None:
+        """See what a window is made of, before it is cut."""
+        self._began = self._entered = time.perf_counter()
+        self._ended: float | None = None
+        self._start = 0
+        self._alone.clear()
+        self.peak_bytes = None
+        self._groups = window.groups()
+        self._weigh(window)
+        if self._is_to_learn:
+            self._is_to_learn = False
+            self._learning = self._learn()
+
+    def cut(self, start: int) -> tuple[int, ...]:
+        """Return the sizes in which the window is cut from the sample `start` on."""
+        rests = _rests(self._groups, self._relative, start)
+        if self._learning is not None:
+            return tuple(self._cut_to_learn(self._learning, rests, is_first=start == 0))
+        plan, wanted = self._timed or self.plan, self._wanted
+        if start == 0 and self._groups == [plan.target_batch] and self._relative == [1.0]:
+            return plan.micro_batches
+        return tuple(
+            itertools.chain.from_iterable(
+                planner.cut(
+                    rest,
+                    self._capped(max(1, int(self._most(plan, relative) / relative))),
+                    wanted.strategy,
+                    wanted.multiple_of,
+                )
+                for rest, relative in rests
+            )
+        )
+
+    def enter(self, start: int, size: int) -> None:
+        """Make ready for the micro-batch of a window that begins at the sample `start`.
+
+        Raises:
+            torch.OutOfMemoryError: What it is expected to take cannot be had.
+        """
+        self._start = start
+        if self._learning is None and self.bytes_per_sample is None:
+            return
+        self._counted = self._counted_size(start, size)
+        if self._learning is not None:
+            self._memory.reset_peak()
+            self._held_bytes = self._memory.peak_bytes()
+            self._entered = time.perf_counter()
+            self._memory.ensure(self._learning.expected_bytes(self._counted))
+        elif self.bytes_per_sample is not None:
+            self._memory.ensure(int(self.bytes_per_sample * self._counted * _CERTAIN))
+
+    def leave(self, size: int) -> None:
+        """Note that the micro-batch has been run."""
+        if self._learning is None:
+            return
+        self._memory.synchronize()
+        elapsed_s = time.perf_counter() - self._entered
+        peak = self._memory.peak_bytes()
+        self.peak_bytes = max(self.peak_bytes or 0, peak or 0) or None
+        # While a micro-batch computes, the next one is on its way to a card.
+        ahead = (self.sample_bytes or 0) * self._counted if self._memory.device.type == "cuda" else 0
+        extra = None if peak is None or self._held_bytes is None else max(0, peak - self._held_bytes) + ahead
+        if extra is not None:
+            extra = int(extra * self._counted / (size * self._relative_at(self._start)))  # sizes are counted in whole
+        self._learning.note(
+            self._counted,
+            extra,
+            is_first=self._start == 0,
+            is_whole=size == sum(self._groups),
+            gradient_bytes=sum(p.grad.nbytes for p in self._step.parameters if p.grad is not None),
+        )
+        self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
+
+    def wait(self, *, is_timed: bool = False) -> float:
+        """Note that from now on the window waits for other processes; return how long it was worked on, in seconds.
+
+        Args:
+            is_timed: Whether somebody goes by that; else it may be how long it took to tell the device what to do.
+        """
+        if is_timed or self._tempo is not None:
+            self._memory.synchronize()
+        self._ended = time.perf_counter()
+        return self._ended - self._began
+
+    def fail(self, size: int) -> bool:
+        """Take smaller sizes after a micro-batch ran out of memory; return whether there are any."""
+        counted = self._counted_size(self._start, size)
+        if self._learning is not None:
+            self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
+        if size == 1 and (self._learning is not None or self.plan.micro_batch == 1):
+            # Nothing smaller is left. Before a run ends, see whether something else took the memory for a moment.
+            again = self._start not in self._alone
+            self._alone.add(self._start)
+            return again
+        if counted == 1 < size:
+            # Many samples that are small by their bytes did not fit: it is not bytes that count here.
+            self._counts_bytes, self.sample_bytes, counted = False, None, size
+            self._relative = [1.0] * len(self._groups)
+        if self._learning is not None:
+            return self._learning.fail(counted) is not None
+        if size > 1 and counted > max(self.plan.micro_batch, self._fits):
+            self._may_fit = counted * _LESS
+            return True
+        # One sample that is left over and fails is no proof yet: more of them have fitted.
+        return self._shrink(self.plan.micro_batch if size == 1 else counted)
+
+    def shrink(self) -> bool:
+        """Take smaller sizes before memory runs out; return whether there are any."""
+        return self._learning is None and self._shrink(self._pace.size)
+
+    def end(self, *, is_clean: bool, has_room: Callable[[int], bool]) -> None:
+        """Note that a window has become an update, and choose the sizes of the next.
+
+        Args:
+            is_clean: Whether memory did not run out.
+            has_room: Whether so many bytes more than before could be had.
+        """
+        if self._learning is not None:
+            self._memory.trim()
+            self._learning.end_window(self._memory.reading().free_bytes)
+            # What fitted before the optimizer's state was there is no proof beside it.
+            self._before_state = self._before_state or len(self._trials)
+            if self._learning.is_done:
+                self._conclude(self._learning)
+            else:
+                self.plan = self.set_plan = self._plan_of(self._learning.so_far)
+            return
+        if self._is_timed(is_clean=is_clean):
+            return
+        larger = self._pace.succeed() if is_clean else None
+        if larger is None:
+            return
+        if has_room((self.bytes_per_sample or 0) * (larger - self._pace.size)):
+            self._pace.grow(larger)
+            self._follow_pace()
+        else:
+            self._pace.stay()
+
+    # --- learning -----------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> Learning:
+        return Learning(
+            self._capped(max(math.ceil(each * relative) for each, relative in _rests(self._groups, self._relative, 0))),
+            begins_with=self._wanted.begins_with,
+            fitted_before=self._wanted.fitted_before,
+            line=self._wanted.line,
+            fails_cleanly=self._memory.fails_cleanly,
+        )
+
+    def _cut_to_learn(self, learning: Learning, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
+        """Yield the size of the next micro-batch, and then the others as they would be if nothing were learned."""
+        self._memory.trim()
+        (rest, relative), *others = rests
+        counted = math.ceil(rest * relative)
+        size = learning.next_size(counted, self._memory.reading().free_bytes, is_first=is_first)
+        size = self._capped(rest if size >= counted else min(rest, max(1, int(size / relative))))
+        yield size
+        for samples, each in [(rest - size, relative), *others]:
+            if samples:
+                yield from planner.balanced(samples, self._capped(max(1, int(size * relative / each))))
+
+    def _note(self, trial: Trial) -> None:
+        """Keep and tell what is news: the rest of a window says little beside a larger size that fits."""
+        known = self._trials[self._before_state :]
+        failed = min((one.size for one in known if not one.fits), default=math.inf)
+        fits = max((one.size for one in known if one.fits and one.size < failed), default=0)
+        is_told = any((one.size, one.fits) == (trial.size, trial.fits) for one in known)
+        is_answer = self._learning is not None and trial.fits and trial.size == self._learning.largest
+        if not is_told and (fits < trial.size < failed or is_answer or not trial.fits):
+            self._trials.append(trial)
+            self._told.trial(trial)
+
+    def _conclude(self, learning: Learning) -> None:
+        line = learning.line
+        self._learning = None
+        self.bytes_per_sample = None if line is None else int(line.bytes_per_sample)
+        self.probe = ProbeResult(
+            learning.largest,
+            tuple(self._trials),
+            self._memory.reading().limit_bytes,
+            None if line is None else max(0, int((self._held_bytes or 0) + line.fixed_bytes)),
+            self.bytes_per_sample,
+        )
+        self._begin_with(self._plan_of(learning.largest))
+        self._fits = learning.largest
+        if learning.has_failed and line is not None:
+            self._hope(self._plan_of(line.largest_within(self._free_beside_gradients())))
+        self._told.planned(self.plan, self.probe)
+
+    def _hope(self, larger: Plan) -> None:
+        """Try later for a plan that should fit by all that is known, of which something failed all the same."""
+        if larger.micro_batch > self.plan.micro_batch:
+            self.set_plan, smaller = larger, self.plan.micro_batch
+            self._pace = Pace(larger.target_batch, larger.micro_batch)
+            self._pace.grow(smaller)
+            self._pace.stay()
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def _begin_with(self, plan: Plan) -> None:
+        self.plan = self.set_plan = plan
+        self._pace, self._tempo, self._timed = Pace(plan.target_batch, plan.micro_batch), None, None
+
+    def _plan_of(self, most: int) -> Plan:
+        wanted, target = self._wanted, self.plan.target_batch
+        strategy = "balanced" if wanted.strategy == "fastest" else wanted.strategy
+        return plan(target, self._capped(min(most, target)), strategy=strategy, multiple_of=wanted.multiple_of)
+
+    def _capped(self, size: int) -> int:
+        return size if self._wanted.most is None else min(size, self._wanted.most)
+
+    def _shrink(self, failed: int) -> bool:
+        if self._pace.fail(failed) is None:
+            return False
+        if self._tempo is not None:
+            known = self._tempo.seconds
+            self._time(Tempo(self.plan.target_batch, self._pace.size, known=known))
+        self._follow_pace()
+        return True
+
+    def _follow_pace(self) -> None:
+        self._fits = 0
+        whole = self._pace.size == self.set_plan.micro_batch
+        self.plan = self.set_plan if whole else self._plan_of(self._pace.size)
+        self._told.planned(self.plan, None)
+
+    # --- the clock ----------------------------------------------------------------------------------------------------
+
+    def _is_timed(self, *, is_clean: bool) -> bool:
+        """Whether cuts are being timed; then note how long the window took in which memory did not run out."""
+        self._windows += 1
+        if self._tempo is not None:
+            if is_clean and sum(self._groups) == self.plan.target_batch:
+                self._memory.synchronize()
+                work = sum(samples * relative for samples, relative in _rests(self._groups, self._relative, 0))
+                self._tempo.note((self._ended or time.perf_counter()) - self._began, work / self.plan.target_batch)
+            self._time(self._tempo)
+            return True
+        if self._times_after is None or self._windows < self._times_after or self.plan != self.set_plan:
+            return False
+        self._times_after = None
+        self._time(Tempo(self.plan.target_batch, self.plan.micro_batch))
+        return True
+
+    def _time(self, tempo: Tempo) -> None:
+        """Run the next window as the clock asks, or settle."""
+        if not tempo.is_settled:
+            self._tempo, self._timed = tempo, self._plan_of(tempo.size)
+            return
+        before = self.plan
+        self._begin_with(self._plan_of(tempo.size))
+        if self.plan != before:
+            self._told.planned(self.plan, None)
+        self._told.settled(self.plan)
+
+    # --- samples of different size ------------------------------------------------------------------------------------
+
+    def _weigh(self, window: Window) -> None:
+        """See how large the window's samples are beside those in which sizes are counted."""
+        if not self._counts_bytes:
+            self._relative = [1.0] * len(self._groups)
+            return
+        costs = window.sample_bytes()
+        self.sample_bytes = self.sample_bytes or max(costs) or None
+        self._relative = [max(cost, 1) / (self.sample_bytes or 1) for cost in costs]
+        if self.bytes_per_sample and max(self._relative) > 1.0:
+            self._may_fit = min(self._may_fit, _CERTAIN * self._free_beside_gradients() / self.bytes_per_sample)
+
+    def _most(self, plan: Plan, relative: float) -> float:
+        """Return what a micro-batch may come to, of samples so large beside those in which sizes are counted."""
+        most = max(plan.micro_batch, self._fits)
+        # No more than has fitted; but larger samples may never have stood in as large a micro-batch as memory bears.
+        return most if relative <= 1.0 or self._may_fit == math.inf else max(most, self._may_fit)
+
+    def _free_beside_gradients(self) -> int:
+        to_come = (p for p in self._step.parameters if p.requires_grad and p.grad is None)
+        return self._memory.reading().free_bytes - sum(p.nbytes for p in to_come)
+
+    def _counted_size(self, start: int, size: int) -> int:
+        return max(1, round(size * self._relative_at(start)))
+
+    def _relative_at(self, start: int) -> float:
+        return 1.0 if self._relative == [1.0] else _rests(self._groups, self._relative, start)[0][1]
+
+
+def _rests(groups: list[int], relative: list[float], start: int) -> list[tuple[int, float]]:
+    """Return what of each group lies beyond the sample `start`, with how large its samples are."""
+    rests = []
+    for group, each, end in zip(groups, relative, itertools.accumulate(groups), strict=True):
+        if end > start:
+            rests.append((min(group, end - start), each))
+    return rests

@@ -1,0 +1,87 @@
+"""Which tensors of a batch say what counts, and what each micro-batch of a cut weighs by them. No model is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.weighting import constants
+
+if TYPE_CHECKING:
+    from autoaccum.batches import Window
+    from autoaccum.weighting import Tally, Weighting
+
+_PAIR = 2
+# Names under which mappings keep what a loss compares with, and what says which of it counts.
+_TARGET_WORDS = ("label", "target")
+_MASK_WORD = "mask"
+# Dimensions of what is no target by its name: a uint8 image or a (N, heads, T, T) mask says nothing of what counts.
+_MAX_DIM = 2
+
+
+def is_pair(batch: Any) -> bool:
+    """Whether a batch is (inputs, targets)."""
+    return isinstance(batch, tuple | list) and len(batch) == _PAIR
+
+
+def target_tensors(batch: Any) -> dict[str, Tensor]:
+    """Return the tensors in a batch that may say what counts, by name, the likeliest first.
+
+    Of a pair these are the targets. Of a mapping they are what is named so, then masks and whole numbers: a loss that
+    is given the whole batch may compare with any of them.
+    """
+    return {str(name): value for name, value in _named_targets(batch) if isinstance(value, Tensor) and value.dim()}
+
+
+def _named_targets(batch: Any) -> Iterable[tuple[Any, Any]]:
+    if is_pair(batch):
+        targets = batch[1]
+        if isinstance(targets, Mapping):
+            return targets.items()
+        return enumerate(targets) if isinstance(targets, list | tuple) else [("", targets)]
+    items = list(batch.items()) if isinstance(batch, Mapping) else []
+    named = [(name, value) for name, value in items if any(word in str(name) for word in _TARGET_WORDS)]
+    names = {name for name, _ in named}
+    return [*named, *((name, value) for name, value in items if name not in names and _may_count(str(name), value))]
+
+
+def _may_count(name: str, value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.dim() > _MAX_DIM:
+        return False
+    return _MASK_WORD in name or not (value.is_floating_point() or value.is_complex())
+
+
+def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full: bool = False) -> list[Tally]:
+    """Return how much counts in each micro-batch of a cut.
+
+    Args:
+        how: The way of weighing.
+        window: The samples.
+        sizes: The cut.
+        in_full: Whether the numbers are to be compared with those of other windows, and not only among themselves.
+    """
+    if not how.needs_targets:
+        return list(sizes)
+    if not in_full and len(window.groups()) == 1 and all(how.counts_all(target_tensors(part)) for part in window):
+        return list(sizes)  # the usual case, and far cheaper: all samples weigh the same
+    tallies, start = [], 0
+    for size in sizes:
+        parts = window.parts(start, start + size)
+        tallies.append(sum(how.tally(samples, target_tensors(part)) for part, samples in parts))
+        start += size
+    return tallies
+
+
+def tallies_of_each(hows: Sequence[Weighting], window: Window, start: int, stop: int) -> Tensor:
+    """Return how much counts in each of a window's samples `start` to `stop`, shape (weightings, samples)."""
+    parts = [(target_tensors(part), samples) for part, samples in window.parts(start, stop)]
+    return torch.stack([torch.cat([how.tally_each(samples, named) for named, samples in parts]) for how in hows])
+
+
+def constants_of(window: Window, start: int, stop: int) -> frozenset[tuple[str, float]]:
+    """Return which of the target tensors of samples `start` to `stop` hold one value alone, and which."""
+    parts = [constants(target_tensors(part)) for part, _ in window.parts(start, stop)]
+    return frozenset.intersection(*parts)

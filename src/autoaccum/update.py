@@ -1,0 +1,291 @@
+"""One update of the optimizer from gradients that lie ready: made whole, or not begun, or told as damage.
+
+Nothing is caught here but what the optimizer itself raises. What a step of the optimizer takes beside what it leaves is
+measured once; from then on it is asked for before the step, which so fails before it writes. The step that is measured,
+and every step that makes the optimizer's state, works on parameters of which a copy is kept in host memory.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from autoaccum.errors import StateDamagedError
+from autoaccum.memory._storages import Transients
+from autoaccum.oom import first_line, is_oom
+from autoaccum.state import OptimizerSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from autoaccum.memory.base import MemoryBackend
+
+RESERVE = "reserve"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What became of an update.
+
+    Attributes:
+        grad_norm: Norm of the gradient before clipping, on the device; None where it was not clipped.
+        skipped: Whether the scaler skipped it.
+    """
+
+    grad_norm: Tensor | None
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a step of the optimizer takes.
+
+    Attributes:
+        gradients: Parameters with a gradient when it was measured; with others the step is another one.
+        keeps_state: Whether it leaves anything behind.
+        state_bytes: What the measured step left behind.
+        transient_bytes: What every step takes and gives back.
+    """
+
+    gradients: int
+    keeps_state: bool
+    state_bytes: int
+    transient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a step of the optimizer that is to come was made ready with.
+
+    Attributes:
+        gradients: Parameters with a gradient.
+        copy: Of what the optimizer will write; None where version counters have to tell.
+        is_measured: Whether what it takes is to be measured.
+    """
+
+    gradients: int
+    copy: OptimizerSnapshot | None
+    is_measured: bool
+
+
+class Updates:
+    """Makes updates of one optimizer: all at once, or in three parts where several processes update alike.
+
+    Args:
+        optimizer: The optimizer.
+        scaler: Its gradient scaler, if there is one.
+        memory: The device.
+        parameters: Those whose gradients make the norm that is clipped.
+        clip_grad_norm: Norm to which the gradient is clipped; None leaves it.
+        entering: Called with the name of each phase as it begins: "reserve", "unscale", "clip" or "optimizer".
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        memory: MemoryBackend,
+        parameters: Sequence[nn.Parameter],
+        *,
+        clip_grad_norm: float | None,
+        entering: Callable[[str], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._memory = memory
+        self._parameters = parameters
+        self._clip_grad_norm = clip_grad_norm
+        self._entering = entering
+        self._need: _Need | None = None
+        self._ready: _Ready | None = None
+
+    def make(self, correction: float | Tensor = 1.0) -> Update:
+        """Make one update from the accumulated gradients.
+
+        What fails in the phase "reserve" has touched nothing, the gradients included: the update can be tried again.
+
+        Args:
+            correction: What the gradients are multiplied by first.
+
+        Raises:
+            StateDamagedError: The optimizer failed after it had begun to write.
+        """
+        try:
+            self.reserve(sum(parameter.grad is not None for parameter in self._parameters))
+            return self.commit(self.prepare(correction))
+        finally:
+            self.let_go()
+
+    def reserve(self, gradients: int) -> None:
+        """See that the optimizer's step will have what it takes, and touch nothing.
+
+        Args:
+            gradients: How many parameters will have a gradient.
+        """
+        self._entering(RESERVE)
+        self._ready = None
+        need = self._need if self._need is not None and self._need.gradients == gradients else None
+        makes_state = need is not None and need.keeps_state and not self._optimizer.state
+        if need is not None:
+            self._memory.reserve(need.transient_bytes + (need.state_bytes if makes_state else 0))
+        copy = self._copy() if need is None or makes_state else None
+        self._ready = _Ready(gradients, copy, is_measured=need is None)
+
+    def prepare(self, correction: float | Tensor = 1.0) -> Tensor | None:
+        """Bring the gradients to what the optimizer is to be given.
+
+        Args:
+            correction: What they are multiplied by first.
+
+        Returns:
+            Their norm before clipping, on the device; None where they are not clipped.
+        """
+        if not isinstance(correction, float) or correction != 1.0:
+            self._entering("unscale")
+            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], correction)
+        norm = self.norm()
+        if norm is not None:
+            self.clip(norm)
+        return norm
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self._clip_grad_norm is not None
+
+    def norm(self) -> Tensor | None:
+        """Return the norm of the gradients, unscaled before, on the device; None where they are not to be clipped."""
+        if self._clip_grad_norm is None:
+            return None
+        if self._scaler is not None:
+            self._entering("unscale")
+            self._scaler.unscale_(self._optimizer)
+        self._entering("clip")
+        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]).detach()
+
+    def clip(self, norm: Tensor) -> None:
+        """Clip the gradients, of which this is the norm."""
+        assert self._clip_grad_norm is not None
+        self._entering("clip")
+        nn.utils.clip_grads_with_norm_(self._parameters, self._clip_grad_norm, norm)
+
+    def commit(self, norm: Tensor | None) -> Update:
+        """Step the optimizer; where it fails without having written, this can be tried again.
+
+        Args:
+            norm: What `prepare` returned.
+
+        Raises:
+            StateDamagedError: The optimizer failed after it had begun to write.
+        """
+        assert self._ready is not None
+        self._entering("optimizer")
+        ready, device = self._ready, self._memory.device.type
+        watch = Transients(device) if ready.is_measured else nullcontext()
+        skipped = self._guarded(_Written(self._optimizer) if ready.copy is None else ready.copy, watch)
+        if isinstance(watch, Transients) and not skipped:
+            left = bool(self._optimizer.state)
+            self._need = _Need(ready.gradients, left, watch.left_bytes(), watch.transient_bytes())
+        return Update(norm, skipped)
+
+    def let_go(self) -> None:
+        """Let go of what a step was made ready with."""
+        self._ready = None
+
+    def _copy(self) -> OptimizerSnapshot | None:
+        """Copy what the optimizer will write to host memory; None where only that memory lacks."""
+        try:
+            return OptimizerSnapshot(self._optimizer, self._scaler)
+        except Exception as error:
+            # Lack of host memory says nothing of a step on another device: then version counters have to tell.
+            if self._memory.device.type == "cpu" or not is_oom(error):
+                raise
+        return None
+
+    def _guarded(self, written: _Written | OptimizerSnapshot, watch: Any) -> bool:
+        """Step, and take back what a failed step did; return whether the scaler skipped it."""
+        try:
+            with watch:
+                return self._step()
+        except BaseException as error:
+            if not written.undo():
+                remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
+                raise StateDamagedError(
+                    f"the optimizer failed after it had begun to write, so the parameters are part old, part new "
+                    f"({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"
+                ) from error
+            raise
+
+    def _step(self) -> bool:
+        """Step the optimizer; return whether the scaler skipped it."""
+        scaler = self._scaler
+        if scaler is None:
+            self._optimizer.step()
+            return False
+        stepped: list[bool] = []
+        hook = self._optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+        before = scaler.get_scale() if _handles_scale_itself(self._optimizer) else None
+        try:
+            scaler.step(self._optimizer)
+        finally:
+            hook.remove()
+        scaler.update()
+        # A fused optimizer is always called and skips inside its kernel; then only the lowered scale tells.
+        return not stepped if before is None else scaler.get_scale() < before
+
+
+class _Written:
+    """What the optimizer holds before its step, to tell afterwards whether it has begun to write.
+
+    Tensors' version counters tell. Fused kernels do not move them, nor do those over lists of tensors (foreach) while a
+    dispatch mode is active, so with those nothing can be proven.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # Counters of steps may be kept there.
+        self._settings = [dict(group) for group in optimizer.param_groups]
+        self._parameters = [(p, p._version) for group in optimizer.param_groups for p in group["params"]]
+        self._state = [
+            (parameter, name, value, value._version if isinstance(value, Tensor) else 0)
+            for parameter, state in optimizer.state.items()
+            for name, value in state.items()
+        ]
+
+    def undo(self) -> bool:
+        """Take back state that was newly made, and settings; return whether everything is as it was."""
+        if any(_moves_no_counters(group) for group in self._optimizer.param_groups):
+            return False
+        if any(parameter._version != version for parameter, version in self._parameters):
+            return False
+        if any(isinstance(value, Tensor) and value._version != version for _, _, value, version in self._state):
+            return False
+        self._optimizer.state.clear()
+        for parameter, name, value, _ in self._state:
+            self._optimizer.state[parameter][name] = value
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.clear()
+            group.update(settings)
+        return True
+
+
+def _moves_no_counters(group: dict[str, Any]) -> bool:
+    if group.get("fused"):
+        return True
+    if _get_current_dispatch_mode() is None:
+        return False
+    foreach = group.get("foreach", False)
+    if foreach is None:  # the optimizer chooses, by where the parameters are
+        kinds = _get_foreach_kernels_supported_devices()
+        return any(parameter.device.type in kinds for parameter in group["params"])
+    return bool(foreach)
+
+
+def _handles_scale_itself(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

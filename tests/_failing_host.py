@@ -1,0 +1,82 @@
+"""Trains under lower and lower limits on the host, for real; `tallies` starts this file as a process of its own.
+
+Each case gets a process with a heap of its own, since what one leaves behind there comes for free for the next, and
+since native code can die where it runs out of memory.
+"""
+
+# ruff: noqa: T201 - the process answers on stdout
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from autoaccum.memory import Host
+from fault_cases import SAMPLES, Case
+from fault_sweep import Sweep, Tally
+from fault_training import play, warm_up
+
+# In float32, since oneDNN, which computes the rest, can break for good where it runs out of memory.
+CASES = (
+    Case("huge mlp", "fp32", "AdamW, foreach", sizes=(SAMPLES,)),
+    Case("huge layers", "fp32", "Adam, foreach", sizes=(SAMPLES,)),
+    Case("huge transformer", "fp32", "Adam, loop", sizes=(SAMPLES,), clip=0.5),
+    Case("huge convolutional", "fp32", "SGD, foreach", sizes=(SAMPLES,)),
+)
+# Of what the tensors take.
+_LIMITS = [1.2 * 0.85**step for step in range(10)]
+# That of the host backend.
+_LEAST_LIMIT_BYTES = 4 * 2**20
+# glibc would keep what the trainings before have freed, and no limit would count it. Autograd's threads for a card
+# would not survive the fork.
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def tallies():
+    """Run this file; return what it found, by case."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=os.environ | _ENVIRONMENT,
+    )
+    assert done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: Tally(**told | {"damaged": Counter(told["damaged"])}) for name, told in found.items()}
+
+
+def under_limits(case):
+    """Train a case under lower and lower limits on this process; return the tally."""
+    sweep, host = Sweep(case), Host()
+    peak = sweep.peak_bytes()
+    limits = [int(part * peak) for part in _LIMITS if part * peak > _LEAST_LIMIT_BYTES]
+    # All trainings before the first is judged: without a limit the allocator keeps what was freed, for the next one.
+    trainings = [play(case, device=host, limit_bytes=limit) for limit in limits]
+    for limit, played in zip(limits, trainings, strict=True):
+        sweep.judge_failing(played, f"under a limit of {limit} bytes")
+    return asdict(sweep.tally)
+
+
+def main():
+    torch.set_num_threads(1)  # with more, a fork hangs
+    warm_up()
+    found = {}
+    for case in CASES:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+            found[str(case)] = process.submit(under_limits, case).result()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

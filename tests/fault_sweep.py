@@ -1,0 +1,381 @@
+"""Goes through the operators of a step and lets each fail in turn, and judges what is left behind.
+
+A case of `fault_cases` is trained from its seed again and again, each time with a fault at another operator, and held
+against a training that was given the reported cuts from the start and met no fault. Whatever is not as promised is
+written down as a mismatch.
+"""
+
+import random
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+import autoaccum
+from autoaccum.memory import Simulated
+from autoaccum.state import Mark
+from fault_cases import SAMPLES, WINDOWS
+from fault_training import WORK, FailInTurn, Faults, Listing, Peak, play
+from faults import FailAt, InterruptAt, InterruptAtLine, differences
+
+# The window that most faults are for: the first has settled what is found out and made lazily.
+_WINDOW = 1
+# The first in which everything that is kept across windows is there.
+_COUNTED = 2
+
+
+@dataclass
+class Tally:
+    """What a sweep found.
+
+    Attributes:
+        operators: Operators of the swept window.
+        injected: Faults that were injected.
+        survived: Windows that became an update in another cut, or the same, bit for bit.
+        refused: Windows that raised and left everything as it was before.
+        finished: Interrupts that waited until the update was made.
+        damaged: By operator at which the optimizer failed: how often that was told as damage.
+        unweighed: Faults that kept a loss's weighting from being found out, which was said.
+        mismatches: Whatever is not as promised, in words.
+        seconds: How long it took.
+    """
+
+    operators: int = 0
+    injected: int = 0
+    survived: int = 0
+    refused: int = 0
+    finished: int = 0
+    damaged: Counter = field(default_factory=Counter)
+    unweighed: int = 0
+    mismatches: list = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, other):
+        """Add another case's."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many faults of each kind a sweep injects; all operators where there are no more.
+
+    Attributes:
+        memory: Memory runs out in a window like any other.
+        first: In the first window, which settles what is found out and made lazily.
+        troubled: In a window after one in which memory ran out, where gradients are taken aside.
+        twice: Memory runs out, and again in the retry.
+        smallest: Memory runs out in every attempt.
+        errors: The user's code raises an error of its own.
+        interrupts: An interrupt arrives.
+        counted: Of the first kind, those at which what is alive is counted.
+        lines: An interrupt arrives between two lines of the library, in each of two windows.
+    """
+
+    memory: int = 300
+    first: int = 100
+    troubled: int = 100
+    twice: int = 40
+    smallest: int = 6
+    errors: int = 40
+    interrupts: int = 40
+    counted: int = 4
+    lines: int = 40
+
+
+class Sweep:
+    """All faults of one case.
+
+    Args:
+        case: The case.
+        shift: Shifts a sample of the operators, so that those of many cases together come near to all.
+    """
+
+    def __init__(self, case, shift=0):
+        self.case = case
+        self.tally = Tally()
+        self._shift = shift
+        self._clean = {}
+
+    def run(self, budget):
+        """Inject every fault of the budget; return the tally."""
+        started = time.perf_counter()
+        phases = self._phases()
+        self.tally.operators = self._operators = len(phases[_WINDOW])
+        work = [phase for phase in phases[_WINDOW] if phase in WORK]
+        self.memory(_WINDOW, self._chosen(phases[_WINDOW], budget.memory))
+        self.memory(0, self._chosen(phases[0], budget.first))
+        if budget.troubled:
+            troubled = self._phases({_WINDOW: FailAt(1)})[_WINDOW + 1]
+            self.memory(_WINDOW + 1, self._chosen(troubled, budget.troubled), {_WINDOW: 1})
+        self.twice(self._chosen(work, budget.twice), len(work))
+        self.smallest(self._chosen(work[: len(work) // SAMPLES], budget.smallest))
+        self.errors(self._chosen(phases[_WINDOW], budget.errors))
+        self.interrupts(self._chosen(phases[_WINDOW], budget.interrupts))
+        self.counted(self._chosen(phases[_COUNTED], budget.counted))
+        self.lines(budget.lines)
+        self.tally.seconds += time.perf_counter() - started
+        return self.tally
+
+    def memory(self, window, points, earlier=None):
+        """Let memory run out once, at each of the points in turn."""
+        for point in points:
+            fault = FailAt(point)
+            faults = {number: FailAt(at) for number, at in (earlier or {}).items()}
+            played = play(self.case, faults | {window: fault}, windows=min(window + 2, WINDOWS))
+            self.judge(played, window, fault, f"operator {point} of window {window}")
+
+    def twice(self, points, operators):
+        """Let memory run out at each of the points, and once more: right after it, and somewhere in the retry."""
+        chance = random.Random(self._shift)  # noqa: S311 - no secret
+        for number, point in enumerate(points):
+            second = chance.randint(1, operators)
+            fault = FailInTurn(point, second, None) if number % 2 else FailAt(point, point + 1 + second % 8)
+            played = play(self.case, {_WINDOW: fault})
+            self.judge(played, _WINDOW, fault, f"operators {point} and then {second}")
+
+    def smallest(self, points):
+        """Let every attempt run out of memory, down to one sample (which BatchNorm may refuse by itself)."""
+        for point in points:
+            fault = FailInTurn(point)
+            played = play(self.case, {_WINDOW: fault})
+            where = f"operator {point} of every attempt"
+            self.tally.injected += fault.hits
+            if not isinstance(played.error, autoaccum.DoesNotFitError):
+                self._wrong(where, f"no DoesNotFitError but {played.error!r}")
+            else:
+                self._judge_untouched(played, _WINDOW, where)
+
+    def errors(self, points):
+        """Raise an error of the user's own at each of the points, and then give the window again."""
+        for point in points:
+            mine = LookupError("the user's own")
+            fault = FailAt(point, error=mine)
+            played = play(self.case, {_WINDOW: fault}, again=True)
+            self.judge_error(played, fault, mine, f"an error at operator {point}")
+
+    def interrupts(self, points):
+        """Interrupt at each of the points, and then go on: with the same window, or the next if it was done."""
+        for point in points:
+            fault = InterruptAt(point)
+            self._interrupt({_WINDOW: fault}, fault, f"an interrupt at operator {point}")
+
+    def lines(self, most):
+        """Interrupt between the library's own lines: in a window like any other, and in one of trouble."""
+        for window, faults in ((_WINDOW, dict), (_WINDOW + 1, self._trouble)):
+            listing = InterruptAtLine("autoaccum")
+            play(self.case, self._with(faults(), window, listing))
+            for number in range(min(most, listing.count)):
+                point = 1 + (self._shift + number * listing.count // min(most, listing.count)) % listing.count
+                fault = InterruptAtLine("autoaccum", point)
+                where = f"an interrupt at line {point} of window {window}"
+                self._interrupt(self._with(faults(), window, fault), fault, where)
+
+    def _trouble(self):
+        """Return faults after which gradients are taken aside, and one more while they are."""
+        return {_WINDOW: FailAt(1), _WINDOW + 1: FailInTurn(self._operators // 2, None)}
+
+    @staticmethod
+    def _with(faults, window, fault):
+        return faults | {window: Faults(*filter(None, (faults.get(window), fault)))}
+
+    def _interrupt(self, faults, fault, where):
+        """Judge a training that was interrupted by one of its faults, in the last window that has any."""
+        played = play(self.case, faults, again=True)
+        window = max(faults)
+        self.tally.injected += sum(each.hits for each in faults.values())
+        where = f"{where} ({fault.where})"
+        if played.error is None and isinstance(fault, InterruptAtLine) and not fault.hits:
+            return  # the runner looks at the memory by the clock, so the last lines are not there in every run
+        if not isinstance(played.error, KeyboardInterrupt):
+            self._wrong(where, f"it did not arrive: {played.error!r}")
+            return
+        if played.finished:
+            self.tally.finished += 1
+        else:
+            self._judge_untouched(played, window, where)
+        self._judge_windows(played, 0, where)
+
+    def counted(self, points):
+        """Let memory run out once at each of the points, and count what is alive."""
+        expected = {}
+        for point in points:
+            fault = FailAt(point)
+            played = play(self.case, {_COUNTED: fault}, counted=True)
+            where = f"operator {point}, counted"
+            if played.error is not None:
+                continue
+            self.tally.injected += fault.hits
+            cuts = tuple(played.cuts)
+            if cuts not in expected:
+                expected[cuts] = play(self.case, cuts=cuts, counted=True).alive_after
+            if played.alive_after != expected[cuts]:
+                self._wrong(where, f"alive: (tensors, bytes) {played.alive_after} instead of {expected[cuts]}")
+            for alive, keeps in played.alive_between:
+                extra = alive - played.alive_before[_COUNTED]
+                if extra > 0 and not keeps:
+                    self._wrong(where, f"{extra} bytes of the failed attempt are alive while the next one is planned")
+
+    def capacities(self, most):
+        """Train on devices of fewer and fewer bytes, so that each allocation is in turn the first that fails."""
+        peak = self.peak_bytes()
+        for number in range(most):
+            capacity = peak * (most - number) // most - 1
+            played = play(self.case, device=Simulated(capacity))
+            self.judge_failing(played, f"on a device of {capacity} bytes")
+            if not played.cuts:
+                break
+
+    def peak_bytes(self):
+        """Return the most that the windows allocate."""
+        device, peaks = Simulated("1TiB"), []
+        play(self.case, {number: Peak(device, peaks) for number in range(_WINDOW + 2)}, device=device)
+        return max(peaks)
+
+    def judge_failing(self, played, where):
+        """Judge a training on a device whose allocations fail by themselves."""
+        self.tally.injected += len(played.fell)
+        if _said_unweighed(played):
+            self.tally.unweighed += 1
+            return
+        self._judge_windows(played, 0, where)
+        if isinstance(played.error, autoaccum.DoesNotFitError):
+            self._judge_untouched(played, len(played.cuts), where)
+        elif played.error is not None:
+            self._wrong(where, f"raised {played.error!r} in phase {played.phase!r}")
+        elif played.fell:
+            self.tally.survived += 1
+
+    # --- judging ------------------------------------------------------------------------------------------------------
+
+    def judge(self, played, window, fault, where):
+        """Judge a training in which memory ran out once or more in a window."""
+        self.tally.injected += fault.hits
+        if isinstance(played.error, autoaccum.StateDamagedError):
+            self._judge_damage(played, fault, where)
+        elif isinstance(played.error, torch.OutOfMemoryError) and _putting_back(played.error):
+            # Nothing is allocated while things are put back, so this cannot happen; even so nothing is half done.
+            self._judge_untouched(played, window, where)
+        elif isinstance(played.error, autoaccum.DoesNotFitError) and _may_give_up(played):
+            self._judge_untouched(played, window, where)
+        elif isinstance(played.error, autoaccum.InvalidInputError) and _said_unweighed(played):
+            self.tally.unweighed += 1
+            self._judge_untouched(played, window, where)
+        elif played.error is not None:
+            self._wrong(where, f"raised {played.error!r}")
+        elif fault.hits and played.events[window] < fault.hits and _said_unweighed(played):
+            self.tally.unweighed += 1
+        elif played.events[window] != fault.hits:
+            self._wrong(where, f"{played.events[window]} events are told of {fault.hits}")
+        elif not 0 <= played.recomputed[window] <= fault.hits * 2 * SAMPLES:
+            self._wrong(where, f"{played.recomputed[window]} samples are told to be done again")
+        else:
+            self.tally.survived += 1
+            self._judge_windows(played, window, where)
+
+    def judge_error(self, played, fault, mine, where):
+        """Judge a training in which an error of the user's own was raised, and the window then given again."""
+        self.tally.injected += fault.hits
+        if isinstance(played.error, autoaccum.StateDamagedError) and played.error.__cause__ is mine:
+            self._judge_damage(played, fault, where)
+        elif played.error is not mine:
+            self._wrong(where, f"it did not arrive: {played.error!r}")
+        else:
+            self._judge_traceback(mine, fault, where)
+            self._judge_untouched(played, _WINDOW, where)
+            self._judge_windows(played, 0, where)
+
+    def _judge_windows(self, played, window, where):
+        """Compare with a training that was given the same cuts and met no fault, from a window on."""
+        clean = self._clean_of(tuple(played.cuts))
+        for number in range(window, len(played.cuts)):
+            off = differences(played.states[number + 1], clean.states[number + 1])
+            if off:
+                self._wrong(where, f"after window {number}, cut {played.cuts[number]}: {', '.join(off)} differ")
+            if played.figures[number] not in (None, clean.figures[number]):
+                self._wrong(where, f"window {number} reports {played.figures[number]}, not {clean.figures[number]}")
+        self._judge_samples(played, where)
+
+    def _judge_samples(self, played, where):
+        """See that each sample was used once, in order: forward as noted, and backward as counted by its gradient."""
+        expected = _order(played.cuts, self.case.kind.forwards)
+        if played.order != expected:
+            self._wrong(where, f"samples {played.order} instead of {expected}")
+        for number, uses in played.uses.items():
+            start = number * SAMPLES
+            mine, others = uses[start : start + SAMPLES], uses[:start] + uses[start + SAMPLES :]
+            if len(set(mine)) > 1 or not mine[0] > 0.0 or any(others):
+                self._wrong(where, f"window {number}: shares {mine} of its samples, {sum(others)} of others")
+
+    def _judge_untouched(self, played, window, where):
+        self.tally.refused += 1
+        if off := differences(played.left, played.states[window]):
+            self._wrong(where, f"{', '.join(off)} not as before the window")
+
+    def _judge_damage(self, played, fault, where):
+        if played.phase != "optimizer" and not (self.case.kind.writes_parameters and len(played.cuts) == 0):
+            self._wrong(where, f"StateDamagedError in phase {played.phase!r}: {played.error}")
+        self.tally.damaged[fault.where if played.phase == "optimizer" else "a parameter that the model writes"] += 1
+
+    def _judge_traceback(self, error, fault, where):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_code is not type(fault).fail.__code__ or frame.f_locals.get("self") is not fault:
+            self._wrong(where, "the error's traceback is not whole")
+
+    def _wrong(self, where, what):
+        self.tally.mismatches.append(f"{self.case}, {where}: {what}")
+
+    # --- what to compare with -----------------------------------------------------------------------------------------
+
+    def _clean_of(self, cuts):
+        if cuts not in self._clean:
+            self._clean[cuts] = played = play(self.case, cuts=cuts, windows=len(cuts))
+            if played.error is not None or tuple(played.cuts) != cuts:
+                self._wrong(f"without a fault in {cuts}", repr(played.error))
+            self._judge_samples(played, f"without a fault in {cuts}")
+        return self._clean[cuts]
+
+    def _phases(self, earlier=None):
+        """Return for each window the phases of its operators."""
+        lists = {number: Listing() for number in range(_WINDOW + 2) if number not in (earlier or {})}
+        play(self.case, lists | (earlier or {}))
+        return {number: listing.phases for number, listing in lists.items()}
+
+    def _chosen(self, phases, most):
+        """Return all operators, or as many as wanted: evenly spread, with the first and the last of each phase."""
+        count = len(phases)
+        if count <= most:
+            return range(1, count + 1)
+        ends = [n for n in range(1, count + 1) if n in (1, count) or phases[n - 1] != phases[n - 2]]
+        ends = sorted({*ends, *(n - 1 for n in ends[1:-1])})
+        ends = [ends[(self._shift + i * len(ends) // most) % len(ends)] for i in range(min(len(ends), most // 3))]
+        spread = most - len(ends)
+        even = [1 + (self._shift + i * count // spread) % count for i in range(spread)]
+        return sorted({*ends, *even})
+
+
+def _order(cuts, forwards):
+    """Return the samples of the windows as a model sees them: each micro-batch as often as it runs."""
+    order, start = [], 0
+    for size in (size for cut in cuts for size in cut):
+        order += list(range(start, start + size)) * forwards
+        start += size
+    return order
+
+
+def _may_give_up(played):
+    """Whether nothing smaller was left to try."""
+    sizes = [size for _, size, _ in played.fell]
+    *_, (_, last, planned) = played.fell
+    # BatchNorm refuses a single value a channel, which is what an uneven rest can come to.
+    return last == planned == 1 or sizes[-2:] == [None, None] or "one sample alone is refused" in str(played.error)
+
+
+def _putting_back(error):
+    return any(frame.f_code is Mark.put_back.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _said_unweighed(played):
+    return any("could not be found out" in text for text in played.said)

@@ -1,0 +1,873 @@
+"""When checkpoints are written, what is done at signals and damage, and which checkpoints are refused."""
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum import checkpoint as checkpoint_module
+from autoaccum.errors import CheckpointError, DeviceLostError, InvalidInputError, StateDamagedError
+from long_runs import (
+    EPOCHS,
+    STEPS_PER_EPOCH,
+    Model,
+    Noisy,
+    Run,
+    StopAt,
+    StoppedError,
+    checkpoints,
+    loader_of,
+    stopped_at,
+)
+
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    run = Run()
+    run.fit()
+    torch.set_num_threads(threads)
+    return run.end
+
+
+class Told(autoaccum.Callback):
+    """Notes what it is told of checkpoints."""
+
+    def __init__(self):
+        self.saved = []
+        self.resumed = []
+
+    def on_checkpoint(self, path, *, step):
+        assert path.is_file()
+        self.saved.append(step)
+
+    def on_resume(self, path, *, step, epoch):
+        self.resumed.append((path.name, step, epoch))
+
+
+class At(autoaccum.Callback):
+    """Does something after one window, once."""
+
+    def __init__(self, step, action):
+        self.step = step
+        self.action = action
+
+    def on_step(self, report, *, epoch):
+        if report.step == self.step:
+            self.step = None
+            self.action()
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_is_written_at_the_end_and_told(tmp_path):
+    told = Told()
+
+    result = Run(checkpoint=tmp_path).fit(told)
+
+    assert told.saved == [STEPS]
+    assert result.checkpoint == tmp_path / "step-00000015.pt"
+    assert result.resumed_from is None
+
+
+def test_checkpoints_are_written_every_so_many_steps_and_the_newest_two_are_kept(tmp_path):
+    told = Told()
+
+    Run(checkpoint=tmp_path, checkpoint_steps=4).fit(told)
+
+    assert told.saved == [4, 8, 12, STEPS]
+    assert checkpoints(tmp_path) == ["step-00000012.pt", "step-00000015.pt"]
+
+
+def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("autoaccum.saving.time.monotonic", lambda: now[0])
+
+    class Minute(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            now[0] += 60.0
+
+    told = Told()
+
+    Run(checkpoint=tmp_path, checkpoint_minutes=4.0).fit(Minute(), told)
+
+    assert told.saved == [4, 8, 12, STEPS]
+
+
+def test_checkpoint_after_the_evaluation_is_another_than_before_it_and_takes_its_place(tmp_path):
+    told = Told()
+
+    Run(checkpoint=tmp_path, checkpoint_steps=5).fit(told)
+
+    assert told.saved == [5, 10, 15, 15]
+    assert checkpoints(tmp_path) == ["step-00000010.pt", "step-00000015.pt"]
+
+
+def test_without_a_folder_nothing_is_written_and_the_result_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    result = Run().fit()
+
+    assert (result.checkpoint, result.resumed_from) == (None, None)
+    assert checkpoints(tmp_path) == []
+
+
+# --- resume= ----------------------------------------------------------------------------------------------------------
+
+
+def test_fresh_start_is_said(tmp_path, capsys):
+    Run(checkpoint=tmp_path).fit(progress="lines")
+
+    assert capsys.readouterr().err.count(f"training starts anew: there is no checkpoint in {tmp_path} yet") == 1
+
+
+def test_going_on_is_said_and_told(tmp_path, capsys):
+    stopped_at(7, tmp_path)
+    told = Told()
+
+    Run(checkpoint=tmp_path).fit(told, progress="lines")
+
+    assert told.resumed == [("step-00000007.pt", 7, 2)]
+    assert "going on from the checkpoint" in capsys.readouterr().err
+
+
+def test_resume_true_wants_a_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"resume=True, and there is no checkpoint in .*; pass the folder"):
+        Run(checkpoint=tmp_path, resume=True).fit()
+
+    stopped_at(2, tmp_path)
+    assert Run(checkpoint=tmp_path, resume=True).fit().resumed_from == 2
+
+
+def test_resume_false_starts_anew_and_replaces_the_old_ones_by_its_first(tmp_path, undisturbed, capsys):
+    stopped_at(9, tmp_path)
+    files = []
+    run = Run(checkpoint=tmp_path, resume=False, checkpoint_steps=3)
+
+    looks = [At(step, lambda: files.append(checkpoints(tmp_path))) for step in (2, 4)]
+    result = run.fit(*looks, progress="lines")
+
+    assert run.end == undisturbed
+    assert result.resumed_from is None
+    assert files == [["step-00000009.pt"], ["step-00000003.pt"]]
+    assert "starts anew (resume=False)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resume": "yes"}, "resume='yes' is unknown"),
+        ({"resume": None}, "resume=None is unknown"),
+        ({"resume": True}, "resume= needs a folder"),
+        ({"checkpoint_steps": 5}, "checkpoint_steps= needs a folder"),
+        ({"checkpoint": 5}, "checkpoint=5 is no path"),
+        ({"checkpoint": ""}, "checkpoint='' names no folder"),
+        ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' cannot be found"),
+        ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' cannot be a folder"),
+        ({"checkpoint": "unused", "checkpoint_steps": 0}, "checkpoint_steps must be at least 1, got 0"),
+        ({"checkpoint": "unused", "checkpoint_steps": 1.5}, "checkpoint_steps must be a whole number"),
+        ({"checkpoint": "unused", "checkpoint_minutes": 0}, "checkpoint_minutes=0 must be a positive number"),
+        ({"checkpoint": "unused", "checkpoint_minutes": "5"}, "checkpoint_minutes='5' must be"),
+        ({"checkpoint": "unused", "checkpoint_minutes": float("nan")}, "checkpoint_minutes=nan must be"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused_with_their_value(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(InvalidInputError, match=message):
+        Run(**arguments).fit()
+
+    assert checkpoints(tmp_path) == []
+
+
+def test_scheduler_that_cannot_be_kept_is_refused_before_training(tmp_path):
+    class Own:
+        def __init__(self, optimizer):
+            pass
+
+        def step(self):
+            raise AssertionError
+
+    with pytest.raises(InvalidInputError, match=r"Own has no state_dict\(\) and no load_state_dict\(\)"):
+        Run(checkpoint=tmp_path, scheduler=Own).fit()
+
+
+def test_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path):
+    class Unsafe(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            return super().state_dict() | {"own": Told()}
+
+    steps = []
+
+    with pytest.raises(CheckpointError, match=r"cannot be kept in a checkpoint: .*Told"):
+        Run(checkpoint=tmp_path, scheduler=lambda it: Unsafe(it, 1)).fit(At(1, lambda: steps.append(1)))
+
+    assert steps == []
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_that_cannot_be_left_behind_is_a_note_of_the_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("autoaccum.storage.Storage.write", fail_to_write)
+
+    with pytest.raises(StoppedError) as caught:
+        Run(checkpoint=tmp_path).fit(StopAt(3))
+
+    assert caught.value.__notes__ == ["autoaccum: no checkpoint of step 3 could be written (disk full)"]
+
+
+def fail_to_write(*_):
+    raise CheckpointError("disk full")
+
+
+def test_checkpoint_that_is_due_and_cannot_be_written_ends_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("autoaccum.storage.Storage.write", fail_to_write)
+    run = Run(checkpoint=tmp_path, checkpoint_steps=2)
+
+    with pytest.raises(CheckpointError, match="disk full") as caught:
+        run.fit()
+
+    assert max(run.samples.windows) == 2
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_half_an_update_is_never_left_behind(tmp_path):
+    class Broken(torch.optim.lr_scheduler.StepLR):
+        def step(self, *arguments):
+            if self.last_epoch == 5:
+                raise ValueError("the scheduler's")
+            super().step(*arguments)
+
+    with pytest.raises(ValueError, match="the scheduler's"):
+        Run(checkpoint=tmp_path, checkpoint_steps=3, scheduler=lambda it: Broken(it, 4)).fit()
+
+    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+
+
+def test_lost_device_names_the_checkpoint_and_is_not_read(tmp_path, monkeypatch):
+    run = Run(checkpoint=tmp_path, checkpoint_steps=2)
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def lose():
+        monkeypatch.setattr("autoaccum.checkpoint.Contents.take", lambda *_: pytest.fail("the device was read"))
+        run.model.last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(lost))
+
+    with pytest.raises(
+        DeviceLostError, match=r"start a new one, and go on from the checkpoint .*step-00000002.pt"
+    ) as caught:
+        run.fit(At(3, lose))
+
+    assert isinstance(caught.value.__cause__, DeviceLostError)
+    assert caught.value.__cause__.__cause__ is lost
+
+
+def test_lost_device_that_a_callback_reports_is_not_read_either(tmp_path, monkeypatch):
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def lose():
+        monkeypatch.setattr("autoaccum.checkpoint.Contents.take", lambda *_: pytest.fail("the device was read"))
+        raise lost
+
+    with pytest.raises(RuntimeError) as caught:
+        Run(checkpoint=tmp_path, checkpoint_steps=2).fit(At(3, lose))
+
+    assert caught.value is lost
+    assert checkpoints(tmp_path) == ["step-00000002.pt"]
+
+
+def test_device_lost_before_the_first_checkpoint_names_none(tmp_path):
+    run = Run(checkpoint=tmp_path)
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    run.model.last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(lost))
+
+    with pytest.raises(DeviceLostError, match=r"start a new one$"):
+        run.fit()
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+class Damaging(torch.optim.Adam):
+    """Fails, at the n-th of its steps, when it has written a part of the parameters."""
+
+    fails_at = ()
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps in self.fails_at:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise RuntimeError("failed half-way")
+        return super().step(closure)
+
+
+def damaging(*steps):
+    def make(parameters):
+        made = Damaging(parameters, lr=0.01)
+        made.fails_at = steps
+        return made
+
+    return make
+
+
+def test_damage_is_gone_back_from_and_the_run_ends_as_if_it_had_not_happened(tmp_path, undisturbed, capsys):
+    run, told = Run(checkpoint=tmp_path, checkpoint_steps=3, optimizer=damaging(9)), Told()
+
+    result = run.fit(told, progress="lines")
+
+    assert {name: run.end[name] for name in run.end} == undisturbed
+    assert told.resumed == [("step-00000006.pt", 6, 2)]
+    assert [report.step for report in result.history] == list(range(1, STEPS + 1))
+    assert (result.steps, result.samples, len(result.evaluations)) == (STEPS, 150, EPOCHS)
+    assert result.resumed_from is None
+    error = capsys.readouterr().err
+    assert "step 9: the optimizer failed after it had begun to write" in error
+    assert "going on from the checkpoint" in error
+
+
+def once():
+    """A loader that is its own iterator."""
+    return iter(list(loader_of(Noisy(), shuffle=False)))
+
+
+def test_damage_is_not_gone_back_from_where_the_loader_can_be_read_only_once(tmp_path):
+    run = Run(checkpoint=tmp_path, checkpoint_steps=2, optimizer=damaging(4), loader=once)
+
+    with pytest.raises(CheckpointError, match=r"must begin after batch 4 of epoch 1, .*read only once") as caught:
+        run.fit()
+
+    assert isinstance(caught.value.__cause__, StateDamagedError)
+    assert checkpoints(tmp_path) == ["step-00000002.pt"]
+
+
+def test_generator_that_another_call_has_read_from_is_refused_and_a_new_one_is_not(tmp_path):
+    run = Run(checkpoint=tmp_path, loader=lambda: (batch for batch in once()))
+    with pytest.raises(StoppedError):
+        run.fit(StopAt(2))
+
+    with pytest.raises(CheckpointError, match="can be read only once and is read from already"):
+        run.fit()
+    assert Run(checkpoint=tmp_path, loader=lambda: (batch for batch in once())).fit().resumed_from == 2
+
+
+def test_damage_at_one_step_after_another_is_gone_back_from_each_time(tmp_path, undisturbed):
+    run = Run(checkpoint=tmp_path, checkpoint_steps=1, optimizer=damaging(4, 6, 8))
+
+    run.fit()
+
+    assert run.end == undisturbed
+
+
+def test_damage_in_a_run_that_was_resumed_goes_back_to_what_it_was_resumed_from(tmp_path, undisturbed):
+    stopped_at(7, tmp_path, optimizer=damaging())
+    run = Run(checkpoint=tmp_path, optimizer=damaging(2))
+
+    result = run.fit()
+
+    assert run.end == undisturbed
+    assert result.resumed_from == 7
+    assert [report.step for report in result.history] == list(range(8, STEPS + 1))
+
+
+def test_damage_that_comes_again_without_progress_is_raised(tmp_path):
+    run = Run(checkpoint=tmp_path, checkpoint_steps=3, optimizer=damaging(5, 7))  # step 5, and 5 again
+
+    with pytest.raises(StateDamagedError) as caught:
+        run.fit()
+
+    assert "happened again at the same step" in caught.value.__notes__[0]
+    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "hint"), [(None, "with checkpoint=FOLDER"), ("run", "no checkpoint to go back to yet")]
+)
+def test_damage_without_a_checkpoint_arrives_with_a_hint(tmp_path, folder, hint):
+    run = Run(checkpoint=None if folder is None else tmp_path / folder, optimizer=damaging(3))
+
+    with pytest.raises(StateDamagedError) as caught:
+        run.fit()
+
+    assert hint in caught.value.__notes__[0]
+    assert folder is None or checkpoints(tmp_path / folder) == []
+
+
+def test_damage_of_a_new_run_never_goes_back_to_an_old_ones_checkpoint(tmp_path):
+    stopped_at(9, tmp_path, optimizer=damaging())
+
+    with pytest.raises(StateDamagedError):
+        Run(checkpoint=tmp_path, resume=False, optimizer=damaging(3)).fit()
+
+
+def test_interrupt_that_waited_for_a_damaged_update_leaves_no_checkpoint_of_it(tmp_path):
+    class Interrupted(Damaging):
+        def step(self, closure=None):
+            if self.steps + 1 in self.fails_at:
+                signal.raise_signal(signal.SIGINT)
+            return super().step(closure)
+
+    def make(parameters):
+        made = Interrupted(parameters, lr=0.01)
+        made.fails_at = (6,)
+        return made
+
+    with pytest.raises(KeyboardInterrupt):
+        Run(checkpoint=tmp_path, checkpoint_steps=4, optimizer=make).fit()
+
+    assert checkpoints(tmp_path) == ["step-00000004.pt"]
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handlers():
+    """Puts a handler of the user's in place for a signal, and takes it away again."""
+    former = {}
+
+    def install(number, handler):
+        former[number] = signal.signal(number, handler)
+
+    yield install
+    for number, handler in former.items():
+        signal.signal(number, handler)
+
+
+def in_window_8(run, action):
+    """Do something inside a forward pass, between two micro-batches of a window."""
+    call = 20  # three a window, and one for the short last window of the first epoch
+    calls = []
+
+    def hook(module, _):
+        if module.training:
+            calls.append(1)
+            if len(calls) == call:
+                action()
+
+    run.model.last.register_forward_pre_hook(hook)
+
+
+def test_sigterm_is_saved_before_the_users_own_handler_runs_and_training_goes_on_if_that_returns(
+    tmp_path, undisturbed, handlers
+):
+    files = []
+    handlers(signal.SIGTERM, lambda *_: files.append(checkpoints(tmp_path)))
+    run = Run(checkpoint=tmp_path)
+    in_window_8(run, lambda: signal.raise_signal(signal.SIGTERM))
+
+    result = run.fit()
+
+    assert files == [["step-00000007.pt"]]
+    assert run.end == undisturbed
+    assert result.steps == STEPS
+
+
+def test_sigterm_whose_handler_returns_ends_the_call_where_the_loader_can_be_read_only_once(tmp_path, handlers):
+    handlers(signal.SIGTERM, lambda *_: None)
+    run = Run(checkpoint=tmp_path, loader=once)
+    in_window_8(run, lambda: signal.raise_signal(signal.SIGTERM))
+
+    with pytest.raises(CheckpointError, match=r"after batch 6 of epoch 1, .* can be read only once .* a DataLoader"):
+        run.fit(micro_batch=2)  # which makes it the fourth window
+
+    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+
+
+def test_sigterm_whose_handler_raises_ends_the_call_with_that(tmp_path, undisturbed, handlers):
+    def stop(*_):
+        raise StoppedError
+
+    handlers(signal.SIGTERM, stop)
+    run = Run(checkpoint=tmp_path)
+    in_window_8(run, lambda: signal.raise_signal(signal.SIGTERM))
+
+    with pytest.raises(StoppedError):
+        run.fit()
+
+    assert signal.getsignal(signal.SIGTERM) is stop
+    again = Run(checkpoint=tmp_path)
+    again.fit()
+    assert again.end == undisturbed
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost(tmp_path, handlers):
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def finalize():
+        thing = Finalized()
+        del thing
+
+    def stop(*_):
+        raise StoppedError
+
+    handlers(signal.SIGTERM, stop)
+
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path).fit(At(3, finalize))
+
+    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+
+
+def test_second_sigterm_does_not_disturb_what_the_first_has_set_going(tmp_path, handlers, monkeypatch):
+    arrived = []
+    handlers(signal.SIGTERM, lambda *_: arrived.append(checkpoints(tmp_path)))
+    run = Run(checkpoint=tmp_path)
+    save = torch.save
+
+    def saved_under_fire(*arguments):
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*arguments)
+
+    in_window_8(
+        run, lambda: monkeypatch.setattr(torch, "save", saved_under_fire) or signal.raise_signal(signal.SIGTERM)
+    )
+
+    run.fit()
+
+    assert arrived == [["step-00000007.pt"]]
+
+
+def test_sigusr1_saves_at_the_end_of_the_window_and_training_goes_on(tmp_path, undisturbed):
+    run, told = Run(checkpoint=tmp_path), Told()
+    in_window_8(run, lambda: signal.raise_signal(signal.SIGUSR1))
+
+    run.fit(told)
+
+    assert told.saved == [8, STEPS]
+    assert run.end == undisturbed
+
+
+def test_sigusr1_reaches_the_users_own_handler_after_the_checkpoint(tmp_path, handlers):
+    files = []
+    handlers(signal.SIGUSR1, lambda *_: files.append(checkpoints(tmp_path)))
+    run = Run(checkpoint=tmp_path)
+    in_window_8(run, lambda: signal.raise_signal(signal.SIGUSR1))
+
+    run.fit()
+
+    assert files == [["step-00000008.pt"]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_handlers_are_those_from_before_however_the_call_ends(tmp_path, fails):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    inside = []
+    run = Run(checkpoint=tmp_path)
+
+    with contextlib.suppress(StoppedError):
+        run.fit(At(1, lambda: inside.append(signal.getsignal(signal.SIGTERM))), *([StopAt(2)] if fails else []))
+
+    assert inside[0] is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_without_checkpoints_no_handler_is_changed():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    inside = []
+
+    def look():
+        inside.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+
+    Run().fit(At(1, look))
+
+    assert inside == before
+
+
+def test_ignored_signals_stay_ignored(tmp_path, handlers, undisturbed):
+    handlers(signal.SIGTERM, signal.SIG_IGN)
+    run = Run(checkpoint=tmp_path)
+    in_window_8(run, lambda: signal.raise_signal(signal.SIGTERM))
+
+    run.fit()
+
+    assert run.end == undisturbed
+
+
+def test_thread_that_is_not_the_main_one_can_keep_checkpoints(tmp_path):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(Run(checkpoint=tmp_path, checkpoint_steps=4).fit()))
+
+    thread.start()
+    thread.join()
+
+    assert results[0].checkpoint == tmp_path / "step-00000015.pt"
+
+
+# --- whose checkpoint -------------------------------------------------------------------------------------------------
+
+
+class Wider(Model):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.more = nn.Linear(2, 2)
+
+
+class Larger(Model):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 9)
+
+
+class Drawing(Model):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.Generator().manual_seed(5)
+
+    def forward(self, inputs):
+        return super().forward(inputs) + torch.rand((), generator=self.own)
+
+
+OTHERS = {
+    "model with other parts": ({"model": Wider}, r"another model: it lacks more.bias, more.weight, which is here"),
+    "model of another size": (
+        {"model": Larger},
+        r"another model: first\.\w+ is \(8,.*\) of torch.float32 there and \(9,",
+    ),
+    "model of another type": ({"model": lambda: Model().double()}, r"float32 there and .* of torch.float64 here"),
+    "model that draws": ({"model": Drawing}, "another model: its modules hold another number of random generators"),
+    "optimizer": ({"optimizer": torch.optim.AdamW}, "another optimizer: Adam there and AdamW here"),
+    "groups": (
+        {"optimizer": lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:]}])},
+        r"another optimizer: groups of \[6\] parameters there and of \[1, 5\] here",
+    ),
+    "scheduler": (
+        {"scheduler": torch.optim.lr_scheduler.ConstantLR},
+        "another scheduler: StepLR there and ConstantLR here",
+    ),
+    "order of parameters": (
+        {"optimizer": lambda p: torch.optim.Adam([*p[2:4], *p[:2], *p[4:]])},
+        r"another optimizer: parameter 0 of group 0 is 0\.first\.weight there and 0\.norm\.weight here",
+    ),
+    "precision": ({"precision": "fp16"}, "another precision: it was made with no gradient scaler"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("run")
+    stopped_at(3, made)
+    return made
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_checkpoint_of_another_run_is_refused_and_nothing_is_changed(folder, name):
+    options, message = OTHERS[name]
+    run = Run(checkpoint=folder, **options)
+    before = run.state()
+
+    with pytest.raises(CheckpointError, match=message):
+        run.fit()
+
+    assert run.state() == before
+    assert checkpoints(folder) == ["step-00000003.pt"]
+
+
+def sequence_of(*kinds):
+    scheduler = torch.optim.lr_scheduler
+
+    def make(optimizer):
+        parts = [getattr(scheduler, kind)(optimizer) for kind in kinds]
+        return scheduler.SequentialLR(optimizer, parts, [4 * number for number in range(1, len(parts))])
+
+    return make
+
+
+@pytest.mark.parametrize("other", [["LinearLR"], ["LinearLR", "ConstantLR", "ConstantLR"], ["ConstantLR", "LinearLR"]])
+def test_scheduler_made_of_other_schedulers_is_refused_and_nothing_is_changed(tmp_path, other):
+    stopped_at(3, tmp_path, scheduler=sequence_of("LinearLR", "ConstantLR"))
+    run = Run(checkpoint=tmp_path, scheduler=sequence_of(*other))
+    before = run.state()
+
+    with pytest.raises(CheckpointError, match=r"another scheduler: SequentialLR\(LinearLR, ConstantLR\) there and"):
+        run.fit()
+
+    assert run.state() == before
+
+
+def test_module_that_refuses_its_state_is_told_and_the_optimizer_is_as_it_was(tmp_path):
+    def numbered(number):
+        class Numbered(Model):
+            def get_extra_state(self):
+                return number
+
+            def set_extra_state(self, state):
+                if state != number:
+                    raise ValueError(f"made for {number}")
+
+        return Numbered
+
+    stopped_at(3, tmp_path, model=numbered(1))
+    run = Run(checkpoint=tmp_path, model=numbered(2))
+    before = run.state()
+
+    with pytest.raises(CheckpointError, match=r"Numbered refuses its state .*\(ValueError: made for 2\)") as caught:
+        run.fit()
+
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert [run.state()[part] for part in ("optimizer", "scheduler")] == [before["optimizer"], before["scheduler"]]
+
+
+def test_checkpoint_of_another_target_batch_is_refused(folder, monkeypatch):
+    monkeypatch.setattr("long_runs.TARGET", 10)
+
+    with pytest.raises(CheckpointError, match="another target_batch: it was made with 12, and this call has 10"):
+        Run(checkpoint=folder).fit()
+
+
+def test_checkpoint_from_a_newer_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "_FORMAT_OF_ONE", 99)
+    stopped_at(3, tmp_path)
+    monkeypatch.undo()
+
+    with pytest.raises(
+        CheckpointError, match=r"in format 99, and this one, .*, reads formats up to 2; use that version"
+    ):
+        Run(checkpoint=tmp_path).fit()
+
+
+def test_file_of_something_else_is_refused(tmp_path):
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "step-00000001.pt")
+
+    with pytest.raises(CheckpointError, match="is no checkpoint of autoaccum"):
+        Run(checkpoint=tmp_path).fit()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_file_with_parts_missing_is_refused(tmp_path, number):
+    torch.save({"autoaccum": "1", "format": number}, tmp_path / "step-00000001.pt")
+
+    with pytest.raises(CheckpointError, match="is no checkpoint of autoaccum"):
+        Run(checkpoint=tmp_path).fit()
+
+
+def test_damaged_newest_is_said_and_the_one_before_is_gone_on_from(tmp_path, undisturbed, capsys):
+    stopped_at(6, tmp_path, checkpoint_steps=4)
+    newest = tmp_path / "step-00000006.pt"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    run = Run(checkpoint=tmp_path)
+
+    result = run.fit(progress="lines")
+
+    assert result.resumed_from == 4
+    assert run.end == undisturbed
+    assert "step-00000006.pt is cut short or damaged" in capsys.readouterr().err
+
+
+def test_damaged_ones_alone_are_an_error_and_never_a_fresh_start(tmp_path):
+    stopped_at(6, tmp_path, checkpoint_steps=4)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1000])
+
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        Run(checkpoint=tmp_path).fit()
+
+
+def test_checkpoint_of_another_device_is_gone_on_from_and_its_random_state_is_said_to_be_lost(
+    tmp_path, undisturbed, capsys
+):
+    stopped_at(7, tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = torch.load(path, weights_only=True)
+    on_card = torch.zeros(16, dtype=torch.uint8)
+    states = content["random"]
+    torch.save(content | {"device": "cuda", "random": (states[0], on_card, *states[2:])}, path)
+    run = Run(checkpoint=tmp_path)
+
+    run.fit(progress="lines")
+
+    assert run.end == undisturbed
+    assert "made on cuda, and this is cpu: what is drawn there begins anew" in capsys.readouterr().err
+
+
+def test_checkpoint_can_be_read_without_autoaccum(tmp_path):
+    run = Run(checkpoint=tmp_path)
+    result = run.fit()
+
+    content = torch.load(result.checkpoint, weights_only=True)
+
+    fresh = Model()
+    fresh.load_state_dict(content["modules"][0]["state"])
+    assert torch.equal(fresh.last.weight, run.model.last.weight)
+
+
+class Changing(Model):
+    """Makes a buffer that was None, and lets one that no state_dict holds grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("later", None)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.later = outputs.detach().mean(0) + (0.0 if self.later is None else self.later)
+        self.cache = torch.cat([self.cache, outputs.detach().sum().reshape(1)])
+        return outputs + 0.1 * self.later.sum() + 0.1 * self.cache.sum()
+
+
+def test_buffers_that_come_and_grow_are_kept(tmp_path):
+    whole = Run(model=Changing, val_loader=None)
+    whole.fit()
+    stopped_at(7, tmp_path, model=Changing, val_loader=None)
+    last = Run(checkpoint=tmp_path, model=Changing, val_loader=None)
+
+    last.fit()
+
+    assert last.end == whole.end
+
+
+def test_models_own_generator_goes_on(tmp_path):
+    whole = Run(model=Drawing)
+    whole.fit()
+    stopped_at(7, tmp_path, model=Drawing)
+    last = Run(checkpoint=tmp_path, model=Drawing)
+
+    last.fit()
+
+    assert last.end == whole.end
+    assert torch.equal(last.model.own.get_state(), whole.model.own.get_state())
+
+
+def test_loss_with_parameters_is_kept_too(tmp_path):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(3))
+
+        def forward(self, outputs, batch):
+            return nn.functional.cross_entropy(outputs * self.factor, batch[1])
+
+    def run_with(folder, *callbacks):
+        torch.manual_seed(0)
+        loss = Weighted()
+        run = Run(loss=loss, optimizer=lambda p: torch.optim.Adam([*p, *loss.parameters()], lr=0.01), checkpoint=folder)
+        with contextlib.suppress(StoppedError):
+            run.fit(*callbacks)
+        return loss.factor.detach().clone()
+
+    whole = run_with(None)
+    run_with(tmp_path, StopAt(7))
+
+    assert torch.equal(run_with(tmp_path), whole)
+    assert not torch.equal(whole, torch.ones(3))

@@ -1,0 +1,196 @@
+"""Models with their own loss get the gradient of the whole window: GPT-2 (shifts by one), T5 and BERT (do not)."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoaccum
+from autoaccum.notices import Notices
+from gradients import (
+    assert_as_exact_as_full_batch,
+    assert_full_batch_gradient,
+    cut_gradient,
+    cuts,
+    distance,
+    full_batch_gradient,
+)
+
+transformers = pytest.importorskip("transformers")
+loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+
+V, N, T = 60, 9, 8
+
+
+def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    """The loss of Transformers' causal models, but for its cast to float32, which hides what float64 shows."""
+    labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    return loss_utils.fixed_cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1), num_items_in_batch)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=V,
+        n_positions=T,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    model = transformers.GPT2LMHeadModel(config).double()
+    model.loss_function = causal_loss
+    return model
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=V,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=T,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config).double()
+
+
+MODELS = {"GPT-2": gpt2, "T5": t5, "BERT": bert}
+CUTS = [(9,), (5, 4), (4, 3, 2), (6, 2, 1), (1,) * 9]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]()
+
+
+def sentences(lengths, seed=0):
+    """Sentences of these lengths, padded; labels of -100 where there is nothing to predict."""
+    ids = torch.randint(3, V, (len(lengths), T), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(T) < torch.tensor(lengths)[:, None]
+    return {
+        "input_ids": ids.masked_fill(~mask, 0),
+        "attention_mask": mask.long(),
+        "labels": ids.masked_fill(~mask, -100),
+    }
+
+
+# Of a sentence of one token GPT-2 has nothing to predict; cut singly there are micro-batches in which nothing counts.
+PADDED = sentences([8, 1, 5, 2, 8, 1, 3, 7, 2])
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_padded_window_has_the_full_batch_gradient(sizes, model):
+    assert_full_batch_gradient(model, None, PADDED, sizes)
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_window_without_padding_has_the_full_batch_gradient(sizes, model):
+    assert_full_batch_gradient(model, None, sentences([T] * N), sizes)
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_float32_is_as_exact_as_the_full_batch(sizes, model):
+    assert_as_exact_as_full_batch(model, None, PADDED, sizes)
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_loss_that_transformers_casts_to_float32_is_found_out_all_the_same(sizes):
+    torch.manual_seed(0)
+    model = gpt2()
+    model.loss_function = loss_utils.ForCausalLMLoss
+
+    assert_full_batch_gradient(model, None, PADDED, sizes, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 3), (1,) * 9])
+def test_micro_batch_in_which_nothing_counts_adds_nothing(sizes, model):
+    batch = sentences([8, 1, 5, 2, 8, 6, 3, 7, 2])
+    batch["labels"][4:6] = -100
+
+    assert_full_batch_gradient(model, None, batch, sizes)
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_prompt_that_is_seen_but_does_not_count_is_told_from_padding(sizes, model):
+    """Until it comes, counting labels and counting the mask give the same."""
+    plain, prompted = sentences([8, 1, 5, 2, 8, 1, 3, 7, 2]), sentences([8, 4, 5, 6, 8, 5, 3, 7, 2])
+    for row, prompt in enumerate([1, 3, 0, 5, 7, 2, 2, 1, 0]):
+        prompted["labels"][row, :prompt] = -100
+    expected, loss = full_batch_gradient(model, None, prompted)
+    gradients = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    )
+    runner = autoaccum.Runner(
+        model, optimizer, autoaccum.Plan(N, sizes), device="cpu", precision="fp32", notices=Notices(silent=True)
+    )
+
+    runner.step(plain)
+    report = runner.step(prompted)
+
+    assert distance(gradients[1], expected) <= 1e-12
+    assert report.loss == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("items", [7, torch.tensor(7)], ids=["int", "tensor"])
+def test_number_of_items_in_the_batch_is_heeded_or_ignored_as_the_model_does(items, sizes, model):
+    """GPT-2 divides its sum by it; T5 and BERT accept it and go on with a mean."""
+    assert_full_batch_gradient(model, None, PADDED | {"num_items_in_batch": items}, sizes)
+
+
+def test_only_gpt2_heeds_the_number_of_items_in_the_batch(model):
+    """So that the test above shows both."""
+    once, twice = (full_batch_gradient(model, None, PADDED | {"num_items_in_batch": items})[1] for items in (7, 14))
+
+    halves = once == pytest.approx(2 * twice, rel=1e-12)
+
+    assert halves == (type(model).__name__ == "GPT2LMHeadModel")
+
+
+def test_bfloat16_parameters_do_not_silently_hide_what_the_loss_runs_over(model):
+    in_half, notices = copy.deepcopy(model).bfloat16(), Notices(silent=True)
+    expected, _ = full_batch_gradient(in_half, None, PADDED)
+
+    found, by_samples = (
+        cut_gradient(in_half, None, PADDED, (1, 5, 3), notices=notices, loss_reduction=said)[0].double()
+        for said in (None, "mean")
+    )
+
+    # Bfloat16 itself takes the gradient of a cut some percent away; weighed by samples it is far off.
+    is_right = distance(found, expected.double()) < 0.5 * distance(by_samples, expected.double())
+    assert is_right or any("cannot be told for sure" in text for text in notices.texts)
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    lengths=st.lists(st.integers(2, T), min_size=2, max_size=N),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_any_lengths_in_any_cut_have_the_full_batch_gradient(name, lengths, seed, data):
+    torch.manual_seed(seed)
+
+    assert_full_batch_gradient(MODELS[name](), None, sentences(lengths, seed), data.draw(cuts(len(lengths))))

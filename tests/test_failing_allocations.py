@@ -1,0 +1,51 @@
+"""Memory that really runs out, simulated and on the host, changes nothing but the cut and damages nothing."""
+
+import sys
+
+import pytest
+import torch
+
+import _failing_host
+from fault_cases import WIDE, allocating
+from fault_sweep import Sweep, Tally
+from fault_training import warm_up
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny operators on several threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    warm_up()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("model", WIDE)
+def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model):
+    tally = Tally()
+
+    for case in allocating([model]):
+        sweep = Sweep(case)
+        sweep.capacities(10)
+        tally.add(sweep.tally)
+
+    assert tally.mismatches == []
+    assert not tally.damaged
+    assert tally.injected > 10
+    assert tally.survived + tally.refused > 5
+
+
+@pytest.fixture(scope="module")
+def on_the_host():
+    return _failing_host.tallies()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on the host takes Linux")
+@pytest.mark.parametrize("case", _failing_host.CASES, ids=str)
+def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case, on_the_host):
+    tally = on_the_host[str(case)]
+
+    assert tally.mismatches == []
+    assert not tally.damaged
+    assert tally.survived + tally.refused > 1

@@ -1,0 +1,546 @@
+"""`fit` finds the cut in its own first windows: no trial is thrown away, and nothing else is different."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.plan_cache import Key, PlanCache, Remembered
+from faults import FailAt, differences, state_of
+
+SAMPLES, WIDTH = 600, 4096
+
+
+class Wide(nn.Module):
+    """Takes 16 KiB a sample and layer, and notes the samples in the order in which it sees them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, 4))
+        self.seen = []
+
+    def forward(self, inputs):
+        if self.training and torch.is_grad_enabled():
+            self.seen += inputs[:, 0].int().tolist()
+        return self.body(inputs)
+
+
+def data(batch=50, samples=SAMPLES):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 8, generator=generator)
+    inputs[:, 0] = torch.arange(samples)
+    targets = torch.randint(0, 4, (samples,), generator=generator)
+    return list(zip(inputs.split(batch), targets.split(batch), strict=True))
+
+
+class Told(autoaccum.Callback):
+    def __init__(self):
+        self.trials, self.plans, self.reports, self.probes, self.ooms = [], [], [], [], []
+
+    def on_trial(self, trial):
+        self.trials.append(trial)
+
+    def on_plan(self, plan, *, step, probe):
+        self.plans.append((step, plan))
+        if probe is not None:
+            self.probes.append(probe)
+
+    def on_step(self, report, *, epoch):
+        self.reports.append(report)
+
+    def on_oom(self, event, *, step):
+        self.ooms.append(event)
+
+
+def fit(capacity, target=100, model=None, loader=None, **options):
+    model, told = model or Wide(), Told()
+    model.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    torch.manual_seed(7)
+    result = autoaccum.fit(
+        model,
+        loader or data(),
+        target,
+        optimizer=model.optimizer,
+        device="cpu" if capacity is None else autoaccum.Simulated(capacity),
+        callbacks=[told],
+        **{"progress": False, "cache": False, "loss": nn.CrossEntropyLoss()} | options,
+    )
+    return model, told, result
+
+
+CAPACITIES = ["2600KiB", "3MiB", "4MiB", "8MiB", "64MiB"]
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_first_windows_find_what_a_probe_beforehand_finds(capacity):
+    _, told, result = fit(capacity)
+    _, _, before = fit(capacity, probe="before")
+
+    assert result.plan.accum_steps <= before.plan.accum_steps
+    assert len(told.probes) == 1
+    assert told.probes[0].micro_batch >= result.plan.micro_batch
+    assert sum(not trial.fits for trial in told.trials) <= 2
+    assert told.ooms == []
+    assert result.oom_events == 0
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_every_window_is_bitwise_what_its_cut_makes_of_it(capacity):
+    model, told, result = fit(capacity)
+    clean = Wide()
+    optimizer = torch.optim.Adam(clean.parameters(), lr=0.01)
+    runner = autoaccum.Runner(clean, optimizer, autoaccum.plan(100, 100), loss=nn.CrossEntropyLoss(), device="cpu")
+    torch.manual_seed(7)
+    windows = autoaccum.windows(data(), 100)
+
+    for report, window in zip(told.reports, windows, strict=True):
+        runner.plan = autoaccum.Plan(100, report.micro_batches)
+        assert runner.step(window).loss == report.loss
+
+    assert differences(state_of(model, model.optimizer), state_of(clean, optimizer)) == []
+    assert result.steps == SAMPLES // 100
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_no_sample_is_computed_twice_unless_it_failed(capacity):
+    model, told, _ = fit(capacity)
+
+    failed = sum(trial.size for trial in told.trials if not trial.fits)
+    assert sum(report.recomputed_samples for report in told.reports) <= failed
+    if not failed:
+        assert model.seen == list(range(SAMPLES))
+
+
+def test_search_ends_in_the_second_window_and_grows_within_the_first():
+    _, told, _ = fit("4MiB")
+
+    first = told.reports[0].micro_batches
+    assert first[0] == 3
+    assert max(first) >= 8 * first[0]
+    assert told.plans[0][0] == 2
+    assert {report.micro_batches for report in told.reports[1:]} == {told.plans[-1][1].micro_batches}
+
+
+def test_second_run_of_the_same_job_confirms_what_the_first_has_found_with_one_trial():
+    _, _, first = fit("4MiB", cache=True)
+
+    _, told, second = fit("4MiB", cache=True)
+
+    assert [trial.fits for trial in told.trials] == [True]
+    assert second.plan == first.plan
+    assert {report.micro_batches for report in told.reports} == {first.plan.micro_batches}
+
+
+@pytest.mark.parametrize("capacity", ["2.5MiB", "3MiB", "4MiB", "6MiB", "64MiB"])
+def test_answer_of_the_first_windows_is_among_the_trials_that_were_told(capacity):
+    _, told, _ = fit(capacity)
+
+    (probe,) = told.probes
+    assert probe.micro_batch in {trial.size for trial in probe.trials if trial.fits}
+    assert list(probe.trials) == told.trials[: len(probe.trials)]
+
+
+def test_compiling_under_a_limit_of_the_whole_process_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="compile= under memory_limit"):
+        autoaccum.fit(Plain(), data(), 100, device="cpu", memory_limit="200MiB", compile=True, progress=False)
+
+
+def test_second_run_confirms_the_even_cut_of_a_size_that_no_even_cut_has():
+    _, before, first = fit("4MiB", cache=True, probe="before")
+    assert first.plan.micro_batch < before.probes[0].micro_batch
+
+    _, told, second = fit("4MiB", cache=True)
+
+    assert [(trial.size, trial.fits) for trial in told.trials] == [(first.plan.micro_batch, True)]
+    assert second.plan == first.plan
+
+
+def test_run_that_is_given_no_cache_begins_small_again():
+    fit("4MiB", cache=True)
+
+    _, told, _ = fit("4MiB", cache=False)
+
+    assert told.reports[0].micro_batches[0] == 3
+
+
+def test_remembered_size_that_does_not_fit_any_more_is_found_anew(monkeypatch):
+    _, _, first = fit("64MiB", cache=True)
+    monkeypatch.setattr("autoaccum.finding.key_of", lambda *_, **__: KEY)
+    _, _, wide = fit("64MiB", cache=True)
+    assert wide.plan == first.plan
+
+    _, told, result = fit("3MiB", cache=True)
+
+    assert result.plan.accum_steps > 1
+    assert told.ooms == []
+    assert not told.trials[0].fits
+
+
+KEY = Key("0" * 64, 100, {})
+
+
+def test_without_a_search_training_begins_uncut_and_is_cut_when_memory_runs_out():
+    _, told, result = fit("4MiB", probe="off")
+
+    assert told.trials == []
+    assert len(told.ooms) == result.oom_events > 0
+    assert result.plan.accum_steps > 1
+
+
+def test_probe_beforehand_runs_every_window_in_its_plan():
+    _, told, result = fit("4MiB", probe="before")
+
+    assert {report.micro_batches for report in told.reports} == {result.plan.micro_batches}
+    assert told.plans == [(1, result.plan)]
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "greedy", "balanced"])
+def test_strategy_says_how_windows_are_cut(strategy):
+    _, told, result = fit("4MiB", strategy=strategy)
+
+    most = told.probes[0].micro_batch
+    assert result.plan == autoaccum.plan(100, most, strategy=strategy)
+
+
+@pytest.mark.parametrize("name", ["probe", "strategy"])
+def test_unknown_ways_are_refused(name):
+    with pytest.raises(autoaccum.InvalidInputError, match=f"{name}='sideways' is unknown; choose one of"):
+        fit("4MiB", **{name: "sideways"})
+
+
+def test_not_one_sample_that_fits_is_an_error_with_everything_as_before():
+    model = Wide()
+    torch.manual_seed(7)
+    before = state_of(model, torch.optim.Adam(model.parameters(), lr=0.01))
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="micro_batch=1 does not fit"):
+        fit("16KiB", model=model)
+
+    assert differences(state_of(model, model.optimizer), before) == []
+
+
+def test_run_of_a_single_window_says_in_which_cut_it_went():
+    _, told, result = fit("4MiB", max_steps=1)
+
+    assert result.plans == ((2, result.plan),)
+    assert sum(told.reports[0].micro_batches) == 100
+
+
+# --- inputs of different length ---------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Takes memory in proportion to the padded length."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 256)
+        self.head = nn.Linear(256, 4)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)).mean(1))
+
+
+def texts(lengths, batch=16):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randint(0, 50, (batch, length), generator=generator), torch.randint(0, 4, (batch,), generator=generator))
+        for length in lengths
+    ]
+
+
+def sizes_by_length(told, lengths, batch=16, target=64):
+    """The micro-batches of each loader batch, by its length."""
+    found = {}
+    pieces = iter(lengths)
+    for report in told.reports:
+        sizes = iter(report.micro_batches)
+        for _ in range(target // batch):
+            length, left = next(pieces), batch
+            while left:
+                size = next(sizes)
+                found.setdefault(length, []).append(size)
+                left -= size
+    return found
+
+
+def test_short_samples_go_in_larger_micro_batches():
+    lengths = [64, 8, 32, 16] * 10
+
+    _, told, result = fit("800KiB", 64, Pooled(), texts(lengths))
+
+    found = sizes_by_length(told, lengths)
+    most = {length: max(sizes[len(sizes) // 2 :]) for length, sizes in found.items()}
+    assert most[64] < most[32] < most[16] <= most[8] == 16
+    assert most[64] <= result.plan.micro_batch
+    assert result.oom_events == 0
+
+
+def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
+    lengths = [16] * 12 + [64] * 4 + [16] * 4
+
+    _, told, _ = fit("8MiB", 64, Pooled(), texts(lengths))
+
+    assert told.ooms == []
+    assert told.reports[2].micro_batches == (64,)
+    assert 16 <= max(told.reports[3].micro_batches) < 64
+    assert told.reports[4].micro_batches == (64,)
+
+
+@pytest.mark.parametrize("probe", ["inline", "before", "off"])
+def test_lengths_that_rise_do_not_make_micro_batches_ever_smaller(probe):
+    lengths = list(range(5, 61, 2))
+
+    _, told, result = fit("3MiB", 40, Pooled(), texts(lengths), probe=probe)
+
+    assert result.oom_events <= 1
+    assert max(told.reports[-2].micro_batches) >= 8
+    assert sum(len(report.micro_batches) for report in told.reports) <= 8 * len(told.reports)
+
+
+def test_memory_that_does_not_go_with_bytes_is_no_reason_to_give_up():
+    class Hidden(Pooled):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = (
+                nn.Embedding(50, 4),
+                nn.Sequential(nn.Linear(4, 4096), nn.ReLU(), nn.Linear(4096, 4)),
+            )
+
+        def forward(self, tokens):
+            return self.head(self.embed(tokens).mean(1))
+
+    _, told, result = fit(1_000_000, 64, Hidden(), texts([64, 2, 64, 2] * 4))
+
+    assert result.steps == 4
+    assert max(told.reports[-1].micro_batches) >= 4
+
+
+def test_fixed_micro_batch_is_what_it_says_for_short_samples_too():
+    lengths = [64, 8, 32, 16] * 3
+
+    _, told, _ = fit("64MiB", 64, Pooled(), texts(lengths), micro_batch=4)
+
+    assert {size for report in told.reports for size in report.micro_batches} == {4}
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys):
+    """Large micro-batches sleep, as if they fell out of a cache."""
+
+    class Slow(Wide):
+        def forward(self, inputs):
+            if len(inputs) > 25:
+                clock.advance(0.01 * len(inputs))
+            clock.advance(0.001 + 0.001 * len(inputs))
+            return super().forward(inputs)
+
+    class Clock:
+        now = 0.0
+
+        def advance(self, seconds):
+            self.now += seconds
+
+        def __call__(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr("autoaccum.sizing.time.perf_counter", clock)
+    loader = list(itertools.chain.from_iterable([data()] * 10))
+
+    _, told, result = fit("64MiB", model=Slow(), loader=loader, progress="lines")
+
+    assert result.plan.micro_batch <= 25
+    assert result.plan.micro_batch >= 15
+    assert told.plans[-1][1] == result.plan
+    assert f"of {result.plan.micro_batch} samples are fastest by the clock" in capsys.readouterr().err
+
+
+def test_short_training_is_not_spent_on_the_clock():
+    _, told, result = fit("64MiB")
+
+    assert {report.micro_batches for report in told.reports[2:]} == {(100,)}
+    assert result.plan.accum_steps == 1
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs():
+    """Counts what torch.compile has compiled."""
+    import torch._dynamo as dynamo  # noqa: PLC0415 - takes seconds
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield lambda: dynamo.utils.counters["stats"]["unique_graphs"]
+    dynamo.reset()
+
+
+class Plain(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+
+
+def test_model_is_compiled_for_the_sizes_of_its_cut_alone(graphs):
+    model = Plain()
+
+    _, told, result = fit(None, model=model, compile={"backend": "aot_eager"})
+
+    assert len(told.trials) > 1
+    assert len(set(result.plan.micro_batches)) == graphs() == 1
+    assert model._compiled_call_impl is None
+
+
+def test_model_is_compiled_from_the_first_window_where_the_cut_is_given(graphs):
+    fit(None, model=Plain(), micro_batch=40, compile={"backend": "aot_eager"})
+
+    assert graphs() == 1  # 100 in 34, 33, 33 would take two: the cut is uniform
+
+
+def test_compile_takes_a_mapping_or_a_bool():
+    with pytest.raises(autoaccum.InvalidInputError, match="compile='fast' is unknown"):
+        fit("4MiB", compile="fast")
+
+
+# --- taken up again ---------------------------------------------------------------------------------------------------
+
+
+def test_run_that_stopped_while_it_learned_learns_again_when_it_is_taken_up(tmp_path):
+    fit("4MiB", max_steps=1, checkpoint=tmp_path)
+
+    _, told, result = fit("4MiB", checkpoint=tmp_path)
+
+    assert result.resumed_from == 1
+    assert len(told.probes) == 1
+    assert result.plan == told.plans[-1][1]
+
+
+def test_run_that_stopped_when_it_had_learned_keeps_its_plan(tmp_path):
+    _, _, first = fit("4MiB", max_steps=3, checkpoint=tmp_path)
+
+    _, told, result = fit("4MiB", checkpoint=tmp_path)
+
+    assert told.trials == []
+    assert result.plan == first.plan
+    assert {report.micro_batches for report in told.reports} == {first.plan.micro_batches}
+
+
+# --- what made it run in circles --------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Takes memory for 256 positions a sample."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.first(inputs.unsqueeze(1).expand(-1, 256, -1)))).mean(1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("target", [3, 5, 7, 9, 41])
+@pytest.mark.parametrize("capacity", [60_000, 100_000, 120_000, 140_000, 165_000, 200_000])
+def test_odd_windows_on_devices_that_hold_a_sample_or_two_end(target, capacity):
+    try:
+        _, told, _ = fit(capacity, target, Deep(), data(target, samples=2 * target))
+    except autoaccum.DoesNotFitError:
+        return
+    assert [sum(report.micro_batches) for report in told.reports] == [target] * 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole numbers", "fractions"])
+@pytest.mark.parametrize("capacity", ["2MiB", "64MiB"])
+def test_pairs_beside_other_losses_are_learned_in_whole_windows(capacity, whole):
+    weights = torch.arange(4.0) + (1.0 if whole else 0.3)
+
+    def loss(outputs, targets):
+        each = nn.functional.cross_entropy(outputs, targets, reduction="none") * weights[targets]
+        return {"pair": (each.sum(), weights[targets].sum()), "size": outputs.square().mean()}
+
+    _, told, result = fit(capacity, model=Plain(), loss=loss)
+
+    assert result.steps == 6
+    assert len(told.probes) == 1
+    assert result.plan.accum_steps <= 4
+
+
+@pytest.mark.parametrize("operator", [20, 40, 60, 80, 120])
+def test_memory_that_lacks_for_a_moment_in_the_first_window_costs_nothing_for_long(operator):
+    with FailAt(operator):
+        _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 60), cache=True, strategy="balanced")
+
+    assert max(max(report.micro_batches) for report in told.reports) == 40
+    assert told.reports[-1].micro_batches == (40,)
+
+    _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 6), cache=True, strategy="balanced")
+    assert told.reports[-1].micro_batches == (40,)
+
+
+@pytest.mark.parametrize("remembered", [Remembered(2, 0, 10**12), Remembered(3, fastest=2)])
+def test_what_an_earlier_run_found_is_a_hint_and_no_law(monkeypatch, remembered):
+    monkeypatch.setattr(PlanCache, "find", lambda self, key: remembered)
+
+    _, told, _ = fit("100MiB", 40, Deep(), data(40, samples=240), cache=True)
+
+    assert told.reports[-1].micro_batches == (40,)
+
+
+def test_checkpoint_is_not_counted_against_a_simulated_device(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    _, _, result = fit("20KiB", 10, model, data(10, samples=100), checkpoint=tmp_path)
+
+    assert result.checkpoint is not None
+
+
+def test_what_a_cut_does_to_batchnorm_is_said_of_the_cut_that_stays(capsys):
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+
+    _, _, result = fit("6MiB", model=model, progress="lines")
+
+    assert result.plan.micro_batches == (50, 50)
+    assert "(here of 50 samples)" in capsys.readouterr().err
+
+
+class Pooling(nn.Module):
+    """Takes inputs of any length, and memory that goes with it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 256), nn.Linear(256, 4)
+
+    def forward(self, inputs):
+        return self.head(torch.tanh(self.body(inputs)).mean(1))
+
+
+@pytest.mark.timeout(60)
+def test_long_sample_that_does_not_fit_alone_ends_the_run():
+    loader = [(torch.randn(2, length, 8), torch.zeros(2, dtype=torch.long)) for length in (4, 4, 400, 400)]
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="micro_batch=1"):
+        fit("200KiB", 4, Pooling(), loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"probe": "off"}], ids=["learned", "fixed", "off"])
+@pytest.mark.parametrize("operator", [30, 90, 150])
+def test_single_sample_that_fails_for_a_moment_does_not_end_the_run(operator, options):
+    loader = [(torch.randn(1, 3 + i % 4, 8), torch.zeros(1, dtype=torch.long)) for i in range(24)]
+
+    with FailAt(operator) as fault:
+        _, told, _ = fit("1GiB", 8, Pooling(), loader, **options)
+
+    assert fault.hits == 1
+    assert [report.samples for report in told.reports] == [8, 8, 8]

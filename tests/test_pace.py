@@ -1,0 +1,137 @@
+"""The pace: smaller after a failure, larger again when it is over, and no see-saw. Pure."""
+
+import random
+
+import pytest
+
+from autoaccum.pace import FIRST_WAIT_WINDOWS, Pace
+
+
+def windows_until_larger(pace, most=10_000):
+    for count in range(1, most + 1):
+        larger = pace.succeed()
+        if larger is not None:
+            return count, larger
+    return None
+
+
+def test_without_a_failure_nothing_changes():
+    pace = Pace(100, 50)
+
+    assert windows_until_larger(pace) is None
+    assert (pace.size, pace.is_troubled) == (50, False)
+
+
+def test_failure_takes_one_micro_step_more_and_a_clean_stretch_one_less():
+    pace = Pace(100, 50)
+
+    assert pace.fail(50) == 34
+    assert pace.is_troubled
+    assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
+
+
+def test_each_failure_of_a_size_doubles_its_wait():
+    pace = Pace(100, 50)
+    waits = []
+    for _ in range(4):
+        pace.fail(50)
+        count, larger = windows_until_larger(pace)
+        waits.append(count)
+        pace.grow(larger)
+
+    assert waits == [FIRST_WAIT_WINDOWS * factor for factor in (1, 2, 4, 8)]
+
+
+def test_size_that_has_held_is_forgiven():
+    pace = Pace(100, 50)
+    for _ in range(3):
+        pace.fail(50)
+        pace.grow(windows_until_larger(pace)[1])
+    for _ in range(4 * FIRST_WAIT_WINDOWS):
+        pace.succeed()
+
+    pace.fail(50)
+
+    assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
+
+
+def test_growth_without_memory_waits_for_another_stretch():
+    pace = Pace(100, 50)
+    pace.fail(50)
+    windows_until_larger(pace)
+
+    pace.stay()
+
+    assert pace.size == 34
+    assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
+
+
+def test_one_sample_that_fails_leaves_nothing_smaller():
+    assert Pace(8, 1).fail(1) is None
+
+
+def test_failure_of_a_short_last_window_is_grown_back_from_too():
+    pace = Pace(100, 50)
+
+    pace.fail(10)
+
+    sizes = [pace.size]
+    while (found := windows_until_larger(pace)) is not None:
+        pace.grow(found[1])
+        sizes.append(found[1])
+    assert sizes[0] < 10
+    assert sizes[-1] == 50
+
+
+def simulate(free_at, *, windows=10_000, target=256, largest=128):
+    """Run windows in which a micro-batch of n fits where n <= free_at(window); return failures and sizes used."""
+    pace = Pace(target, largest)
+    failures, used = 0, []
+    for window in range(windows):
+        failed = False
+        while pace.size > free_at(window):
+            failures += 1
+            failed = True
+            assert pace.fail(pace.size) is not None
+        used.append(pace.size)
+        if not failed and (larger := pace.succeed()) is not None:
+            pace.grow(larger)  # whether there is room is not known: it is tried
+    return failures, used
+
+
+def test_size_that_never_fits_fails_a_few_times_in_ten_thousand_windows():
+    failures, used = simulate(lambda _: 90)
+
+    assert failures <= 25
+    assert sum(size == 86 for size in used) > 0.99 * len(used)  # 256 in 3 is 86, 85, 85
+
+
+def test_neighbour_that_leaves_gives_the_speed_back():
+    failures, used = simulate(lambda window: 40 if window < 500 else 128)
+
+    assert set(used[:500]) <= {37, 43, 32, 29}
+    assert used[-1] == 128
+    assert used.index(128, 500) - 500 < 2_500
+    assert failures < 15
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_free_memory_that_changes_at_random_makes_no_see_saw(seed):
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    levels, level = [], 128
+    for _ in range(10_000):
+        if chance.random() < 0.004:  # a neighbour comes or goes every 250 windows
+            level = chance.choice([20, 40, 60, 90, 128])
+        levels.append(level)
+
+    failures, used = simulate(levels.__getitem__)
+
+    best = [min(level, 128) for level in levels]
+    assert failures < 0.02 * len(used)
+    assert sum(used) > 0.6 * sum(best)
+
+
+def test_neighbour_that_comes_and_goes_every_few_windows_settles_the_size():
+    failures, _ = simulate(lambda window: 128 if window // 3 % 2 else 60)
+
+    assert failures < 30

@@ -1,0 +1,443 @@
+"""What an unknown loss runs over is found out on a few samples, without a trace, and what cannot be is said once."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoaccum
+from autoaccum.batches import as_window
+from autoaccum.notices import Notices
+from autoaccum.objective import Objective
+from autoaccum.state import Mark
+from autoaccum.weighting import Over
+from helpers import CPU
+
+
+class Asked:
+    """An objective that settles on one window after another, in halves of unequal size, and what it said."""
+
+    def __init__(self, model, loss, **options):
+        self.notices = Notices(silent=True)
+        settings = {"forward": None, "loss_reduction": None} | options
+        self.objective = Objective(model, loss, notices=self.notices, **settings)
+        self.mark = Mark(self.objective.modules, CPU)
+        self.runs = 0
+        model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_):
+        self.runs += 1
+
+    def settle(self, *windows, sizes=None, autocast=nullcontext):
+        for window in map(as_window, windows):
+            third = window.samples // 3
+            self.objective.settle(window, sizes or (third, window.samples - third), unmoved, self.mark, autocast)
+        return self
+
+    @property
+    def found(self):
+        how = self.objective.weighting("loss")
+        return how.over, how.ignore_index
+
+    def said(self, text):
+        return sum(text in one for one in self.notices.texts)
+
+
+def unmoved(batch):
+    return batch
+
+
+def rows(classes, samples=24):
+    return torch.randn(samples, 4), torch.as_tensor(classes)[torch.arange(samples) % len(classes)]
+
+
+def plain(outputs, targets):
+    return functional.cross_entropy(outputs, targets)
+
+
+def test_question_is_answered_once_and_costs_no_further_run():
+    asked = Asked(nn.Linear(4, 3), plain).settle(rows([0, 1, 1, 2]))
+    runs = asked.runs
+
+    asked.settle(*[rows([0, 1, 1, 2])] * 5)
+
+    assert runs <= 3
+    assert asked.runs == runs
+    assert asked.found[0] is Over.COUNTED
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["samples", "samples that cannot be joined"])
+def test_asking_leaves_no_trace(alone):
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(1, 3)
+            self.norm = nn.BatchNorm1d(3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, inputs):
+            self.calls += 1
+            inputs.add_(torch.rand(()))
+            return self.norm(self.body(inputs.mean(1, keepdim=True)))
+
+    pieces = [(torch.randn(1, n), torch.tensor([n % 3])) for n in (2, 3, 4)] if alone else [rows([0, 1, 2])]
+    window, model = autoaccum.Window(pieces), Moving()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs, random = [piece[0].clone() for piece in pieces], torch.get_rng_state()
+
+    asked = Asked(model, plain).settle(window, sizes=(1, 1, 1) if alone else (8, 16))
+
+    assert asked.runs
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close([piece[0] for piece in pieces], inputs, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.norm.training
+
+
+def test_loss_may_write_to_what_it_is_given():
+    def writing(outputs, targets):
+        targets.sub_(1)  # done twice it would be no class
+        outputs.mul_(2.0)
+        return functional.cross_entropy(outputs, targets, ignore_index=1)
+
+    asked = Asked(nn.Linear(4, 3), writing).settle(rows([1, 2, 2, 3, 1]))
+
+    assert asked.found == (Over.COUNTED, 2)
+    assert asked.runs <= 4  # and not once for each part
+
+
+# --- class weights ----------------------------------------------------------------------------------------------------
+
+WEIGHTED = {
+    "all": [0.2, 1.0, 3.0, 0.5],
+    "one": [1.0, 1.0, 1.0, 0.1],
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTED.values(), ids=WEIGHTED)
+@pytest.mark.parametrize("padded", [False, True])
+def test_class_weights_in_a_plain_function_are_weighed_by_samples_and_that_is_said_once(weights, padded):
+    inputs, targets = rows([0, 1, 2, 3, 3, 1, 0])
+    if padded:
+        targets[::5] = -100
+
+    def weighted(outputs, targets):
+        return functional.cross_entropy(outputs, targets, weight=torch.tensor(weights))
+
+    asked = Asked(nn.Linear(4, 4), weighted).settle(*[(inputs, targets)] * 3)
+
+    assert asked.found[0] is Over.OPAQUE
+    assert asked.said("could not be found out, so") == 1
+
+
+def test_class_that_weighs_otherwise_and_comes_late_is_noticed():
+    def weighted(outputs, targets):
+        return functional.cross_entropy(outputs, targets, weight=torch.tensor([1.0, 1.0, 1.0, 0.1]))
+
+    asked = Asked(nn.Linear(4, 4), weighted).settle(rows([0, 1, 2]))
+    assert asked.found[0] is Over.COUNTED
+
+    asked.settle(rows([0, 1, 2, 2, 3]))
+
+    assert asked.found[0] is Over.OPAQUE
+
+
+def test_many_classes_are_all_looked_at():
+    asked = Asked(nn.Linear(4, 100), plain).settle(rows(list(range(100)), 300))
+
+    runs = asked.runs
+    asked.settle(rows(list(range(100)), 300))
+
+    assert runs < 20  # of 16 samples each
+    assert asked.runs == runs
+    assert not asked.notices.texts
+
+
+# --- half precision and autocast --------------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)).transpose(1, 2)
+
+
+def sentences(padding, samples=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(1, 5, (samples, 7), generator=generator)
+    for row, length in enumerate(torch.randint(1, 8, (samples,), generator=generator).tolist()):
+        targets[row, length:] = padding
+    return torch.randint(0, 11, (samples, 7), generator=generator), targets
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_plain_function_is_found_out_whatever_precision_the_model_is_in(dtype, seed):
+    torch.manual_seed(seed)
+
+    def shifted(outputs, targets):
+        return functional.cross_entropy(outputs[..., :-1], targets[:, 1:], ignore_index=0)
+
+    asked = Asked(Tagger().to(dtype), shifted).settle(sentences(0, seed=seed))
+
+    assert asked.found == (Over.SHIFTED, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_own_loss_in_bfloat16_is_found_out_or_it_is_said_that_it_cannot_be_told(seed):
+    class Own(Tagger):
+        def forward(self, tokens, labels):
+            return {"loss": functional.cross_entropy(super().forward(tokens), labels)}
+
+    torch.manual_seed(seed)
+    tokens, labels = sentences(-100, seed=seed)
+
+    asked = Asked(Own().bfloat16(), None).settle(*[{"tokens": tokens, "labels": labels}] * 2)
+
+    assert asked.found == (Over.COUNTED, -100) or asked.said("cannot be told for sure") == 1
+
+
+def test_function_that_holds_tensors_in_single_precision_is_asked_in_that():
+    scale = nn.Linear(3, 3)
+
+    def mixed(outputs, targets):
+        return functional.cross_entropy(scale(outputs), targets, ignore_index=2)
+
+    asked = Asked(nn.Linear(4, 3), mixed).settle(rows([0, 1, 2, 2, 1]))
+
+    assert asked.found == (Over.COUNTED, 2)
+    assert asked.runs <= 4  # and not once for each part
+
+
+class Frozen(nn.Module):
+    """A backbone in bfloat16 under a head in float32: without autocast the two do not go together."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 8).bfloat16().requires_grad_(requires_grad=False)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs))
+
+
+def test_model_that_needs_autocast_is_asked_under_it():
+    def autocast():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def ignoring(outputs, targets):
+        return functional.cross_entropy(outputs, targets, ignore_index=0)
+
+    window = rows([0, 1, 2, 3, 4, 0, 0])
+
+    without = Asked(Frozen(), ignoring).settle(window)
+    within = Asked(Frozen(), ignoring).settle(window, autocast=autocast)
+
+    assert without.said("could not be found out in evaluation mode") == 1
+    assert within.found == (Over.COUNTED, 0)
+
+
+# --- what cannot be told ----------------------------------------------------------------------------------------------
+
+
+def test_loss_that_compares_samples_with_each_other_is_weighed_by_samples_and_that_is_said_once():
+    def contrastive(outputs, targets):
+        return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    asked = Asked(nn.Linear(4, 3), contrastive).settle(*[rows([0, 1, 2])] * 3)
+
+    assert asked.found[0] is Over.OPAQUE
+    assert asked.said("could not be found out") == 1
+
+
+def test_losses_that_are_all_alike_are_asked_about_again_when_the_model_has_moved():
+    def ignoring(outputs, targets):
+        return functional.cross_entropy(outputs, targets, ignore_index=0)
+
+    model, window = Tagger(), sentences(0)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    asked = Asked(model, ignoring).settle(window)
+    assert asked.found == (Over.COUNTED, -100)  # the likeliest
+    nn.init.normal_(model.head.weight)
+
+    asked.settle(window)
+
+    assert asked.found == (Over.COUNTED, 0)
+
+
+def test_losses_that_stay_alike_are_given_up_and_that_is_said_once():
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+
+    asked = Asked(model, plain).settle(*[rows([0, 1, 2, 1, 1, 0])] * 10)
+
+    assert asked.said("cannot be told for sure") == 1
+    assert asked.runs < 40
+
+
+def test_samples_that_cannot_stand_in_one_batch_weigh_by_samples_and_that_is_said_once():
+    def window(*lengths):
+        return autoaccum.Window([(torch.randint(0, 11, (1, n)), torch.randint(0, 5, (1, n))) for n in lengths])
+
+    asked = Asked(Tagger(), plain).settle(window(3, 4, 5), window(2, 6, 1), sizes=(1, 1, 1))
+
+    assert asked.found[0] is Over.OPAQUE
+    assert asked.runs < 4  # it is not asked again and again
+    assert asked.said("no two samples of a window can stand in one batch") == 1
+
+    asked.settle(sentences(-100))
+
+    assert asked.found == (Over.COUNTED, -100)
+
+
+# --- where nothing counts in an unknown loss --------------------------------------------------------------------------
+
+
+def weighted_and_padded(outputs, targets):
+    return functional.cross_entropy(outputs, targets, weight=torch.tensor([0.2, 1.0, 3.0, 0.5, 9.0]), ignore_index=0)
+
+
+@pytest.mark.parametrize("loss_reduction", [None, "mean"])
+def test_micro_batch_in_which_nothing_counts_is_left_out_of_a_loss_that_is_not_known(loss_reduction):
+    inputs, targets = sentences(0)
+    targets[4:6] = 0
+    asked = Asked(Tagger(), weighted_and_padded, loss_reduction=loss_reduction)
+
+    asked.settle((inputs, targets), sizes=(4, 2, 6))
+
+    factors = asked.objective.factors(as_window((inputs, targets)), (4, 2, 6))
+    assert [factor.of("loss") for factor in factors] == [4 / 12, 0.0, 6 / 12]
+    assert asked.said("no number for samples in which no target counts") == 1
+
+
+def test_micro_batch_with_all_targets_alike_stays_where_its_loss_is_a_number():
+    inputs, targets = sentences(0)
+    targets[4:6] = 3
+    asked = Asked(Tagger(), weighted_and_padded).settle((inputs, targets), sizes=(4, 2, 6))
+    runs = asked.runs
+
+    asked.settle((inputs, targets), sizes=(4, 2, 6))
+
+    factors = asked.objective.factors(as_window((inputs, targets)), (4, 2, 6))
+    assert [factor.of("loss") for factor in factors] == [4 / 12, 2 / 12, 6 / 12]
+    assert asked.runs == runs  # it was tried once
+
+
+def test_unknown_loss_trains_through_a_micro_batch_in_which_nothing_counts():
+    inputs, targets = sentences(0)
+    targets[4:6] = 0
+    model = Tagger()
+    runner = autoaccum.Runner(
+        model,
+        None,
+        autoaccum.Plan(12, (4, 2, 6)),
+        loss=weighted_and_padded,
+        device="cpu",
+        notices=Notices(silent=True),
+    )
+
+    report = runner.step((inputs, targets))
+
+    assert report.loss > 0.0
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# --- pairs that are none ----------------------------------------------------------------------------------------------
+
+
+def accuracy(outputs, targets):
+    """Often 0 for a few samples, which then add up."""
+    return functional.cross_entropy(outputs, targets), (outputs.argmax(1) == targets).double().mean()
+
+
+def mean_and_count(outputs, targets):
+    return functional.cross_entropy(outputs, targets), len(targets)
+
+
+def with_outputs(outputs, targets):
+    return functional.cross_entropy(outputs, targets), outputs
+
+
+def with_mapping(outputs, targets):
+    return functional.cross_entropy(outputs, targets), {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (accuracy, "second halves do not add up"),
+        (mean_and_count, "first half is a mean"),
+        (with_outputs, r"second half is a tensor of shape \("),
+        (with_mapping, "second half is a dict"),
+    ],
+)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_pair_that_is_no_sum_and_weight_is_refused_before_the_first_update(loss, found, as_list):
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    losses = [lambda model, batch: loss(model(batch[0]), batch[1])] if as_list else loss
+    runner = autoaccum.Runner(model, None, autoaccum.plan(24, 9), loss=losses, device="cpu")
+
+    with pytest.raises(autoaccum.InvalidInputError, match=rf"{found}.*a pair means \(sum, weight\)"):
+        runner.step(rows([0, 1, 2]))
+
+    assert torch.equal(model.weight, before)
+
+
+def test_pair_that_is_none_is_refused_in_a_window_that_is_not_cut_once_it_was_seen():
+    runner = autoaccum.Runner(nn.Linear(4, 3), None, autoaccum.plan(24, 24), loss=accuracy, device="cpu")
+    runner.step(rows([0, 1, 2]))
+
+    with pytest.raises(autoaccum.InvalidInputError, match="second halves do not add up"):
+        runner.step(rows([0, 1, 2]))
+
+
+def test_probe_shows_a_pair_that_is_none_before_training_begins():
+    with pytest.raises(autoaccum.InvalidInputError, match="second halves do not add up"):
+        autoaccum.fit(nn.Linear(4, 3), [rows([0, 1, 2])], 24, loss=accuracy, device="cpu", progress=False)
+
+
+def test_memory_that_runs_out_between_two_losses_leaves_none_of_them_unlearned(monkeypatch):
+    def two(outputs, targets):
+        loss = functional.cross_entropy(outputs, targets, reduction="sum")
+        return {"pair": (loss, len(targets)), "mean": functional.cross_entropy(outputs, targets)}
+
+    reads = torch.Tensor.__float__
+    failures = 0
+    while True:
+        asked = Asked(nn.Linear(4, 3), two)
+        monkeypatch.setattr(torch.Tensor, "__float__", FailsAt(failures + 1, reads))
+        try:
+            asked.settle(rows([0, 1, 1, 2]))
+        except torch.OutOfMemoryError:
+            failures += 1
+            asked.settle(rows([0, 1, 1, 2]))
+        else:
+            break
+        assert asked.objective.weighting("pair").over is Over.PAIR
+        assert asked.objective.weighting("mean").over is Over.COUNTED
+    assert failures > 20
+
+
+class FailsAt:
+    """A function that once finds no memory."""
+
+    def __init__(self, call, function):
+        self.left, self.function = call, function
+
+    def __get__(self, owner, kind=None):
+        return lambda *arguments: self(owner, *arguments)
+
+    def __call__(self, *arguments):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
+        return self.function(*arguments)

@@ -1,0 +1,174 @@
+"""An update is made whole, or not begun: what it takes is measured once and asked for before each step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.memory._storages import Transients
+from autoaccum.memory.host import Host
+from autoaccum.notices import Notices
+from autoaccum.update import Updates
+from faults import FailAt, differences, state_of
+
+SIZE = 64
+BYTES = 4 * SIZE * SIZE  # of the one parameter
+
+
+class Asked(Host):
+    """Host memory that notes what it is asked to reserve, and refuses as often as is said."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+        self.refusals = 0
+
+    def reserve(self, extra_bytes):
+        self.asked.append(extra_bytes)
+        if self.refusals:
+            self.refusals -= 1
+            raise torch.OutOfMemoryError("out of memory (refused)")
+
+
+def one_parameter():
+    torch.manual_seed(0)
+    return nn.Linear(SIZE, SIZE, bias=False)
+
+
+def updates_of(model, optimizer, memory, scaler=None):
+    return Updates(optimizer, scaler, memory, list(model.parameters()), clip_grad_norm=None, entering=lambda _: None)
+
+
+def test_what_a_piece_of_work_takes_is_told_apart_from_what_it_leaves():
+    with Transients("cpu") as watch:
+        kept = torch.zeros(256)
+        (kept + 1).mul(2).sum().item()  # two temporaries at once, then one of them and a small third
+        kept = [kept, torch.ones(512)]
+
+    assert watch.transient_bytes() == 2 * 1024
+    assert watch.left_bytes() == 3 * 1024
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "transient"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, 0),
+        (lambda p: torch.optim.Adam(p, lr=0.1, foreach=False), 2, 2),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True), 2, 1),
+    ],
+    ids=["sgd", "momentum", "adam loop", "adamw foreach"],
+)
+def test_state_is_asked_for_once_and_temporaries_before_every_step(make, state, transient):
+    model, memory = one_parameter(), Asked()
+    updates = updates_of(model, make(model.parameters()), memory)
+    for _ in range(3):
+        model.weight.grad = torch.ones_like(model.weight)
+        updates.make()
+    measured = memory.asked[-1]
+
+    updates._optimizer.state.clear()  # as after the trials of a probe
+    model.weight.grad = torch.ones_like(model.weight)
+    updates.make()
+
+    assert memory.asked[:2] == [measured, measured]
+    assert measured // BYTES == transient
+    assert (memory.asked[-1] - measured) // BYTES == state
+
+
+def test_optimizer_without_state_is_guarded_by_a_copy_in_its_first_step_only(monkeypatch):
+    model = one_parameter()
+    updates = updates_of(model, torch.optim.SGD(model.parameters(), lr=0.1), Asked())
+    copies = []
+    monkeypatch.setattr(updates, "_copy", lambda: copies.append(1))
+
+    for _ in range(3):
+        model.weight.grad = torch.ones_like(model.weight)
+        updates.make()
+
+    assert copies == [1]
+
+
+def test_parameters_that_begin_to_train_later_are_measured_again():
+    model, memory = nn.Sequential(one_parameter(), one_parameter()), Asked()
+    updates = updates_of(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True), memory)
+    for step in range(4):
+        model[0].weight.grad = torch.ones(SIZE, SIZE)
+        model[1].weight.grad = torch.ones(SIZE, SIZE) if step >= 2 else None
+        updates.make()
+
+    assert [asked // BYTES for asked in memory.asked] == [1, 2]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_first_step_is_taken_back_wherever_it_fails(foreach):
+    def run(*points):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_()
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+        updates = updates_of(model, optimizer, Asked())
+        before = state_of(model, optimizer)
+        fault = FailAt(*points)
+        try:
+            with fault:
+                updates.make()
+        except torch.OutOfMemoryError:
+            assert differences(state_of(model, optimizer), before) == []
+        return fault
+
+    counted = run().count
+    hits = sum(run(point).hits for point in range(1, counted + 1))
+
+    assert hits == counted > 20
+
+
+def runner_on(memory, optimizer=torch.optim.Adam):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    return model, autoaccum.Runner(
+        model,
+        optimizer(model.parameters(), lr=0.1),
+        autoaccum.plan(12, 4),
+        loss=nn.CrossEntropyLoss(),
+        device=memory,
+        notices=Notices(silent=True),
+    )
+
+
+def window():
+    torch.manual_seed(1)
+    return torch.randn(12, 6), torch.randint(0, 3, (12,))
+
+
+def test_reservation_that_fails_once_is_made_again_from_the_gradients_at_hand():
+    memories = Asked(), Asked()
+    (one, clean), (other, refused) = map(runner_on, memories)
+    reports = []
+    for runner, memory, refusals in ((clean, memories[0], 0), (refused, memories[1], 1)):
+        runner.step(window())
+        memory.refusals = refusals
+        reports.append(runner.step(window()))
+
+    assert (reports[1].oom_events, reports[1].recomputed_samples) == (1, 0)
+    assert differences(state_of(one, clean.optimizer), state_of(other, refused.optimizer)) == []
+
+
+def test_reservation_that_cannot_be_had_leaves_everything_as_it_was():
+    memory = Asked()
+    model, runner = runner_on(memory)
+    runner.step(window())
+    memory.refusals = 10**6
+    torch.manual_seed(2)
+    before = copy.deepcopy(state_of(model, runner.optimizer))
+    given = window()
+    torch.manual_seed(2)
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="memory for the optimizer's step"):
+        runner.step(given)
+
+    assert differences(state_of(model, runner.optimizer), before) == []
