@@ -295,10 +295,11 @@ def test_process_at_its_own_limit_is_told_that_a_training_does_not_fit():
         import torch, autoaccum
 
         torch.set_num_threads(1)
-        model = torch.nn.Linear(4, 2)
         batch = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+        autoaccum.find_micro_batch(torch.nn.Linear(4, 2), batch, device="cpu")  # all that is imported late is now there
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4096), torch.nn.Linear(4096, 4096))  # its gradient: 64 MiB
         data = 1024 * int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-        resource.setrlimit(resource.RLIMIT_DATA, (data + 200 * 1024, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (data + (8 << 20), resource.getrlimit(resource.RLIMIT_DATA)[1]))
         try:
             autoaccum.find_micro_batch(model, batch, device="cpu")
         except autoaccum.DoesNotFitError as error:
