@@ -49,9 +49,11 @@ $(VENV)/.for-bench: $(VENV)/.for-development
 	$(call install,$(VENV)) --editable '.[bench]'
 	touch $@
 
+TEST_OPTIONS ?=
+
 .PHONY: test
 test: $(VENV)/.for-development  ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TEST_OPTIONS)
 
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style and format

@@ -288,7 +288,7 @@ def test_device_that_is_lost_in_a_trial_is_said_to_be(batch):
         autoaccum.find_micro_batch(Hungry(), batch, loss=poisoned, device=autoaccum.Simulated("64MiB"))
 
 
-def test_process_at_its_own_limit_is_told_that_a_training_does_not_fit():
+def test_process_at_its_own_limit_is_told_that_a_search_does_not_fit():
     script = r"""
         import re, resource, sys
         from pathlib import Path
@@ -297,7 +297,7 @@ def test_process_at_its_own_limit_is_told_that_a_training_does_not_fit():
         torch.set_num_threads(1)
         batch = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
         autoaccum.find_micro_batch(torch.nn.Linear(4, 2), batch, device="cpu")  # all that is imported late is now there
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4096), torch.nn.Linear(4096, 4096))  # its gradient: 64 MiB
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4096), torch.nn.Linear(4096, 4096))  # 64 MiB
         data = 1024 * int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1])
         resource.setrlimit(resource.RLIMIT_DATA, (data + (8 << 20), resource.getrlimit(resource.RLIMIT_DATA)[1]))
         try:
@@ -308,7 +308,7 @@ def test_process_at_its_own_limit_is_told_that_a_training_does_not_fit():
 
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
 
-    assert "what a training needs beside the model does not fit on host memory" in done.stdout, done.stderr
+    assert "the copy of all that a search puts back does not fit on host memory" in done.stdout, done.stderr
 
 
 def test_answer_holds_in_training_where_what_is_set_aside_is_a_large_part_of_the_memory():

@@ -11,6 +11,7 @@ from autoaccum import devices, signals
 from autoaccum.batches import count
 from autoaccum.errors import DoesNotFitError
 from autoaccum.fallback import ways_left
+from autoaccum.memory import backend_for
 from autoaccum.memory.limits import describe_neighbours, format_bytes, parse_limit
 from autoaccum.notices import Notices
 from autoaccum.records import ProbeResult, check_positive_int
@@ -121,7 +122,9 @@ def probe(
     modules = step.objective.modules
     whole = WholeWindow(step, Mark(modules, memory.device)) if loss_scope == "window" else None
     # Before the limit begins: what is set aside is not the step's.
-    snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler)
+    host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))
+    with devices.failures_told(host, "the copy of all that a search puts back"):
+        snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler)
     step.clear_gradients()
     with devices.failures_told(memory, "the search for a micro-batch"):
         try:
