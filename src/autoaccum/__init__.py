@@ -13,6 +13,7 @@ from autoaccum.errors import (
     DoesNotFitError,
     InvalidInputError,
     RankFailedError,
+    StartAgainError,
     StateDamagedError,
 )
 from autoaccum.fit import fit
@@ -56,6 +57,7 @@ __all__ = [
     "Report",
     "Runner",
     "Simulated",
+    "StartAgainError",
     "StateDamagedError",
     "StepReport",
     "TensorBoardLog",

@@ -37,6 +37,8 @@ class SharedWeights(Protocol):
     """What a process is told of what the whole window weighs before it works on its part."""
 
     totals: Mapping[str, float]
+    # By what all losses are multiplied, where what adds up the gradients divides them.
+    multiplier: float
 
     def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """Return what (sum, weight) pairs weigh in the whole window, given what they weigh in this part."""
@@ -235,7 +237,8 @@ class Accumulation:
                 continue
             self.sizes = (*done, *rest)
             place, autocast = step.transfer.place, step.precision.autocast
-            step.objective.settle(self._window, self._told_apart(), place, self._at_micro_batch, autocast)
+            if step.passes is None:  # else it was asked together with the others
+                step.objective.settle(self._window, self._told_apart(), place, self._at_micro_batch, autocast)
             factors = self._weigh()
             if factors[: self._done] == self._factors[: self._done]:
                 self._factors = factors
@@ -341,6 +344,8 @@ class Accumulation:
             return objective.factors(self._window, self.sizes, is_part=True)
         totals = None if self._share is None else self._share.totals
         factors = objective.factors(self._window, self.sizes, totals, is_part=self._is_part)
+        if self._share is not None and self._share.multiplier != 1.0:
+            factors = [one.times(self._share.multiplier) for one in factors]
         if (len(self.sizes) > 1 or self._is_part) and objective.mixes_pairs():
             # Gradients of several losses lie in one .grad and cannot be set right one by one afterwards, so the weights
             # of (sum, weight) pairs are learned beforehand, by a forward pass without graph.

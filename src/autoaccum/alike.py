@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autoaccum.batches import Piece
 from autoaccum.buckets import Buckets
 from autoaccum.errors import InvalidInputError
+from autoaccum.sharded_model import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -133,7 +134,7 @@ def _state(step: TrainingStep) -> list[Tensor]:
         id(tensor): tensor
         for module in step.objective.modules
         for tensor in itertools.chain(module.parameters(), module.buffers())
-        if tensor.device.type == device
+        if tensor.device.type == device and not is_spread(tensor)
     }
     return list(found.values())
 

@@ -13,6 +13,8 @@ from autoaccum.alike import look_at_data
 from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 from autoaccum.joint import Joint
+from autoaccum.sharded_joint import ShardedJoint
+from autoaccum.sharded_model import is_sharded
 from autoaccum.sharding import ShardedLoader, can_be_sharded
 from autoaccum.shares import Shares, cut
 
@@ -95,14 +97,18 @@ class Company:
                 )
         self._is_looked_at = shard
 
-    def begin(self, step: TrainingStep, wishes: Callable[[], int]) -> None:
+    def begin(self, step: TrainingStep, wishes: Callable[[], int], grows_to: int | None) -> None:
         """Make ready to make windows together.
 
         Args:
             step: This rank's training step.
             wishes: Returns what this rank wishes to happen after a window.
+            grows_to: The largest micro-batch that is wanted of a model that is spread over ranks, where sizes grow.
         """
-        self.joint = Joint(self.ranks, step)
+        if is_sharded(step.objective.modules):
+            self.joint = ShardedJoint(self.ranks, step, grows_to)
+        else:
+            self.joint = Joint(self.ranks, step)
         self.joint.wishes = wishes
         self.joint.note = self._reached
         self.joint.is_timed = self._shares.by_speed

@@ -36,5 +36,19 @@ class CheckpointError(AutoaccumError):
     """A checkpoint cannot be written or read, or belongs to something else; the message says if anything changed."""
 
 
+class StartAgainError(AutoaccumError):
+    """Memory ran out where this process cannot go on, nor can the others of its training: all have to start again.
+
+    From a checkpoint, `fit` goes on in a smaller cut. Uncaught, it ends `autoaccum` with exit code 75 (EX_TEMPFAIL).
+
+    Attributes:
+        micro_batch: Samples of the micro-batch that did not fit; None where it was none.
+    """
+
+    def __init__(self, message: str, micro_batch: int | None = None) -> None:
+        super().__init__(message)
+        self.micro_batch = micro_batch
+
+
 class RankFailedError(AutoaccumError):
     """Another process of the same distributed job failed, so this one cannot go on either."""

@@ -21,6 +21,7 @@ from autoaccum.errors import (
     DoesNotFitError,
     InvalidInputError,
     RankFailedError,
+    StartAgainError,
     StateDamagedError,
 )
 from autoaccum.jobs import load_recipe
@@ -83,6 +84,8 @@ def code_for(error: AutoaccumError) -> ExitCode:
         return ExitCode.BAD_INPUT
     if isinstance(error, DoesNotFitError):
         return ExitCode.DOES_NOT_FIT
+    if isinstance(error, StartAgainError):
+        return ExitCode.START_AGAIN
     if isinstance(error, DeviceLostError | StateDamagedError | RankFailedError):
         return ExitCode.DAMAGED
     return ExitCode.UNEXPECTED

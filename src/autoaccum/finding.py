@@ -60,6 +60,8 @@ class Finding:
         loss_scope: As for `fit`.
         forward: As for `fit`.
         cap: The most samples at once, whatever is asked or found; None where nothing says so.
+        grows_from: The size to begin with where a size that does not fit would end the process: then nothing is tried,
+            and sizes grow by what smaller ones show. None where failures can be survived.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Finding:
         loss_scope: str,
         forward: Callable[[nn.Module, Any], Any] | None,
         cap: int | None = None,
+        grows_from: int | None = None,
     ) -> None:
         self.asked = micro_batch
         # One that no window reaches is none.
@@ -84,7 +87,10 @@ class Finding:
         self._is_auto = micro_batch == "auto"
         # A loss over the whole window has to know the whole cut beforehand.
         self._probe = "before" if probe == "inline" and loss_scope == "window" else probe
-        self._strategy = strategy or ("fastest" if self._is_auto else "balanced")
+        self._grows_from = grows_from
+        if grows_from is not None:
+            self._probe = probe = "off"
+        self._strategy = strategy or ("fastest" if self._is_auto and grows_from is None else "balanced")
         self._multiple_of = TILE if self._is_auto and step.precision.name != "fp32" else 1
         self._cache = cache if self._is_auto and probe != "off" else None
         self._limit_bytes = limit_bytes
@@ -141,11 +147,19 @@ class Finding:
     def plan(self, probed: ProbeResult | None = None) -> Plan:
         """Return the plan to begin with; where the first windows are to teach a better one, it is that of no cut."""
         target = self._target_batch
-        most = self.asked if isinstance(self.asked, int) else target if probed is None else probed.micro_batch
+        found = self._grows_from or target if probed is None else probed.micro_batch
+        most = self.asked if isinstance(self.asked, int) else found
         most = most if self._cap is None else min(most, self._cap)
         # The fastest is found by whole windows: a single trial of each size says little on a machine that others use.
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
         return plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of)
+
+    @property
+    def grows_to(self) -> int | None:
+        """The largest size that is wanted, where sizes grow by what smaller ones show; None where they do not."""
+        if self._grows_from is None or not self._is_auto:
+            return None
+        return self._target_batch if self._cap is None else self._cap
 
     def within_cap(self, earlier: Plan) -> Plan:
         """Return the plan of an earlier run, or one that the cap allows where that does not."""

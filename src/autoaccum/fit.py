@@ -33,6 +33,7 @@ from autoaccum.records import check_positive_int
 from autoaccum.saving import saver_for
 from autoaccum.schedule import check_scheduler
 from autoaccum.scope import check_loss_scope
+from autoaccum.sharded_model import check_sharded, first_size, is_sharded
 from autoaccum.shares import check_shares
 from autoaccum.step import assemble, check_clip
 from autoaccum.training import Training
@@ -174,6 +175,7 @@ def fit(
         DeviceLostError: The device can no longer be used by this process.
         StateDamagedError: The optimizer failed after it had begun to write, and there is no checkpoint to go back to,
             or it failed there again.
+        StartAgainError: Memory ran out in a model that is spread over ranks (docs/fsdp.md).
         CheckpointError: A checkpoint cannot be written, cannot be read, or is of something else; then the model is as
             it was.
         RankFailedError: Another process of this training has failed.
@@ -221,8 +223,10 @@ def fit(
             loss_reduction=loss_reduction,
             clip_grad_norm=clip_grad_norm,
             notices=notices,
+            is_one_of_several=ranks is not None,
         )
         company = None
+        grows_from = None
         if ranks is not None:
             alike = {
                 "target_batch": target_batch,
@@ -239,6 +243,15 @@ def fit(
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
             }
+            if is_sharded(step.objective.modules):
+                asked = {
+                    f"shares={shares!r}": shares != "equal",
+                    f"fallback={fallback!r}": bool(fallback),
+                    "compile=": options is not None,
+                    f"probe={probe!r}": probe == "before" and micro_batch == "auto",
+                }
+                check_sharded(step.objective.modules, ranks.size, asked)
+                grows_from = first_size(step.objective.modules)
             company = _company(ranks, step, loader, alike, loss_scope=loss_scope, notices=notices)
         part = target_batch if company is None else company.target_batch
         training = Training(
@@ -260,6 +273,7 @@ def fit(
                 loss_scope=loss_scope,
                 forward=forward,
                 cap=cap,
+                grows_from=grows_from,
             ),
             val_loader=val_loader,
             metrics=metrics,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autoaccum.accumulation import Accumulation, Given
     from autoaccum.batches import Window
     from autoaccum.ranks import Ranks
+    from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
     from autoaccum.weighting import Weighting
 
@@ -85,6 +86,9 @@ class Joint:
         share: What the parts of the present window weigh together, where they cannot be added up afterwards.
     """
 
+    # Whether gradients are added up here, or by the model itself.
+    adds_up_gradients = True
+
     def __init__(self, ranks: Ranks, step: TrainingStep) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
@@ -94,13 +98,13 @@ class Joint:
         self.is_timed = False
         self._step = step
         self._trained = [parameter for parameter in step.parameters if parameter.requires_grad]
-        self._gradients = Buckets(self._trained)
+        self._gradients = Buckets(self._trained if self.adds_up_gradients else [])
         self._present = 0
         self._buffers = _SharedBuffers(step)
         self._losses: list[str] = []
         self._norm, self._pair = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
-        self.share: _Share | None = None
+        self.share: Share | None = None
         self._known_before = b""
         self._begun: Window | None = None
         # What a card's collectives take is taken with the first one: better now than beside a window's activations.
@@ -116,7 +120,7 @@ class Joint:
         own = sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None)
         return (own | self._present).bit_count()
 
-    def begin(self, window: Window) -> _Share | None:
+    def begin(self, window: Window) -> Share | None:
         """Begin a window; return what its parts weigh together, where they cannot be added up afterwards.
 
         Args:
@@ -129,6 +133,12 @@ class Joint:
         self._known_before = self._known()
         self.share = self._share_of(window)
         return self.share
+
+    def prepare(self, window: Window, sizing: Sizing) -> None:
+        """Make ready for an attempt at a window; nothing to do where each rank makes its passes by itself."""
+
+    def failed(self, error: Exception, work: Accumulation | None) -> None:
+        """See what a failure on this rank means; nothing but for itself where the others do not wait for its passes."""
 
     def agree(self, window: Window, work: Accumulation, given: Given) -> bool:
         """See that all ranks have done their parts; return False where some have to do theirs again.
@@ -162,7 +172,7 @@ class Joint:
             work.start_over(self.share)
         return False
 
-    def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> _Alone:
+    def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> Alone:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
 
         Whatever fails on this rank alone, it sends what the others wait for to the end, and what it holds then is of no
@@ -180,7 +190,7 @@ class Joint:
             RankFailedError: Another rank is gone.
         """
         self._step.phase = "reduce"
-        alone = _Alone()
+        alone = Alone()
         factor = self._factor(given, alone)
         self._present = 0
         for part in self.parts:
@@ -198,7 +208,7 @@ class Joint:
         alone.run(lambda: check(alone.losses))
         return alone
 
-    def _unscale_and_clip(self, alone: _Alone) -> None:
+    def _unscale_and_clip(self, alone: Alone) -> None:
         """Bring the gradients to what the optimizers are to be given, by the same norm on every rank."""
         updates = self._step.updates
         norm = alone.run(updates.norm)
@@ -212,7 +222,7 @@ class Joint:
             alone.run(lambda: updates.clip(norm.copy_(self._norm)))
         alone.norm = norm
 
-    def all_ready(self, alone: _Alone) -> bool:
+    def all_ready(self, alone: Alone) -> bool:
         """Whether every rank holds the same gradients, unscaled and clipped."""
         are_ready = not any(self.ranks.exchange("update", alone.failure is not None))
         if are_ready:
@@ -221,12 +231,12 @@ class Joint:
 
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
-    def _share_of(self, window: Window) -> _Share | None:
+    def _share_of(self, window: Window) -> Share | None:
         if self._step.objective.common_weight is not None:
             return None
         said = self._weights_of_all(window)
         totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
-        share = _Share(self.ranks, totals)
+        share = Share(self.ranks, totals)
         if not window.samples and self._step.objective.mixes_pairs():
             share.of_pairs({})  # the others ask, and wait for an answer
         return share
@@ -234,7 +244,7 @@ class Joint:
     def _weights_of_all(self, window: Window) -> list[dict[str, float]]:
         """Return what each part weighs; where one rank lacks memory to find out, all try once more."""
         for _ in range(_TRIES):
-            alone = _Alone()
+            alone = Alone()
             own = alone.run(lambda: self._step.objective.weights(window))
             said = self.ranks.exchange("weights", own)
             if None not in said:
@@ -251,7 +261,7 @@ class Joint:
             return None
         return self._step.objective.weights(window).get(common, 0.0)
 
-    def _factor(self, given: Given, alone: _Alone) -> float | Tensor:
+    def _factor(self, given: Given, alone: Alone) -> float | Tensor:
         """Return by what this rank's gradients and losses are multiplied, so that those of all add up."""
         common = self._step.objective.common_weight
         if self.share is not None or common == SUM:
@@ -260,13 +270,10 @@ class Joint:
             return self._factor_of_pair(given, alone)
         own, total = self.parts[self.ranks.rank].weight or 0.0, sum(part.weight or 0.0 for part in self.parts)
         if total == 0.0:
-            raise InvalidInputError(
-                "no target of this window counts on any rank, so the mean loss over it does not exist; leave such "
-                "samples out"
-            )
+            raise nothing_counts()
         return own / total
 
-    def _factor_of_pair(self, given: Given, alone: _Alone) -> float | Tensor:
+    def _factor_of_pair(self, given: Given, alone: Alone) -> float | Tensor:
         weight = 0.0 if given.pair_weight is None else given.pair_weight
         alone.run(lambda: self._pair.fill_(weight))
         self.ranks.add_up(self._pair)
@@ -276,10 +283,7 @@ class Joint:
 
     def _check_pair(self) -> None:
         if self._pair.device.type == "cpu" and not float(self._pair):
-            raise InvalidInputError(
-                "the (sum, weight) pairs of this window have weight 0 together on all ranks, so their mean does not "
-                "exist; leave such samples out"
-            )
+            raise pairs_weigh_nothing()
 
     def _known(self, losses: Mapping[str, Any] | None = None) -> bytes:
         """Return what stands for all that is known of the losses, alike where that is alike."""
@@ -323,7 +327,22 @@ class Joint:
         self._values.mul_(factor)
 
 
-class _Alone:
+def nothing_counts() -> InvalidInputError:
+    """Return what is raised on every rank where no target of a window counts."""
+    return InvalidInputError(
+        "no target of this window counts on any rank, so the mean loss over it does not exist; leave such samples out"
+    )
+
+
+def pairs_weigh_nothing() -> InvalidInputError:
+    """Return what is raised on every rank where the pairs of a window have no weight."""
+    return InvalidInputError(
+        "the (sum, weight) pairs of this window have weight 0 together on all ranks, so their mean does not exist; "
+        "leave such samples out"
+    )
+
+
+class Alone:
     """What one rank does by itself while others wait for what it sends: until something fails, then nothing more.
 
     Attributes:
@@ -351,8 +370,10 @@ class _Alone:
         self.failure = self.failure or failure
 
 
-class _Share:
+class Share:
     """What the whole window weighs, of which this rank has a part."""
+
+    multiplier = 1.0
 
     def __init__(self, ranks: Ranks, totals: Mapping[str, float]) -> None:
         self.totals = totals
@@ -364,10 +385,7 @@ class _Share:
             said = self._ranks.exchange("pairs", dict(weights))
             self._pairs = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
             if not all(self._pairs.values()):
-                raise InvalidInputError(
-                    "the (sum, weight) pairs of this window have weight 0 together on all ranks, so their mean does "
-                    "not exist; leave such samples out"
-                )
+                raise pairs_weigh_nothing()
         return {name: self._pairs[name] for name in weights}
 
 

@@ -77,6 +77,11 @@ class Factors:
         """Return the factor of the loss of this name."""
         return self.named.get(name, self.usual)
 
+    def times(self, number: float) -> Factors:
+        """Return the same, multiplied by a number."""
+        named = {name: factor * number for name, factor in self.named.items()}
+        return Factors(self.usual * number, self.provisional * number, self.alone, named)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -223,7 +228,7 @@ class Objective:
         alone = len(sizes) == 1 and not is_part
         usual_total = None if totals is None else totals[SAMPLES]
         usual = weighting.shares(self._said or _BY_SAMPLES, sizes, window.samples, usual_total)
-        factors = [Factors(share, 1.0 / window.samples, alone) for share in usual]
+        factors = [Factors(share, 1.0 / (usual_total or window.samples), alone) for share in usual]
         for name, how in self._settler.known.items():
             if how.over in _AS_USUAL and not how.void:
                 continue

@@ -55,6 +55,8 @@ class Ranks:
         size: Number of processes.
         moment: Windows done, to be kept up to date; -1 where what this rank holds is not whole.
         stood_together: Whether all ranks were alive and at the same moment when one failed.
+        is_in_pass: Whether the others wait for this one in the middle of something that cannot be left, so that nothing
+            can be said.
     """
 
     def __init__(self, memory: MemoryBackend) -> None:
@@ -62,6 +64,7 @@ class Ranks:
         self.size = distributed.get_world_size()
         self.moment = -1
         self.stood_together = False
+        self.is_in_pass = False
         self._memory = memory
         self._limit_s = timeout_s()
         self._has_failed = False
@@ -95,9 +98,27 @@ class Ranks:
         torch.save(value, kept)  # by itself pickle cannot load a tensor of bytes
         return [torch.load(io.BytesIO(one), weights_only=False) for one in self.exchange(topic, kept.getvalue())]
 
+    def tell(self, value: Any, source: int) -> Any:
+        """Return what the rank `source` says; what the others give is not looked at. Tensors arrive on the host.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        kept = io.BytesIO()
+        if source == self.rank:
+            torch.save(value, kept)
+        size = torch.tensor([len(kept.getvalue())])
+        with self._told():
+            self._wait(distributed.broadcast(size, source, group=self._hosts, async_op=True))
+            text = torch.zeros(int(size), dtype=torch.uint8)
+            if source == self.rank:
+                text.copy_(torch.frombuffer(kept.getbuffer(), dtype=torch.uint8))
+            self._wait(distributed.broadcast(text, source, group=self._hosts, async_op=True))
+        return torch.load(io.BytesIO(text.numpy().tobytes()), map_location="cpu", weights_only=False)
+
     def fail(self, error: BaseException) -> None:
         """Tell the others, at whatever they say next, that this rank has failed; once, and not where they are gone."""
-        if self._has_failed:
+        if self._has_failed or self.is_in_pass:
             return
         self._has_failed = True
         try:

@@ -425,6 +425,8 @@ class Runner:
     def _try(self, work: Accumulation, window: Window) -> _Outcome | MemoryEvent | _Again:
         """Make the update, or return what happened if it was lack of memory, with what must be done again put back."""
         try:
+            if self._joint is not None:
+                self._joint.prepare(window, self._sizing)
             given = work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
             if self._joint is not None:
                 return self._finish_with_others(self._joint, work, window, given)
@@ -436,6 +438,8 @@ class Runner:
                 update = self._step.updates.make(given.correction)
                 self._note_update(update)
         except Exception as error:
+            if self._joint is not None:
+                self._joint.failed(error, work)
             if not (oom.is_oom(error) or oom.is_too_large(error)) or oom.is_device_lost(error):
                 raise
             if self._step.witness is not None:

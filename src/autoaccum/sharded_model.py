@@ -1,36 +1,93 @@
-"""Models whose parameters `fully_shard` has spread over ranks: recognised, and refused.
+"""Models whose parameters `fully_shard` has spread over ranks: recognised, and refused where they cannot be trained.
 
-Such a model talks to all ranks inside every forward and backward pass, and what `fit` does on several ranks rests on
-passes that do not: a rank that cuts otherwise, or runs out of memory, would leave the others waiting for good.
+Such a model talks to all ranks inside every forward and backward pass, so all of them have to make their passes
+together; how, is in `sharded_joint.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
 
-def refuse_sharded(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules of which each rank holds a part only.
-
-    Raises:
-        InvalidInputError: A parameter is spread over ranks (a DTensor).
-    """
+def is_spread(tensor: Any) -> bool:
+    """Whether each rank holds a part of a tensor only (a DTensor)."""
     # Where nothing has imported it there are none, and the import takes long.
     tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:
-        return
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def is_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether any parameter of some modules is spread over ranks."""
+    return any(is_spread(parameter) for module in modules for parameter in module.parameters())
+
+
+def refuse_sharded(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules of which each rank holds a part only, where this process trains alone.
+
+    Raises:
+        InvalidInputError: A parameter is spread over ranks.
+    """
+    for name, _ in _spread(modules):
+        raise InvalidInputError(
+            f"parameter {name!r} is a DTensor, spread over ranks by fully_shard or tensor parallelism, and this call is "
+            "of one process; train it by fit in every process that torchrun started, or leave fully_shard out"
+        )
+
+
+def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, bool]) -> None:
+    """Refuse what cannot be done with a model that is spread over ranks.
+
+    Args:
+        modules: The model, and losses that are modules.
+        ranks: Number of processes of the training.
+        asked: What `fit` was asked for beside training, by the argument as it is written: whether it was.
+
+    Raises:
+        InvalidInputError: It is spread in another way than `fully_shard` spreads it over all ranks, or something was
+            asked for that each rank would have to do by itself.
+    """
+    modules = list(modules)
+    for text in (text for text, is_asked in asked.items() if is_asked):
+        raise InvalidInputError(
+            f"{text} is not for a model that fully_shard has spread over ranks, whose passes are made by all of them "
+            "together; leave it out (docs/fsdp.md says what there is instead)"
+        )
+    for name, parameter in _spread(modules):
+        size = parameter.device_mesh.size()
+        if size != ranks:
+            raise InvalidInputError(
+                f"parameter {name!r} is spread over {size} ranks, and this training has {ranks}, each with samples of "
+                "its own; spread it over all of them (tensor and pipeline parallelism need a loop of your own)"
+            )
     for module in modules:
         for name, parameter in module.named_parameters():
-            if isinstance(parameter, tensors.DTensor):
+            if parameter.requires_grad and not is_spread(parameter):
                 raise InvalidInputError(
-                    f"parameter {name!r} is a DTensor, spread over ranks by fully_shard or tensor parallelism; every "
-                    "rank must hold the whole model here, so leave that out, or train with a loop of your own"
+                    f"parameter {name!r} is trained and on every rank whole, while others are spread by fully_shard, "
+                    "so that nothing adds up its gradients; call fully_shard on the whole model too"
                 )
+
+
+def first_size(modules: Iterable[nn.Module]) -> int:
+    """Return the smallest micro-batch that can be trained on."""
+    has_norm = any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
+    return 2 if has_norm else 1  # BatchNorm refuses a single value a channel
+
+
+def _spread(modules: Iterable[nn.Module]) -> list[tuple[str, Any]]:
+    return [
+        (name, parameter)
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if is_spread(parameter)
+    ]

@@ -150,6 +150,11 @@ class Sizing:
         self._begin_with(plan)
         self._times_after, self._fits = None, 0
 
+    def grow_to(self, size: int) -> None:
+        """Take a larger size that was chosen elsewhere, and tell of it."""
+        self.set(self._plan_of(size))
+        self._told.planned(self.plan, None)
+
     def shrink_to(self, plan: Plan) -> None:
         """Begin with a plan that an earlier run had come to by failures; the one that was set stays to be reached."""
         if plan.micro_batch < self.plan.micro_batch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,23 @@ if TYPE_CHECKING:
 
     from autoaccum.memory.base import MemoryBackend
     from autoaccum.notices import Notices
-    from autoaccum.objective import Factors, Loss, Term
+    from autoaccum.objective import Factors, Loss, Source, Term
     from autoaccum.postmortem import PostMortem
     from autoaccum.precision import Precision
+
+
+class Passes(Protocol):
+    """Told of each pass through a model that talks to other processes in it; they begin theirs at the same time."""
+
+    def begin_pass(self) -> None:
+        """Wait until all are ready for the next pass, forward and backward.
+
+        Raises:
+            torch.OutOfMemoryError: One of them lacks memory for it.
+        """
+
+    def end_pass(self) -> None:
+        """Note that this process has got through."""
 
 
 @dataclass(slots=True)
@@ -68,6 +82,7 @@ class TrainingStep:
         has_added: Whether gradients may have been added to since this was last set to False.
         updates: Makes updates from the gradients that accumulate here.
         witness: Is shown the first lack of memory before it is let go of; None where nobody asked.
+        passes: Is told of each pass; None where the model talks to nobody in it.
     """
 
     def __init__(
@@ -87,6 +102,7 @@ class TrainingStep:
         self.phase = "transfer"
         self.has_added = False
         self.witness: PostMortem | None = None
+        self.passes: Passes | None = None
         self.parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
         self.updates = Updates(
             optimizer,
@@ -131,28 +147,35 @@ class TrainingStep:
         Raises:
             InvalidInputError: What came out is no loss, or has no graph.
         """
-        scaler = self.precision.scaler
+        if self.passes is not None:
+            self.passes.begin_pass()
         for source in self.objective.sources:
-            self.phase = "forward"
-            with self.precision.autocast():
-                # Without the outputs, which a loss seldom needs for its gradient.
-                terms = self.objective.terms(source, batch, samples)[0]
-            weighted: list[Tensor] = []
-            for term in terms:
-                value = self._weighted(term, factors, into)
-                if value is not None:
-                    into.losses.setdefault(term.name, []).append(value.detach())
-                    weighted.append(value)
-            if not weighted:
-                continue
-            total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
-            check_graph(total, (term.name for term in terms))
-            self.phase = "backward"
-            self.has_added = True
-            (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
+            self._run(source, batch, samples, factors, into)
+        if self.passes is not None:
+            self.passes.end_pass()
 
-    @staticmethod
-    def _weighted(term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
+    def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
+        """Run one forward pass and the backward pass of what came out."""
+        scaler = self.precision.scaler
+        self.phase = "forward"
+        with self.precision.autocast():
+            # Without the outputs, which a loss seldom needs for its gradient.
+            terms = self.objective.terms(source, batch, samples)[0]
+        weighted: list[Tensor] = []
+        for term in terms:
+            value = self._weighted(term, factors, into)
+            if value is not None:
+                into.losses.setdefault(term.name, []).append(value.detach())
+                weighted.append(value)
+        if not weighted:
+            return
+        total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        check_graph(total, (term.name for term in terms))
+        self.phase = "backward"
+        self.has_added = True
+        (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
+
+    def _weighted(self, term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
         """Return what a term adds to the window's loss; None where nothing in it counts."""
         factor = factors.of(term.name)
         if term.over is Over.PAIR and term.name not in factors.named:
@@ -164,7 +187,8 @@ class TrainingStep:
             into.pair_weights.setdefault(term.name, []).append(term.weight)
             factor = factors.provisional
         if factor == 0.0:
-            return None  # the mean over nothing is not a number
+            # The mean over nothing is not a number. Where others wait for the backward pass it is made all the same.
+            return None if self.passes is None else term.value.nan_to_num() * 0.0
         return term.value if factor == 1.0 else term.value * factor
 
 
@@ -192,6 +216,7 @@ def assemble(
     loss_reduction: str | None,
     clip_grad_norm: float | None,
     notices: Notices,
+    is_one_of_several: bool = False,
 ) -> TrainingStep:
     """Check what `fit`, `find_micro_batch` and `Runner` have in common, move the model and put a step together.
 
@@ -204,7 +229,8 @@ def assemble(
         raise InvalidInputError(f"model={model!r} is no torch.nn.Module")
     with devices.failures_told(memory, "what a training needs beside the model"):
         objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
-        refuse_sharded(objective.modules)
+        if not is_one_of_several:
+            refuse_sharded(objective.modules)
         chosen = optimizers.resolve(optimizer, objective.modules, notices)
         how = precision.resolve(precision_name, memory.device, model, notices)
     if not model.training:

@@ -165,7 +165,7 @@ class Training(Callback):
                 self._tell_start()
                 if self._company is not None:
                     with devices.failures_told(self._step.memory, "what ranks send each other"):
-                        self._company.begin(self._step, self._wishes)
+                        self._company.begin(self._step, self._wishes, self._finding.grows_to)
                 begins_with, probed = self._begin(scheduler, scheduler_interval)
                 with ExitStack() as limit:
                     with devices.failures_told(self._step.memory, "what a training needs beside the model"):

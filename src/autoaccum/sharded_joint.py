@@ -1,0 +1,296 @@
+"""One window, made by several processes of which each holds a part of the model: every pass is made by all at once.
+
+`fully_shard` gathers parameters and adds up gradients inside forward and backward passes. So all ranks make as many of
+them, in the same order, and agree before each: one that sees beforehand that it lacks memory says so there, and all
+begin the window anew in a smaller cut. One that runs out of memory within a pass leaves the others in the middle of
+theirs, and nothing can be said to them any more: all have to end, and start again from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from autoaccum import reason_file
+from autoaccum.batches import Window, copied
+from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
+from autoaccum.growth import Growth
+from autoaccum.joint import Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
+from autoaccum.objective import PAIR, SAMPLES, Factors
+from autoaccum.oom import first_line, is_oom, is_too_large
+from autoaccum.probe import does_not_fit_text
+from autoaccum.reason_file import OUT_OF_MEMORY, Reason
+from autoaccum.state import Mark
+from autoaccum.step import Accumulated
+from autoaccum.weighting import in_full
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from autoaccum.accumulation import Accumulation, Given
+    from autoaccum.ranks import Ranks
+    from autoaccum.sizing import Sizing
+    from autoaccum.step import TrainingStep
+
+# A pass of a rank that has no sample left is made with these, and gives nothing.
+_NOTHING = Factors(0.0, 0.0, alone=False)
+# Of a loss of which it is not known what it runs over, all ranks ask the same samples, of so many first windows.
+_WINDOWS_TO_ASK = 8
+_SAMPLES_TO_ASK = 16
+# BatchNorm refuses to train on a single value a channel.
+_LEAST = 2
+# The size that did not fit, where it was one of a micro-batch, and why.
+_Lack = tuple[int | None, str]
+# What gloo and NCCL say of a rank that is gone, and of one that did not answer in time.
+_OF_THE_NETWORK = ("connection closed", "connection reset", "timed out waiting", "socket", "broken pipe", "nccl")
+
+
+class LackElsewhereError(torch.OutOfMemoryError):
+    """Some rank has said, before a pass, that it lacks memory for it."""
+
+
+class ShardedJoint(Joint):
+    """Makes windows together with ranks that hold the other parts of the model.
+
+    Args:
+        ranks: All of them.
+        step: This one's training step.
+        grows_to: The largest size that is wanted, where sizes grow by what is seen; None where they are set.
+    """
+
+    adds_up_gradients = False
+
+    def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None) -> None:
+        super().__init__(ranks, step)
+        self._mark = Mark(step.objective.modules, step.memory.device)
+        self._growth = None if grows_to is None else Growth(grows_to)
+        self._larger: int | None = None
+        self._windows = 0
+        self._passes = 0  # of the present attempt, on the rank that makes most
+        self._sample: Window | None = None
+        self._lacking: dict[int, _Lack] = {}
+        self._is_told = False  # whether the others know of the failure that is on its way
+        self._size = 1
+        self._held_bytes: int | None = None
+        step.passes = self
+
+    def begin(self, window: Window) -> Share:
+        """Begin a window; return what its parts weigh together."""
+        self._buffers.begin()
+        if self._begun is not window or self.share is None:
+            self._begun = window
+            try:
+                self._ask(window)
+            except Exception as error:
+                self.failed(error, None)
+                raise
+            self.share = self._share_of(window)
+        return self.share
+
+    def prepare(self, window: Window, sizing: Sizing) -> None:
+        """Agree on how many passes this attempt takes."""
+        if self._larger is not None and self._larger > sizing.plan.micro_batch:
+            sizing.grow_to(self._larger)
+        self._larger = None
+        self._size = sizing.plan.micro_batch
+        self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if window.samples else 0))
+        memory = self._step.memory
+        if self._growth is not None and self._step.optimizer.state:
+            memory.reset_peak()
+            self._held_bytes = memory.peak_bytes()
+
+    def agree(self, window: Window, work: Accumulation, given: Given) -> bool:
+        """Make the passes that others still have to make, and see that all have got through."""
+        for _ in range(self._passes - len(work.sizes)):
+            self._pass_with_nothing()
+        self._losses = sorted({*self._losses, *given.losses})
+        self._say(None)
+        pair_weight = None if given.pair_weight is None else float(given.pair_weight)
+        mine = Part(
+            samples=window.samples,
+            weight=pair_weight,
+            known=repr(self._losses).encode(),
+            gradients=self._wished_size() if window.samples else 0,
+            buffers=self._buffers.written(),
+            seconds=self.seconds,
+            wishes=self.wishes(),
+            note=self.note(),
+        )
+        self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
+        self._larger = min((part.gradients for part in self.parts if part.gradients), default=None)
+        if len({part.known for part in self.parts}) > 1:  # a rank that had no sample knows of no loss
+            said = self.ranks.exchange("losses", self._losses)
+            self._losses = sorted({name for names in said for name in names})
+        return True
+
+    def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> Alone:
+        """Add up losses and buffers; the gradients of all have been, pass by pass."""
+        self._step.phase = "reduce"
+        alone = Alone()
+        self._values = in_full(torch.zeros(len(self._losses), device=self._step.memory.device))
+        correction = self._correction()
+        alone.run(lambda: self._fill_losses(given, correction / self.ranks.size))
+        self.ranks.add_up(self._values)
+        alone.note(self._buffers.exchange(self.ranks, self.parts))
+        if correction != 1.0:
+            gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+            alone.run(lambda: torch._foreach_mul_(gradients, correction))
+        alone.losses = alone.run(lambda: dict(zip(self._losses, self._values.unbind(), strict=True))) or {}
+        alone.run(lambda: check(alone.losses))
+        return alone
+
+    def all_ready(self, alone: Alone) -> bool:
+        """Whether every rank holds its part of the gradients; then they are unscaled and clipped."""
+        are_ready = super().all_ready(alone)
+        self._is_told = not are_ready
+        if are_ready and self._step.updates.clips:
+            # The norm over all parts is added up by all ranks.
+            self.begin_pass()
+            norm = self._step.updates.norm()
+            assert norm is not None
+            self._step.updates.clip(norm)
+            alone.norm = norm.full_tensor()  # type: ignore[attr-defined]
+            self.end_pass()
+        return are_ready
+
+    def failed(self, error: Exception, work: Accumulation | None) -> None:
+        """See what a failure means: all begin the window anew, or all end.
+
+        Args:
+            error: What failed here, or what was told of another rank.
+            work: Of the window; None before it has begun.
+
+        Raises:
+            StartAgainError: Memory ran out within a pass.
+            DoesNotFitError: It did with a single sample.
+            RankFailedError: Another rank has gone within a pass.
+        """
+        if self.ranks.is_in_pass:
+            self._end(error, None if work is None else work.size)
+            return
+        if work is None or not (is_oom(error) or is_too_large(error)):
+            return
+        if self._is_told:
+            self._is_told = False
+            return
+        if isinstance(error, LackElsewhereError):
+            lacking = self._lacking
+        else:
+            lacking = self._say((work.size, first_line(error)))
+        work.start_over(self.share)
+        work.size = max((size for size, _ in lacking.values() if size is not None), default=None)
+
+    def _end(self, error: Exception, size: int | None) -> None:
+        if is_oom(error):
+            if size == 1:
+                raise DoesNotFitError(does_not_fit_text(self._step, None, first_line(error))) from error
+            of = "" if size is None else f" of {size} samples"
+            text = (
+                f"rank {self.ranks.rank} ran out of memory in the {self._step.phase} pass{of} ({first_line(error)}), "
+                "and the others wait for it in theirs; every process has to be started again, as torchrun does with "
+                "--max-restarts, and goes on in a smaller cut where fit has a checkpoint="
+            )
+            reason_file.write(Reason(OUT_OF_MEMORY, size, self.ranks.rank, text))
+            raise StartAgainError(text, size) from error
+        if _is_of_the_network(error):
+            raise RankFailedError(
+                f"another process of this training is gone, or has not answered in time ({first_line(error)}); its own "
+                "output says why"
+            ) from error
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Wait until all ranks are ready for the next pass.
+
+        Raises:
+            torch.OutOfMemoryError: One of them lacks memory for it.
+        """
+        self._say(None)
+        self.ranks.is_in_pass = True
+
+    def end_pass(self) -> None:
+        """Note that this rank has got through."""
+        self.ranks.is_in_pass = False
+
+    def _say(self, lack: _Lack | None) -> dict[int, _Lack]:
+        said: list[_Lack | None] = self.ranks.exchange("pass", lack)
+        self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
+        if self._lacking and lack is None:
+            who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._lacking.items())
+            raise LackElsewhereError(who)
+        return self._lacking
+
+    def _pass_with_nothing(self) -> None:
+        """Make a pass that adds nothing, since others have samples left."""
+        assert self._sample is not None
+        self._mark.take()
+        batch = self._step.transfer.place(self._sample.cut(0, self._sample.samples))
+        self._step.accumulate(batch, self._sample.samples, _NOTHING, Accumulated())
+        self._mark.put_back()
+
+    # --- what parts weigh ---------------------------------------------------------------------------------------------
+
+    def _ask(self, window: Window) -> None:
+        """Find out, on the same samples on all ranks, what the losses run over."""
+        if self._windows >= _WINDOWS_TO_ASK:
+            return
+        self._windows += 1
+        counts = self.ranks.exchange("samples", window.samples)
+        source = next((rank for rank, count in enumerate(counts) if count), None)
+        if source is None:
+            return
+        mine = None
+        if source == self.ranks.rank:
+            mine = copied(window.cut(0, min(_SAMPLES_TO_ASK, window.groups()[0])))
+        asked = Window([self.ranks.tell(mine, source)])
+        self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
+        sizes = (asked.samples - asked.samples // 2, asked.samples // 2) if asked.samples > 1 else (1,)
+        place, autocast = self._step.transfer.place, self._step.precision.autocast
+        self.begin_pass()
+        self._step.objective.settle(asked, sizes, place, self._mark, autocast)
+        self.end_pass()
+
+    def _share_of(self, window: Window) -> Share:
+        if self._step.objective.mixes_pairs():
+            raise InvalidInputError(
+                "several losses of which some are (sum, weight) pairs cannot be weighed in a model that fully_shard "
+                "has spread over ranks; return one loss, or means"
+            )
+        said = self._weights_of_all(window)
+        totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
+        if totals[SAMPLES] and not all(totals.values()):
+            raise nothing_counts()
+        share = Share(self.ranks, totals)
+        # What adds up the gradients takes their mean over the ranks.
+        share.multiplier = float(self.ranks.size)
+        return share
+
+    def _correction(self) -> float:
+        """Return by what gradients and losses are to be multiplied, which have been divided by the samples."""
+        weights = [part.weight for part in self.parts if part.weight is not None]
+        if not weights:
+            return 1.0
+        if not sum(weights):
+            raise pairs_weigh_nothing()
+        assert self.share is not None
+        return self.share.totals[SAMPLES] / sum(weights)
+
+    def _wished_size(self) -> int:
+        """Return the size that this rank would take in the next window."""
+        memory = self._step.memory
+        peak = memory.peak_bytes()
+        if self._growth is None or self._held_bytes is None or peak is None:
+            return self._size
+        self._growth.note(self._size, held_bytes=self._held_bytes, peak_bytes=peak)
+        reading = memory.reading()
+        return self._growth.next_size(self._size, reading.used_bytes + reading.free_bytes)
+
+
+def _is_of_the_network(error: Exception) -> bool:
+    said = str(error).lower()
+    return isinstance(error, distributed.DistError) or any(words in said for words in _OF_THE_NETWORK)
