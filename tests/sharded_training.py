@@ -1,16 +1,17 @@
 """Trainings of models to which `fully_shard` was applied."""
 
-import json
-import os
-import sys
-from pathlib import Path
+import itertools
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 
 import rank_training
+from autoaccum.joint import Joint
+from autoaccum.sizing import Sizing
+from autoaccum.transfer import Transfer
+from autoaccum.update import Updates
 
 
 def sharded(model):
@@ -37,3 +38,73 @@ def with_own_samples(rank, size, lengths, **arguments):
 
 def alone(rank, size, **arguments):
     return rank_training.train(rank, size, **arguments)
+
+
+def evaluated(rank, size, lengths, **arguments):
+    samples = rank_training.texts(sum(lengths), seed=5)
+    loader = rank_training.own_loader(lengths)(rank, size, samples)
+    metrics = {"size": rank_training.mean_size}
+    return train(rank, size, loss="tokens, found out", val_loader=loader, metrics=metrics, **arguments)
+
+
+class Greedy(nn.Module):
+    """Takes more memory than there is for more than `most` samples, on one rank: really, so that the allocator fails."""
+
+    def __init__(self, most, *, backward=False):
+        super().__init__()
+        self.most, self.backward = most, backward
+
+    def forward(self, inputs):
+        return _Take.apply(inputs, self.most, self.backward)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, most, backward):
+        ctx.is_too_many = len(inputs) > most
+        if ctx.is_too_many and not backward:
+            torch.empty(1 << 50)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.is_too_many:
+            torch.empty(1 << 50)
+        return gradient, None, None
+
+
+def greedy(rank, size, most, *, greedy_rank=1, backward=False, **arguments):
+    net = rank_training.net()
+    net.insert(2, Greedy(most if rank == greedy_rank else 1000, backward=backward))
+    return train(rank, size, model=net, **arguments)
+
+
+def unsharded(rank, size, *, norm=False, **arguments):
+    return rank_training.train(rank, size, model=rank_training.net(norm=norm), **arguments)
+
+
+WHERE = {
+    "enter": (Sizing, "enter"),
+    "transfer": (Transfer, "feed"),
+    "reserve": (Updates, "reserve"),
+    "after the passes": (Joint, "_fill_losses"),
+}
+
+
+def raising():
+    yield from ()
+    raise torch.OutOfMemoryError("for this test")
+
+
+def lacking(rank, size, where, *, fails_at, **arguments):
+    """Train; on rank 0 memory runs out once outside of a pass."""
+    owner, name = WHERE[where]
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*given, **named):
+        if rank == 0 and next(calls) == fails_at:
+            return raising() if where == "transfer" else next(raising())
+        return real(*given, **named)
+
+    with mock.patch.object(owner, name, failing):
+        return train(rank, size, **arguments)

@@ -93,6 +93,8 @@ class Evaluator:
         with evaluation_mode(self._step.objective.modules), torch.no_grad():
             for batch in batches:
                 self._one_batch(Window([batch]), totals, mark)
+            if self._step.passes is not None:
+                self._step.passes.evaluate_with_others()
         others = [totals] if self._ranks is None else self._ranks.exchange("evaluation", totals.on_host())
         totals = _Totals.of_all(others)
         if not totals.samples:
@@ -129,6 +131,8 @@ class Evaluator:
             kept = [metric.state() for metric in self._metrics]
             return work()
         except Exception as error:
+            if self._step.passes is not None:
+                self._step.passes.evaluation_failed(error, size)
             if not (is_oom(error) or is_too_large(error)):
                 raise
             if self._step.witness is not None:
@@ -167,14 +171,19 @@ class Evaluator:
 
     def _one_cut(self, window: Window, start: int, size: int, mark: Mark) -> tuple[list[_Loss], Any]:
         """Return a cut's losses; or none, but its representations, where the loss is taken over the whole batch."""
-        if self._whole is None:
+        passes = self._step.passes
+        if self._whole is None and passes is None:
             self._settle(window, mark)
         cut = window.cut(start, start + size)
         batch = self._step.transfer.place(cut)
+        if passes is not None:
+            passes.begin_evaluation_pass()
         if self._whole is None:
             losses, outputs = self._with_losses(batch, cut, size)
         else:
             losses, outputs = [], self._whole.outputs(batch, size)
+        if passes is not None:
+            passes.end_pass()
         # Copies: an output may be a view of a whole layer, and keep it.
         representations = None if self._whole is None else copied(outputs)
         targets = batch[1] if is_pair(batch) else batch

@@ -84,7 +84,10 @@ class Joint:
         seconds: How long this rank has worked on its part.
         is_timed: Whether that is to be how long its device has worked, which is waited for.
         share: What the parts of the present window weigh together, where they cannot be added up afterwards.
+        sizing: How this rank cuts its parts; to be set before the first window.
     """
+
+    sizing: Sizing
 
     # Whether gradients are added up here, or by the model itself.
     adds_up_gradients = True
@@ -134,7 +137,7 @@ class Joint:
         self.share = self._share_of(window)
         return self.share
 
-    def prepare(self, window: Window, sizing: Sizing) -> None:
+    def prepare(self, window: Window) -> None:
         """Make ready for an attempt at a window; nothing to do where each rank makes its passes by itself."""
 
     def failed(self, error: Exception, work: Accumulation | None) -> None:

@@ -242,6 +242,8 @@ class Runner:
             step, plan, wanted, bytes_per_sample=bytes_per_sample, sample_bytes=sample_bytes, told=_Telling(self)
         )
         self._joint = joint
+        if joint is not None:
+            joint.sizing = self._sizing
         is_part = joint is not None
         self._accumulation = Accumulation(step, self._sizing, loss_scope=loss_scope, norms=norms, is_part=is_part)
         self._says_changes = False  # to be told of lack of memory: `fit` has its progress do that
@@ -426,7 +428,7 @@ class Runner:
         """Make the update, or return what happened if it was lack of memory, with what must be done again put back."""
         try:
             if self._joint is not None:
-                self._joint.prepare(window, self._sizing)
+                self._joint.prepare(window)
             given = work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
             if self._joint is not None:
                 return self._finish_with_others(self._joint, work, window, given)

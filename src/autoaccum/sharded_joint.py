@@ -8,7 +8,7 @@ theirs, and nothing can be said to them any more: all have to end, and start aga
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from autoaccum.accumulation import Accumulation, Given
     from autoaccum.ranks import Ranks
-    from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
 
 # A pass of a rank that has no sample left is made with these, and gives nothing.
@@ -74,7 +73,6 @@ class ShardedJoint(Joint):
         self._sample: Window | None = None
         self._lacking: dict[int, _Lack] = {}
         self._is_told = False  # whether the others know of the failure that is on its way
-        self._size = 1
         self._held_bytes: int | None = None
         step.passes = self
 
@@ -91,13 +89,12 @@ class ShardedJoint(Joint):
             self.share = self._share_of(window)
         return self.share
 
-    def prepare(self, window: Window, sizing: Sizing) -> None:
+    def prepare(self, window: Window) -> None:
         """Agree on how many passes this attempt takes."""
-        if self._larger is not None and self._larger > sizing.plan.micro_batch:
-            sizing.grow_to(self._larger)
+        if self._larger is not None and self._larger > self.sizing.plan.micro_batch:
+            self.sizing.grow_to(self._larger)
         self._larger = None
-        self._size = sizing.plan.micro_batch
-        self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if window.samples else 0))
+        self._passes = max(self.ranks.exchange("passes", len(self.sizing.cut(0)) if window.samples else 0))
         memory = self._step.memory
         if self._growth is not None and self._step.optimizer.state:
             memory.reset_peak()
@@ -170,7 +167,7 @@ class ShardedJoint(Joint):
             RankFailedError: Another rank has gone within a pass.
         """
         if self.ranks.is_in_pass:
-            self._end(error, None if work is None else work.size)
+            self._end(error, (None if work is None else work.size) or self.sizing.plan.micro_batch)
             return
         if work is None or not (is_oom(error) or is_too_large(error)):
             return
@@ -184,15 +181,14 @@ class ShardedJoint(Joint):
         work.start_over(self.share)
         work.size = max((size for size, _ in lacking.values() if size is not None), default=None)
 
-    def _end(self, error: Exception, size: int | None) -> None:
+    def _end(self, error: Exception, size: int) -> None:
         if is_oom(error):
             if size == 1:
                 raise DoesNotFitError(does_not_fit_text(self._step, None, first_line(error))) from error
-            of = "" if size is None else f" of {size} samples"
             text = (
-                f"rank {self.ranks.rank} ran out of memory in the {self._step.phase} pass{of} ({first_line(error)}), "
-                "and the others wait for it in theirs; every process has to be started again, as torchrun does with "
-                "--max-restarts, and goes on in a smaller cut where fit has a checkpoint="
+                f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.phase}: "
+                f"{first_line(error)}) where the others wait for it; every process has to be started again, as "
+                "torchrun does with --max-restarts, and goes on in a smaller cut where fit has a checkpoint="
             )
             reason_file.write(Reason(OUT_OF_MEMORY, size, self.ranks.rank, text))
             raise StartAgainError(text, size) from error
@@ -217,6 +213,30 @@ class ShardedJoint(Joint):
         """Note that this rank has got through."""
         self.ranks.is_in_pass = False
 
+    def begin_evaluation_pass(self) -> None:
+        """Wait until all ranks are ready for the next forward pass of an evaluation."""
+        self.ranks.exchange("evaluation pass", value=True)
+        self.ranks.is_in_pass = True
+
+    def evaluate_with_others(self) -> None:
+        """Make the forward passes of an evaluation that others still have to make."""
+        while any(self.ranks.exchange("evaluation pass", value=False)):
+            self.ranks.is_in_pass = True
+            batch, samples = self._nothing()
+            with self._step.precision.autocast():
+                for source in self._step.objective.sources:
+                    self._step.objective.terms(source, batch, samples)
+            self.ranks.is_in_pass = False
+
+    def evaluation_failed(self, error: Exception, size: int | None) -> None:
+        """See what a failure means; outside of a pass nobody waits for this rank, which can try a smaller cut.
+
+        Raises:
+            StartAgainError: As `failed`.
+        """
+        if self.ranks.is_in_pass:
+            self._end(error, size or self.sizing.plan.micro_batch)
+
     def _say(self, lack: _Lack | None) -> dict[int, _Lack]:
         said: list[_Lack | None] = self.ranks.exchange("pass", lack)
         self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
@@ -227,11 +247,15 @@ class ShardedJoint(Joint):
 
     def _pass_with_nothing(self) -> None:
         """Make a pass that adds nothing, since others have samples left."""
-        assert self._sample is not None
         self._mark.take()
-        batch = self._step.transfer.place(self._sample.cut(0, self._sample.samples))
-        self._step.accumulate(batch, self._sample.samples, _NOTHING, Accumulated())
+        batch, samples = self._nothing()
+        self._step.accumulate(batch, samples, _NOTHING, Accumulated())
         self._mark.put_back()
+
+    def _nothing(self) -> tuple[Any, int]:
+        """Return samples that are to count for nothing, on the device, and how many they are."""
+        assert self._sample is not None
+        return self._step.transfer.place(self._sample.cut(0, self._sample.samples)), self._sample.samples
 
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
@@ -246,12 +270,14 @@ class ShardedJoint(Joint):
             return
         mine = None
         if source == self.ranks.rank:
-            mine = copied(window.cut(0, min(_SAMPLES_TO_ASK, window.groups()[0])))
+            most = max(_LEAST, min(_SAMPLES_TO_ASK, 2 * self.sizing.plan.micro_batch))
+            mine = copied(window.cut(0, min(most, window.groups()[0])))
         asked = Window([self.ranks.tell(mine, source)])
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         sizes = (asked.samples - asked.samples // 2, asked.samples // 2) if asked.samples > 1 else (1,)
         place, autocast = self._step.transfer.place, self._step.precision.autocast
         self.begin_pass()
+        self._step.phase = "weigh"
         self._step.objective.settle(asked, sizes, place, self._mark, autocast)
         self.end_pass()
 
@@ -282,13 +308,13 @@ class ShardedJoint(Joint):
 
     def _wished_size(self) -> int:
         """Return the size that this rank would take in the next window."""
-        memory = self._step.memory
+        memory, size = self._step.memory, self.sizing.plan.micro_batch
         peak = memory.peak_bytes()
         if self._growth is None or self._held_bytes is None or peak is None:
-            return self._size
-        self._growth.note(self._size, held_bytes=self._held_bytes, peak_bytes=peak)
+            return size
+        self._growth.note(size, held_bytes=self._held_bytes, peak_bytes=peak)
         reading = memory.reading()
-        return self._growth.next_size(self._size, reading.used_bytes + reading.free_bytes)
+        return self._growth.next_size(size, reading.used_bytes + reading.free_bytes)
 
 
 def _is_of_the_network(error: Exception) -> bool:

@@ -42,8 +42,17 @@ class Passes(Protocol):
             torch.OutOfMemoryError: One of them lacks memory for it.
         """
 
+    def begin_evaluation_pass(self) -> None:
+        """Wait until all are ready for the next forward pass of an evaluation, which some make with nothing."""
+
     def end_pass(self) -> None:
         """Note that this process has got through."""
+
+    def evaluate_with_others(self) -> None:
+        """Make the forward passes that others still have to make, in evaluation mode and without gradients."""
+
+    def evaluation_failed(self, error: Exception, size: int | None) -> None:
+        """See what a failure with so many samples means for the others, who may wait for this process in a pass."""
 
 
 @dataclass(slots=True)
