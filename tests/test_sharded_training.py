@@ -22,7 +22,9 @@ def alone(*, norm=False, **arguments):
 def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, size):
     expected = alone(loss=loss, target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run("sharded_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard=True)
+    found = crew.run(
+        "sharded_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard=True
+    )
 
     for one in found:
         assert far(one["parameters"], expected["parameters"]) <= FAR
@@ -58,7 +60,13 @@ def test_micro_batch_in_which_nothing_counts_takes_part_in_its_pass(crew):
     expected = alone(loss="tokens, found out", data=data, target_batch=16, micro_batch=16)
 
     found = crew.run(
-        "sharded_training:train", size=2, data=data, loss="tokens, found out", target_batch=16, micro_batch=2, shard=True
+        "sharded_training:train",
+        size=2,
+        data=data,
+        loss="tokens, found out",
+        target_batch=16,
+        micro_batch=2,
+        shard=True,
     )
 
     assert_alike(found)
@@ -86,7 +94,10 @@ def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_t
     whole = crew.run("rank_training:evaluated", [13, 3], size=2, **asked)
 
     assert [one["evaluations"] for one in found] == [one["evaluations"] for one in found[:1] * 2]
-    (loss, metrics, samples), (expected, its_metrics, its_samples) = found[0]["evaluations"][-1], whole[0]["evaluations"][-1]
+    (loss, metrics, samples), (expected, its_metrics, its_samples) = (
+        found[0]["evaluations"][-1],
+        whole[0]["evaluations"][-1],
+    )
     assert samples == its_samples
     assert loss == pytest.approx(expected, rel=1e-9)
     assert metrics["size"] == pytest.approx(its_metrics["size"], rel=1e-9)
@@ -94,7 +105,9 @@ def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_t
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
-    found = crew.answers("sharded_training:greedy", 4, backward=backward, size=2, target_batch=16, micro_batch=8, shard=True)
+    found = crew.answers(
+        "sharded_training:greedy", 4, backward=backward, size=2, target_batch=16, micro_batch=8, shard=True
+    )
 
     assert isinstance(found[1], autoaccum.StartAgainError), found
     assert found[1].micro_batch == 8

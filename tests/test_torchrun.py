@@ -17,11 +17,11 @@ from autoaccum.memory.host import Host
 HERE = Path(__file__).parent
 
 
-def torchrun(folder, action, *options, size=2):
+def torchrun(folder, action, *options, size=2, job="torchrun_job.py"):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *options]
     return subprocess.Popen(
-        [*command, str(HERE / "torchrun_job.py"), str(folder), action],
+        [*command, str(HERE / job), str(folder), action],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -29,9 +29,9 @@ def torchrun(folder, action, *options, size=2):
     )
 
 
-def finished(folder, action, *options, size=2):
+def finished(folder, action, *options, size=2, job="torchrun_job.py"):
     folder.mkdir(exist_ok=True)
-    with torchrun(folder, action, *options, size=size) as process:
+    with torchrun(folder, action, *options, size=size, job=job) as process:
         said = process.communicate(timeout=200)[1]
     assert process.returncode == 0, said
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
@@ -67,6 +67,31 @@ def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(tmp_path
     assert found[0]["from"] in (3, 4, 5), said
     assert found[0]["from"] == found[1]["from"]
     assert found[0]["numbers"] == found[1]["numbers"] == undisturbed[0]["numbers"]
+
+
+# --- a model that is spread over ranks --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed_spread(tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("undisturbed"), "nothing", job="sharded_job.py")
+
+
+def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_path, undisturbed_spread):
+    found = finished(tmp_path, "kill", "--max-restarts", "1", job="sharded_job.py")
+
+    assert [one["from"] for one in found] == [2, 2]
+    assert found[0]["numbers"] == found[1]["numbers"] == undisturbed_spread[0]["numbers"]
+
+
+def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_after_a_restart(tmp_path, undisturbed_spread):
+    found = finished(tmp_path, "lack", "--max-restarts", "1", job="sharded_job.py")
+
+    assert [one["from"] for one in found] == [4, 4]  # the fourth window has one sample for each rank, which fits
+    assert (tmp_path / "exit-code").read_text() == "75"
+    assert all(max(cut) <= 2 for one in found for cut in one["cuts"])
+    assert found[0]["numbers"] == found[1]["numbers"]
+    assert found[0]["numbers"] == pytest.approx(undisturbed_spread[0]["numbers"], rel=1e-9)
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from autoaccum.oom import is_oom
 from autoaccum.planner import plan
 from autoaccum.preflight import preflight
 from autoaccum.probe import find_micro_batch
+from autoaccum.ranks import join_ranks
 from autoaccum.records import (
     Evaluation,
     FitResult,
@@ -66,6 +67,7 @@ __all__ = [
     "find_micro_batch",
     "fit",
     "is_oom",
+    "join_ranks",
     "plan",
     "preflight",
     "windows",

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum import oom
+from autoaccum import oom, shards
 from autoaccum.errors import CheckpointError
 from autoaccum.position import Position
 from autoaccum.records import Plan
+from autoaccum.sharded_model import is_sharded, is_spread
+from autoaccum.storage import SHARDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,9 +33,10 @@ if TYPE_CHECKING:
     from autoaccum.step import TrainingStep
 
 # Raised whenever an older autoaccum could not read a new file, or would read it wrongly.
-FORMAT = 2
-# What a training of one process writes is as it was in the first.
+FORMAT = 3
+# What a training of one process writes is as it was in the first, and of several with a whole model each in the second.
 _FORMAT_OF_ONE = 1
+_FORMAT_OF_SEVERAL = 2
 # What every file of that format holds.
 _KEYS = {
     *("autoaccum", "format", "target_batch", "windows", "samples", "device", "random", "position", "cutting"),
@@ -107,8 +110,21 @@ class Contents:
         self._random = random
         self._notices = notices
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are tensors of which this rank holds a part only, which go into a folder of their own."""
+        return is_sharded(self._step.objective.modules)
+
+    def spread(self) -> dict[str, Tensor]:
+        """Return the tensors that are spread over ranks, by name."""
+        return {**shards.of_modules(self._step.objective.modules), **shards.of_optimizer(self._step.optimizer)}
+
     def take(
-        self, moment: Moment, cutting: Cutting, ranks: Sequence[Mapping[str, Any]] | None = None
+        self,
+        moment: Moment,
+        cutting: Cutting,
+        ranks: Sequence[Mapping[str, Any]] | None = None,
+        files: tuple[str, shards.Files] | None = None,
     ) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
 
@@ -116,18 +132,22 @@ class Contents:
             moment: The moment.
             cutting: How windows are cut.
             ranks: `part` of each rank, where there are several.
+            files: The folder with the tensors that are spread over ranks, and what is in it.
         """
         scaler = self._step.precision.scaler
+        optimizer = self._step.optimizer
+        state = shards.rest_of_optimizer(optimizer) if self.is_sharded else optimizer.state_dict()
         return {
             "autoaccum": version("autoaccum"),
             "torch": str(torch.version.__version__),
-            "format": _FORMAT_OF_ONE if ranks is None else FORMAT,
+            "format": _FORMAT_OF_ONE if ranks is None else _FORMAT_OF_SEVERAL if files is None else FORMAT,
             "ranks": None if ranks is None else list(ranks),
+            SHARDS: None if files is None else [*files],
             "target_batch": self._target_batch,
             "windows": moment.windows,
             "samples": moment.samples,
             "modules": [_module_state(module) for module in self._step.objective.modules],
-            "optimizer": {**_named_state(self._step.optimizer), "parameters": self._parameter_names()},
+            "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
             "scaler": None if scaler is None else scaler.state_dict(),
             "device": self._step.memory.device.type,
@@ -231,7 +251,10 @@ class Contents:
         if content["scaler"] is not None:
             assert self._step.precision.scaler is not None
             self._step.precision.scaler.load_state_dict(content["scaler"])
-        _put_optimizer_back(self._step.optimizer, content["optimizer"]["state"])
+        if self.is_sharded:
+            shards.put_rest_back(self._step.optimizer, content["optimizer"]["state"])
+        else:
+            _put_optimizer_back(self._step.optimizer, content["optimizer"]["state"])
 
     def _parameter_difference(self, saved: Mapping[str, Any]) -> str | None:
         # Files from before names were kept lack them.
@@ -253,6 +276,11 @@ class Contents:
     def _differences(self, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield what a checkpoint is of and this run is not, each with how that can be seen."""
         modules = self._step.objective.modules
+        if self.is_sharded != (content.get(SHARDS) is not None):
+            one, other = "spread over ranks", "whole on every rank"
+            there, here = (other, one) if self.is_sharded else (one, other)
+            yield "model", f"its parameters are {there} there and {here} here"
+            return
         if len(content["modules"]) != len(modules):
             yield "model", f"it holds {len(content['modules'])} modules, and with losses there are {len(modules)} here"
         else:
@@ -303,8 +331,14 @@ def _is_none(path: Path) -> CheckpointError:
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too."""
-    return {"state": module.state_dict(), "buffers": _other_buffers(module)}
+    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too.
+
+    Of what is spread over ranks only the form is kept.
+    """
+    state = module.state_dict()
+    spread = {name: _form(value) for name, value in state.items() if is_spread(value)}
+    whole = {name: value for name, value in state.items() if name not in spread}
+    return {"state": whole, "buffers": _other_buffers(module), **({"spread": spread} if spread else {})}
 
 
 def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -319,14 +353,15 @@ def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 def _module_differences(module: nn.Module, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield how a saved module is another one. A buffer may have come or gone: a model sets such ones as it goes."""
-    own, kept = module.state_dict(), saved["state"]
+    own = {name: _form(value) for name, value in module.state_dict().items()}
+    kept = {**{name: _form(value) for name, value in saved["state"].items()}, **saved.get("spread", {})}
     own_others, kept_others = _other_buffers(module), saved["buffers"]
     if missing := (own.keys() | own_others.keys()) - kept.keys() - kept_others.keys():
         yield f"it lacks {_listed(missing)}, which is here"
     if unexpected := (kept.keys() | kept_others.keys()) - own.keys() - own_others.keys():
         yield f"it has {_listed(unexpected)}, which is not here"
     for name in own.keys() & kept.keys():
-        here, there = _form(own[name]), _form(kept[name])
+        here, there = own[name], kept[name]
         if here != there:
             yield f"{name} is {there} there and {here} here"
 
@@ -345,7 +380,7 @@ def _put_module_back(module: nn.Module, saved: Mapping[str, Any], device: torch.
                 part._buffers[name] = None if kept is None else kept.to(device, copy=True)
             else:
                 buffer.copy_(kept)
-    module.load_state_dict(saved["state"])
+    module.load_state_dict(saved["state"], strict="spread" not in saved)
 
 
 def _form(value: Any) -> Any:

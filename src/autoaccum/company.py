@@ -9,22 +9,29 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum import shards
 from autoaccum.alike import look_at_data
 from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 from autoaccum.joint import Joint
+from autoaccum.oom import first_line
 from autoaccum.sharded_joint import ShardedJoint
 from autoaccum.sharded_model import is_sharded
+from autoaccum.storage import SHARDS
 from autoaccum.sharding import ShardedLoader, can_be_sharded
 from autoaccum.shares import Shares, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from torch import Tensor
+
+    from autoaccum.checkpoint import Moment
     from autoaccum.notices import Notices
     from autoaccum.position import Track
     from autoaccum.ranks import Ranks
     from autoaccum.records import Plan
+    from autoaccum.saving import Saver
     from autoaccum.step import TrainingStep
 
 # What a rank may wish to happen after a window, as bits.
@@ -207,12 +214,64 @@ class Company:
         """
         return part_of(content, path, self.ranks.rank, self.ranks.size, can_reshard=self._shards)
 
+    def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+        """Return the checkpoint to go on from, the same on every rank; None where there is none.
+
+        Raises:
+            CheckpointError: Ranks have found different ones, or none that is whole.
+        """
+        damage: dict[Path, str] = {}
+        while True:
+            found = saver.find(notices, damage)
+            self.check_that_all_found(found)
+            if found is None or found[1].get(SHARDS) is None:
+                return found
+            name, files = found[1][SHARDS]
+            said = self.ranks.exchange("shards", shards.damage_of_part(self.ranks, found[0].parent / name, files))
+            wrong = next((one for one in said if one is not None), None)
+            if wrong is None:
+                return found
+            damage[found[0]] = wrong
+
     def stand_together(self, error: BaseException, *, is_whole: bool) -> bool:
         """Tell the others of an error, and return whether all were at the same moment, which they can save together."""
         if not isinstance(error, RankFailedError):
             self.ranks.moment = self.ranks.moment if is_whole else -1
             self.ranks.fail(error)
         return self.ranks.stood_together
+
+    def write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, shards.Files]:
+        """Write what is spread over ranks, each its part, into a new folder; return its name and what is in it.
+
+        Raises:
+            CheckpointError: Some rank could not.
+        """
+        named = saver.folder_for_shards(moment).name if self.ranks.rank == 0 else None
+        folder = saver.folder / self.ranks.exchange("shards", named)[0]
+        try:
+            return folder.name, shards.write(self.ranks, tensors, folder)
+        except RankFailedError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} could not be written ({first_line(error)}), and those before it are as they "
+                "were; make room on that disk, or pass another folder as checkpoint="
+            ) from error
+
+    def read_shards(self, path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Read what is spread over ranks, each its part, in place.
+
+        Raises:
+            CheckpointError: Some rank could not; what it was to be put into is of no use.
+        """
+        folder = path.parent / content[SHARDS][0]
+        try:
+            shards.read(self.ranks, tensors, folder)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} could not be read ({first_line(error)}); make everything as it was for that "
+                "run, or pass resume=False to start anew"
+            ) from error
 
     def written_by_one(self, write: Any) -> Path:
         """Have rank 0 write a checkpoint, and return its path on every rank.

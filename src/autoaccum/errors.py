@@ -43,7 +43,10 @@ class StartAgainError(AutoaccumError):
 
     Attributes:
         micro_batch: Samples of the micro-batch that did not fit; None where it was none.
+        exit_code: What a script of your own may end with, so that others can tell: 75.
     """
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
     def __init__(self, message: str, micro_batch: int | None = None) -> None:
         super().__init__(message)

@@ -205,6 +205,8 @@ def fit(
     notices = Notices(silent=progress is False or rank > 0)
     if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target_batch):
         notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
+    if saver is not None and (known := saver.cap(notices)) is not None:
+        cap = known if cap is None else min(cap, known)
     memory = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, memory)
     if options is not None:

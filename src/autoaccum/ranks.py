@@ -53,6 +53,7 @@ class Ranks:
     Attributes:
         rank: Number of this process, from 0.
         size: Number of processes.
+        hosts: The group through which hosts talk.
         moment: Windows done, to be kept up to date; -1 where what this rank holds is not whole.
         stood_together: Whether all ranks were alive and at the same moment when one failed.
         is_in_pass: Whether the others wait for this one in the middle of something that cannot be left, so that nothing
@@ -69,13 +70,13 @@ class Ranks:
         self._limit_s = timeout_s()
         self._has_failed = False
         backends = distributed.get_backend_config()
-        self._hosts: Any = distributed.group.WORLD
+        self.hosts: Any = distributed.group.WORLD
         if "cpu:gloo" not in backends:
             # One group more has addresses that a second attempt under torchrun may find of the first: only where the
             # user's own has no way for what the hosts say.
             with memory.lifted():  # threads are started here, and what they need is no part of a training
-                self._hosts = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
-        self._tensors: Any = self._hosts if memory.device.type == "cpu" else distributed.group.WORLD
+                self.hosts = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
+        self._tensors: Any = self.hosts if memory.device.type == "cpu" else distributed.group.WORLD
         self._is_gloo = memory.device.type == "cpu" or f"{memory.device.type}:gloo" in backends
         self._sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
         self._received = [torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(self.size)]
@@ -109,11 +110,11 @@ class Ranks:
             torch.save(value, kept)
         size = torch.tensor([len(kept.getvalue())])
         with self._told():
-            self._wait(distributed.broadcast(size, source, group=self._hosts, async_op=True))
+            self._wait(distributed.broadcast(size, source, group=self.hosts, async_op=True))
             text = torch.zeros(int(size), dtype=torch.uint8)
             if source == self.rank:
                 text.copy_(torch.frombuffer(kept.getbuffer(), dtype=torch.uint8))
-            self._wait(distributed.broadcast(text, source, group=self._hosts, async_op=True))
+            self._wait(distributed.broadcast(text, source, group=self.hosts, async_op=True))
         return torch.load(io.BytesIO(text.numpy().tobytes()), map_location="cpu", weights_only=False)
 
     def fail(self, error: BaseException) -> None:
@@ -167,7 +168,7 @@ class Ranks:
     def _gather_heads(self, topic: str, said: bytes, *, failed: bool) -> list[_Head]:
         message = _HEAD.pack(topic.encode(), failed, self.moment, len(said)) + said[:_INLINE_BYTES]
         self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._wait(distributed.all_gather(self._received, self._sent, group=self._hosts, async_op=True))
+        self._wait(distributed.all_gather(self._received, self._sent, group=self.hosts, async_op=True))
         return [_HEAD.unpack(one[: _HEAD.size].numpy().tobytes()) for one in self._received]
 
     def _inline(self, heads: list[_Head]) -> list[bytes]:
@@ -180,7 +181,7 @@ class Ranks:
         sent = torch.zeros(longest, dtype=torch.uint8)
         sent[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._wait(distributed.all_gather(received, sent, group=self._hosts, async_op=True))
+        self._wait(distributed.all_gather(received, sent, group=self.hosts, async_op=True))
         return [one[:length].numpy().tobytes() for one, (*_, length) in zip(received, heads, strict=True)]
 
     def _wait(self, work: Any) -> None:
@@ -235,6 +236,28 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
     finally:
         if makes_group:
             distributed.destroy_process_group()
+
+
+def join_ranks(device: str | torch.device | None = None) -> None:
+    """Join the other processes that torchrun has started, for a script that needs them before `fit` (fully_shard).
+
+    As `torch.distributed.init_process_group`, with a way for hosts and one for cards, the card of this process's number,
+    and names that processes of an earlier attempt (torchrun --max-restarts) have not used. Does nothing where a group is
+    set up already, or where this process is alone. `AUTOACCUM_RANK_TIMEOUT_S` says how long ranks wait for each other.
+
+    Args:
+        device: What this process computes on; None for a card where there is one.
+
+    Raises:
+        InvalidInputError: torchrun's variables are half set.
+        RankFailedError: Another process has not come.
+    """
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not _is_to_be_set_up():
+        return
+    if chosen.type == "cuda":
+        torch.cuda.set_device(local_rank() if chosen.index is None else chosen.index)
+    _set_up(chosen)
 
 
 def world_size() -> int:

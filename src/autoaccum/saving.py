@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +14,16 @@ from autoaccum.records import check_positive_int
 from autoaccum.storage import Storage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
     from autoaccum.checkpoint import Moment
     from autoaccum.notices import Notices
     from autoaccum.position import Position
+
+
+# By how much less is tried after what did not fit.
+_LESS = 0.7
 
 
 class Saver:
@@ -38,12 +45,23 @@ class Saver:
         self._saved_at = time.monotonic()
 
     @property
+    def folder(self) -> Path:
+        """Where checkpoints are."""
+        return self._storage.folder
+
+    @property
     def newest(self) -> Path | None:
         """The newest checkpoint of this run; None before the first."""
         return self._storage.newest
 
-    def find(self, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+    def find(
+        self, notices: Notices, known_damage: Mapping[Path, str] | None = None
+    ) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint to go on from, its path and what is in it; None for a fresh start, which is said.
+
+        Args:
+            notices: Where it is said.
+            known_damage: What was found wrong with some of them already.
 
         Raises:
             CheckpointError: There are some, and none can be read; or there is none, and there must be.
@@ -57,7 +75,7 @@ class Saver:
                     f"in {folder}"
                 )
             return None
-        found = self._storage.read_newest(notices)
+        found = self._storage.read_newest(notices, known_damage)
         if found is None and self._resume is True:
             raise CheckpointError(
                 f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
@@ -66,6 +84,42 @@ class Saver:
         if found is None:
             notices.say(f"training starts anew: there is no checkpoint in {folder} yet")
         return found
+
+    def folder_for_shards(self, moment: Moment) -> Path:
+        """Return a new folder for what several ranks write of this moment, each a part."""
+        return self._storage.folder_for_shards(moment.windows)
+
+    def remove_others(self) -> None:
+        """Remove what ranks have written of checkpoints that are not there (any more)."""
+        self._storage.remove_others()
+
+    # --- lack of memory that ended a run ------------------------------------------------------------------------------
+
+    def note_lack(self, micro_batch: int, message: str) -> None:
+        """Keep for the next attempt that so many samples at once did not fit, where this process cannot go on."""
+        content = {"micro_batch": micro_batch, "message": message}
+        unfinished = self._lack.with_name(f"{self._lack.name}.{os.getpid()}.unfinished")
+        unfinished.write_text(json.dumps(content) + "\n")
+        unfinished.replace(self._lack)
+
+    def cap(self, notices: Notices) -> int | None:
+        """Return the most samples at once, by what an earlier attempt has noted; None where none has."""
+        if self._resume is False:
+            self._lack.unlink(missing_ok=True)
+        try:
+            size = json.loads(self._lack.read_text())["micro_batch"]
+            cap = max(1, int(size * _LESS))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        notices.say(
+            f"micro-batches of at most {cap} samples, since {size} ran out of memory before (delete {self._lack} to "
+            "forget it)"
+        )
+        return cap
+
+    @property
+    def _lack(self) -> Path:
+        return self._storage.folder / "out-of-memory.json"
 
     def find_again(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest checkpoint of this run, to go back to; None where there is none that is whole."""

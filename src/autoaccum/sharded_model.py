@@ -86,8 +86,5 @@ def first_size(modules: Iterable[nn.Module]) -> int:
 
 def _spread(modules: Iterable[nn.Module]) -> list[tuple[str, Any]]:
     return [
-        (name, parameter)
-        for module in modules
-        for name, parameter in module.named_parameters()
-        if is_spread(parameter)
+        (name, parameter) for module in modules for name, parameter in module.named_parameters() if is_spread(parameter)
     ]

@@ -1,6 +1,7 @@
 """A folder of checkpoint files: each written beside its place and renamed, each taken only where it is whole.
 
-What is in a file is not looked at here, except that it can be loaded without running code (`weights_only=True`).
+What is in a file is not looked at here, except that it can be loaded without running code (`weights_only=True`), and
+that a folder with further files which it names is there: it is written first, so that a file never lacks its folder.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import io
 import os
 import pickle
 import re
+import shutil
 import time
 import zipfile
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,11 +19,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 
+from autoaccum import shards
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from autoaccum.notices import Notices
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 _KEPT = 2
 _NAME = re.compile(r"step-\d{8,}\.pt")
 _UNFINISHED = ".unfinished"
+# The name of such a folder, with what is in it, stands under this key.
+SHARDS = "shards"
+_OF_SHARDS = re.compile(r"step-\d{8,}\.\d+\.shards")
 # The order of files is the order of their times, and not every file system tells times apart that are nearer.
 _APART_NS = 1_000_000
 
@@ -75,13 +81,33 @@ class Storage:
             if not path.is_dir():  # which no writer leaves
                 path.unlink(missing_ok=True)
 
+    def folder_for_shards(self, step: int) -> Path:
+        """Return a folder that is not there yet, for what a checkpoint of this step has beside its file."""
+        return self.folder / f"step-{step:08d}.{time.time_ns()}.shards"
+
+    def remove_others(self) -> None:
+        """Remove folders that belong to no checkpoint that is there."""
+        needed = set()
+        for path in self.found():
+            with contextlib.suppress(Exception):  # one that cannot be read has none
+                needed.add(_load(path, mmap=True)[SHARDS][0])
+        for path in self.folder.iterdir():
+            if _OF_SHARDS.fullmatch(path.name) and path.name not in needed:
+                shutil.rmtree(path, ignore_errors=True)
+
     def found(self) -> list[Path]:
         """Return the files of checkpoints, the newest first, whole or not."""
         files = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(files, key=lambda path: (_time_ns(path), path.name), reverse=True)
 
-    def read_newest(self, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+    def read_newest(
+        self, notices: Notices, known_damage: Mapping[Path, str] | None = None
+    ) -> tuple[Path, dict[str, Any]] | None:
         """Take up the newest checkpoint that is whole; return None where there is none at all.
+
+        Args:
+            notices: Where it is said that one is not whole.
+            known_damage: What was found wrong with some of them already.
 
         Raises:
             CheckpointError: There are some, and none of them is whole.
@@ -89,6 +115,8 @@ class Storage:
         damaged: list[str] = []
         for path in self.found():
             try:
+                if known_damage and path in known_damage:
+                    raise _DamagedError(known_damage[path])  # noqa: TRY301 - told like any other
                 content = _read(path)
             except _DamagedError as error:
                 damaged.append(f"{path.name}: {error}")
@@ -254,6 +282,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise _DamagedError(first_line(error)) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no checkpoint of autoaccum; pass a folder of its own as checkpoint=")
+    if content.get(SHARDS) is not None:
+        name, files = content[SHARDS]
+        wrong = shards.damage(path.parent / name, files)
+        if wrong is not None:
+            raise _DamagedError(wrong)
     return content
 
 

@@ -23,6 +23,7 @@ from autoaccum.errors import (
     DoesNotFitError,
     InvalidInputError,
     RankFailedError,
+    StartAgainError,
     StateDamagedError,
 )
 from autoaccum.evaluation import Evaluator
@@ -241,9 +242,7 @@ class Training(Callback):
 
     def _begin(self, scheduler: Any, interval: str) -> tuple[Plan, ProbeResult | None]:
         """Find the plan to begin with: in a checkpoint, or for the first window."""
-        found = None if self._saver is None else self._saver.find(self._notices)
-        if self._company is not None:
-            self._company.check_that_all_found(found)
+        found = self._found()
         probed = None
         if found is None:
             self._first = first = self._first_window()
@@ -262,6 +261,14 @@ class Training(Callback):
             return self._resume(*found), None
         self._bytes_per_sample = None if probed is None else probed.bytes_per_sample
         return self._finding.plan(probed), probed
+
+    def _found(self) -> tuple[Path, dict[str, Any]] | None:
+        if self._company is None:
+            return None if self._saver is None else self._saver.find(self._notices)
+        if self._saver is None:
+            self._company.check_that_all_found(None)
+            return None
+        return self._company.find(self._saver, self._notices)
 
     def _probe(self, first: Window) -> ProbeResult | None:
         try:
@@ -555,10 +562,15 @@ class Training(Callback):
         if self._company is None:
             return saver.write(self._contents.take(self._moment, self._cutting()), self._moment)
         parts = self._company.ranks.exchange_tensors("state", self._contents.part(self._moment, self._cutting()))
+        files = None
+        if self._contents.is_sharded:
+            files = self._company.write_shards(saver, self._moment, self._contents.spread())
         path = self._company.written_by_one(
-            lambda: saver.write(self._contents.take(self._moment, self._cutting(), parts), self._moment)
+            lambda: saver.write(self._contents.take(self._moment, self._cutting(), parts, files), self._moment)
         )
         saver.took(path, self._moment)
+        if files is not None and self._company.ranks.rank == 0:
+            saver.remove_others()
         return path
 
     def _cutting(self) -> Cutting:
@@ -613,6 +625,9 @@ class Training(Callback):
         # First, since a loader may turn out to be another one: then nothing else has been changed.
         self._go_to_moment()
         self._contents.put_back(content)
+        if self._contents.is_sharded:
+            assert self._company is not None
+            self._company.read_shards(path, content, self._contents.spread())
         assert self._saver is not None
         self._saver.note(moment)
         self._notices.say(
@@ -680,6 +695,10 @@ class Training(Callback):
             self._watch.defers = self._company is not None and self._saver is not None
             self._train()
         except (signals.Terminated, StateDamagedError):
+            raise
+        except StartAgainError as error:
+            if self._saver is not None and error.micro_batch is not None:
+                self._saver.note_lack(error.micro_batch, str(error))
             raise
         except DeviceLostError as error:
             if self._saver is None or self._saver.newest is None:
