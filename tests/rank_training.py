@@ -101,6 +101,7 @@ def outcome(model, result):
         "evaluations": [(one.loss, dict(one.metrics), one.samples) for one in result.evaluations],
         "steps": result.steps,
         "all samples": result.samples,
+        "resumed from": result.resumed_from,
     }
 
 

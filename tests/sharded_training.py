@@ -14,8 +14,11 @@ from autoaccum.transfer import Transfer
 from autoaccum.update import Updates
 
 
-def sharded(model):
+def sharded(model, *, last_layer_is_whole=False):
     """Spread a sequence of layers over all ranks, as is usual: the larger layers by themselves, then the whole."""
+    if last_layer_is_whole:
+        fully_shard(model[0])
+        return model
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
@@ -27,9 +30,11 @@ def whole(outcome):
     return {**outcome, "parameters": [one.full_tensor() for one in outcome["parameters"]]}
 
 
-def train(rank, size, *, norm=False, dropout=0.0, model=None, **arguments):
+def train(rank, size, *, norm=False, dropout=0.0, model=None, last_layer_is_whole=False, **arguments):
     model = model or rank_training.net(norm=norm, dropout=dropout)
-    return whole(rank_training.train(rank, size, model=sharded(model), **arguments))
+    rank_training.seeded(rank)
+    model = sharded(model, last_layer_is_whole=last_layer_is_whole)
+    return whole(rank_training.train(rank, size, model=model, **arguments))
 
 
 def with_own_samples(rank, size, lengths, **arguments):

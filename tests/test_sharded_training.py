@@ -1,5 +1,7 @@
 """`fit` with models that `fully_shard` has spread over ranks: the gradient of the global window all the same."""
 
+import re
+
 import pytest
 import torch
 
@@ -148,3 +150,101 @@ def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
     assert sizes[0] == 1
     assert sizes == sorted(sizes)
     assert sizes[-1] == 8
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+RUN = {"target_batch": 12, "micro_batch": 4, "shard": True, "epochs": 2, "norm": True, "dropout": 0.3}
+RUN |= {"data": rank_training.vectors(48), "optimizer": rank_training.adam}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(crew):
+    return crew.run("sharded_training:train", size=2, **RUN)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_training_goes_on_from_its_checkpoint_bit_for_bit(crew, tmp_path, steps, undisturbed):
+    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, **{**RUN, "epochs": None, "max_steps": steps})
+
+    found = crew.run("sharded_training:train", size=2, checkpoint=tmp_path, resume=True, **RUN)
+
+    for one in found:
+        assert all(map(torch.equal, one["parameters"], undisturbed[0]["parameters"]))
+        assert all(map(torch.equal, one["buffers"], undisturbed[0]["buffers"]))
+        assert one["losses"] == undisturbed[0]["losses"][steps:]
+
+
+def test_other_number_of_ranks_goes_on_from_a_checkpoint(crew, tmp_path):
+    run = {**RUN, "norm": False, "dropout": 0.0}
+    crew.run("sharded_training:train", size=3, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3})
+
+    found = crew.run("sharded_training:train", size=2, checkpoint=tmp_path, resume=True, **run)
+
+    expected = alone(target_batch=12, micro_batch=12, epochs=2, data=run["data"], optimizer=run["optimizer"])
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+@pytest.mark.parametrize("how", ["cut short", "another bit", "gone"])
+def test_checkpoint_whose_parts_are_damaged_is_passed_over_for_the_one_before(crew, tmp_path, how, undisturbed):
+    first = {**RUN, "epochs": None, "max_steps": 4, "checkpoint_steps": 2}
+    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, **first)
+    newest = max(tmp_path.glob("*.shards"))
+    part = newest / "__1_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.unlink() if how == "gone" else part.write_bytes(content[:-7] if how == "cut short" else content)
+
+    found = crew.run("sharded_training:train", size=2, checkpoint=tmp_path, resume=True, **RUN)
+
+    assert found[0]["resumed from"] == found[1]["resumed from"] == 2
+    assert all(map(torch.equal, found[0]["parameters"], undisturbed[0]["parameters"]))
+
+
+def test_folder_keeps_the_parts_of_the_two_newest_checkpoints_alone(crew, tmp_path):
+    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, checkpoint_steps=1, **RUN)
+
+    assert sorted(path.name.split(".")[0] for path in tmp_path.glob("*.shards")) == ["step-00000007", "step-00000008"]
+    assert len(list(tmp_path.glob("*.pt"))) == 2
+
+
+def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, tmp_path):
+    run = {**RUN, "dropout": 0.0}
+    crew.run("sharded_training:train", size=2, checkpoint=tmp_path / "spread", **run)
+    whole = {**run, "norm": True}
+    del whole["dropout"]
+    crew.run("sharded_training:unsharded", size=2, checkpoint=tmp_path / "whole", **whole)
+
+    with pytest.raises(autoaccum.CheckpointError, match="its parameters are spread over ranks there and whole on every"):
+        crew.run("sharded_training:unsharded", size=2, checkpoint=tmp_path / "spread", **whole)
+    with pytest.raises(autoaccum.CheckpointError, match="its parameters are whole on every rank there and spread over"):
+        crew.run("sharded_training:train", size=2, checkpoint=tmp_path / "whole", **run)
+
+
+# --- what cannot be done ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"shares": "speed"}, "shares='speed' is not for a model that fully_shard has spread"),
+        ({"fallback": ("checkpoint",)}, "fallback=.* is not for a model"),
+        ({"compile": True}, "compile= is not for a model"),
+        ({"probe": "before"}, "probe='before' is not for a model"),
+        ({"loss": "several"}, "several losses of which some are .sum, weight. pairs cannot be weighed"),
+        ({"last_layer_is_whole": True}, "parameter '3.weight' is trained and on every rank whole"),
+    ],
+)
+def test_what_every_rank_would_do_by_itself_is_refused(crew, arguments, text):
+    answers = crew.answers("sharded_training:train", size=2, target_batch=16, shard=True, **arguments)
+
+    for answer in answers:
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert re.search(text, str(answer))
+
+
+def test_one_process_is_told_to_have_others(crew):
+    (answer,) = crew.answers("sharded_training:train", size=1, target_batch=16)
+
+    assert isinstance(answer, autoaccum.InvalidInputError), answer
+    assert "parameter '0.weight' is a DTensor" in str(answer)

@@ -628,6 +628,7 @@ class Training(Callback):
         if self._contents.is_sharded:
             assert self._company is not None
             self._company.read_shards(path, content, self._contents.spread())
+            self._set_random(moment.random)  # which reading has moved
         assert self._saver is not None
         self._saver.note(moment)
         self._notices.say(
