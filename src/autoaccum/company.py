@@ -13,7 +13,7 @@ from autoaccum.alike import look_at_data
 from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 from autoaccum.joint import Joint
-from autoaccum.sharding import ShardedLoader, can_be_sharded
+from autoaccum.sharding import DealtLoader, ShardedLoader, can_be_sharded
 from autoaccum.shares import Shares, cut
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Company:
         self._sharded: ShardedLoader | None = None
         self.loader = loader
         if shard:
-            _refuse_own_samples(loader)
+            _refuse_own_samples(loader, "loader")
             if can_be_sharded(loader):
                 self._sharded = self.loader = ShardedLoader(
                     loader,  # type: ignore[arg-type]
@@ -94,6 +94,17 @@ class Company:
                     "loads each sample once"
                 )
         self._is_looked_at = shard
+
+    def part_of_validation(self, val_loader: Iterable[Any]) -> Iterable[Any]:
+        """Return what gives this rank's part of validation data.
+
+        Raises:
+            InvalidInputError: With `shard`, a loader does not give all samples; on every rank where lengths differ.
+        """
+        if not self._shards:
+            return val_loader
+        _refuse_own_samples(val_loader, "val_loader")
+        return DealtLoader(val_loader, self.ranks)
 
     def begin(self, step: TrainingStep, wishes: Callable[[], int]) -> None:
         """Make ready to make windows together.
@@ -241,11 +252,11 @@ def part_of(
     return None
 
 
-def _refuse_own_samples(loader: Any) -> None:
+def _refuse_own_samples(loader: Any, name: str) -> None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if getattr(sampler, "num_replicas", 1) > 1:
             raise InvalidInputError(
-                f"shard=True shares out what every rank's loader gives, and this one's {type(sampler).__name__} does "
+                f"shard=True shares out what every rank's {name} gives, and this one's {type(sampler).__name__} does "
                 "so already; leave one of them out"
             )

@@ -1,12 +1,14 @@
-"""A DataLoader of which every rank has the whole, turned into one that loads only this rank's part of every window.
+"""Loaders of which every rank has the whole, turned into ones that give this rank's part.
 
-Every rank goes through the same order, which rank 0 has drawn, and cuts it into the same windows. What other ranks
-take is never loaded here. Where an epoch stands is the number of its windows, so a run can go on with another number of
-ranks. Loaders that are no DataLoader over a dataset with indices are not for this module.
+Every rank goes through the same order, which rank 0 has drawn. Training cuts it into the same windows, and of each
+loads its own part; where an epoch stands is the number of its windows, so a run can go on with another number of ranks.
+Evaluation deals out whole batches. Of a DataLoader over a dataset with indices, what other ranks take is never loaded
+here; for training nothing else is for this module.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import deque
@@ -16,11 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from autoaccum.errors import InvalidInputError
 from autoaccum.position import generators_of
 from autoaccum.shares import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from autoaccum.ranks import Ranks
 
@@ -64,8 +67,7 @@ class ShardedLoader:
         self._drops_last = drops_last
         self._batch_size = loader.batch_size or max(1, target_batch // ranks.size)
         self._generators = generators_of(loader)
-        arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        self._part = DataLoader(loader.dataset, batch_sampler=_Batches(self._asked_for), **arguments)
+        self._part = _part_of(loader, self._asked_for)
         # What the order of the epoch was drawn from, and where in it the next iterator begins.
         self._source: Any = None
         self._begins_at = self._done = 0
@@ -76,11 +78,9 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, or go on with that of the state that was loaded."""
         if self._source is None:
-            own = torch.empty((), dtype=torch.int64).random_().item(), [g.get_state() for g in self._generators]
-            # Rank 0's, so that all have the same order.
-            self._source = self._ranks.exchange_tensors("order", own)[0]
+            self._source = _source_of_rank_0("order", self._generators, self._ranks)
             self._weights = [(0, self._weights[-1][1])]
-        self._order = self._drawn(*self._source)
+        self._order = [index for batch in _drawn(self._loader, self._generators, *self._source) for index in batch]
         self._done = self.reached = self._begins_at
         self._ends.clear()
         for batch in self._part:
@@ -112,22 +112,6 @@ class ShardedLoader:
         alike = all(len(weights) == self._ranks.size for _, weights in state["weights"])
         self._weights = list(state["weights"]) if alike else [(0, (1.0,) * self._ranks.size)]
 
-    def _drawn(self, seed: int, states: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the order of the samples, and leave the random generators as they are, but for the loader's own."""
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-        before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the sampler's choice
-        try:
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
-            assert self._loader.batch_sampler is not None
-            return [index for batch in self._loader.batch_sampler for index in batch]
-        finally:
-            torch.set_rng_state(before[0])
-            random.setstate(before[1])
-            np.random.set_state(before[2])  # noqa: NPY002
-
     def _asked_for(self) -> Iterator[list[Any]]:
         """Yield the indices of this rank's batches; runs ahead of what is yielded where workers load."""
         samples, target = len(self._order), self._target_batch
@@ -145,6 +129,101 @@ class ShardedLoader:
         samples = min(self._target_batch, len(self._order) - window * self._target_batch)
         weights = next(weights for since, weights in reversed(self._weights) if since <= window)
         return cut(max(0, samples), weights)
+
+
+class DealtLoader:
+    """Validation data of which every rank has the whole; each rank gets every so many-th batch of it.
+
+    Batches are dealt out as they are, so that what a loss or a metric makes of a batch is what one process makes of it.
+    Nothing is kept from one evaluation to the next but the loader's own generators.
+
+    Args:
+        loader: The whole, on every rank: a DataLoader over a dataset with indices, of which each sample is loaded by
+            one rank; of anything else, which has to give the same batches in the same order everywhere, each rank goes
+            through all and leaves out what is not its own.
+        ranks: All ranks, which are asked here.
+
+    Raises:
+        InvalidInputError: Ranks have loaders of other lengths; on every rank.
+    """
+
+    def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
+        self._loader = loader
+        self._ranks = ranks
+        self._generators = generators_of(loader)
+        self._own: list[list[Any]] = []
+        self._part = None
+        if can_be_sharded(loader):
+            self._part = _part_of(loader, lambda: iter(self._own))  # type: ignore[arg-type]
+        said = ranks.exchange("val_loader", _lengths(loader))
+        for rank, one in enumerate(said):
+            if one != said[0]:
+                raise InvalidInputError(
+                    f"the val_loader of rank {rank} has {_in_words(one)}, and that of rank 0 {_in_words(said[0])}; "
+                    "with shard=True every rank's has to give all of the data, of which each takes its part"
+                )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin anew, in an order that rank 0 has drawn; the global random generators are the caller's to put back."""
+        seed, states = _source_of_rank_0("val order", self._generators, self._ranks)
+        if self._part is not None:
+            order = _drawn(self._loader, self._generators, seed, states)  # type: ignore[arg-type]
+            self._own = order[self._ranks.rank :: self._ranks.size]
+            return iter(self._part)
+        _seed_all(seed)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        return itertools.islice(self._loader, self._ranks.rank, None, self._ranks.size)
+
+
+def _source_of_rank_0(topic: str, generators: Sequence[torch.Generator], ranks: Ranks) -> Any:
+    """Return what an order is to be drawn from: a seed, and the states of the loader's own generators; rank 0's."""
+    own = torch.empty((), dtype=torch.int64).random_().item(), [one.get_state() for one in generators]
+    return ranks.exchange_tensors(topic, own)[0]
+
+
+def _drawn(
+    loader: DataLoader[Any], generators: Sequence[torch.Generator], seed: int, states: Sequence[torch.Tensor]
+) -> list[list[Any]]:
+    """Return an epoch's batches of indices, and leave the random generators as they are, but for the loader's own."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the sampler's choice
+    try:
+        _seed_all(seed)
+        assert loader.batch_sampler is not None
+        return [list(batch) for batch in loader.batch_sampler]
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])  # noqa: NPY002
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def _part_of(loader: DataLoader[Any], asked_for: Callable[[], Iterator[list[Any]]]) -> DataLoader[Any]:
+    """Return a loader over the same data, with the same arguments, of other batches."""
+    arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    return DataLoader(loader.dataset, batch_sampler=_Batches(asked_for), **arguments)
+
+
+def _lengths(loader: Any) -> dict[str, int]:
+    """Return how many samples and batches a loader has, as far as it says so."""
+    found = {}
+    for name, owner in (("samples", getattr(loader, "dataset", None)), ("batches", loader)):
+        try:
+            found[name] = len(owner)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):  # the second is what a dataset raises that leaves it open
+            continue
+    return found
+
+
+def _in_words(lengths: dict[str, int]) -> str:
+    return " in ".join(f"{number} {name}" for name, number in lengths.items()) or "no length"
 
 
 class _Batches:

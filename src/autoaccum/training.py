@@ -131,6 +131,8 @@ class Training(Callback):
         self._is_found = self._is_timed = False
         self._bytes_per_sample: int | None = None
         self._sample_bytes: int | None = None
+        if company is not None and val_loader is not None:
+            val_loader = company.part_of_validation(val_loader)
         self._val_loader = val_loader
         self._evaluator = None if val_loader is None else self._make_evaluator(metrics)
         self._history: list[StepReport] = []
