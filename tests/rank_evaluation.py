@@ -5,7 +5,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import ClasswiseWrapper, Metric, MetricCollection, MinMaxMetric, PearsonCorrCoef
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision
 
 import autoaccum
 import rank_training
@@ -171,3 +172,93 @@ def on_simulated(rank, size, sizes, **arguments):
         **arguments,
     )
     return {**found, "sizes": events.sizes}
+
+
+# --- metrics that count for themselves --------------------------------------------------------------------------------
+
+
+class OfFirst(PearsonCorrCoef):
+    """Of the first output and the class: its states are no sums."""
+
+    def update(self, outputs, targets):
+        super().update(outputs[:, 0], targets.double())
+
+
+class Hits:
+    """Counts in Python."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.right = self.all = 0
+
+    def update(self, outputs, targets):
+        self.right += int((outputs.argmax(1) == targets).sum())
+        self.all += len(targets)
+
+    def compute(self):
+        return self.right / self.all
+
+
+class MergedHits(Hits):
+    """Counts in Python, and takes in what others have counted."""
+
+    def merge_state(self, others):
+        for other in others:
+            self.right += other.right
+            self.all += other.all
+
+
+class Averaging(Metric):
+    """Keeps a mean of its own, as if ranks had the same number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, outputs, targets):
+        self.mean = outputs.mean()
+
+    def compute(self):
+        return self.mean
+
+
+def collection():
+    return MetricCollection(
+        {
+            "accuracy": MulticlassAccuracy(rank_training.CLASSES),
+            "precision": MulticlassPrecision(rank_training.CLASSES),
+            "auroc": MulticlassAUROC(rank_training.CLASSES),
+        }
+    )
+
+
+METRICS = {
+    "collection": collection,
+    "wrapped": lambda: ClasswiseWrapper(MulticlassAccuracy(rank_training.CLASSES, average=None)),
+    "extremes": lambda: MinMaxMetric(MulticlassAccuracy(rank_training.CLASSES, average="micro")),
+    "lists": lambda: MulticlassAUROC(rank_training.CLASSES),
+    "no sums": OfFirst,
+    "not synchronized": lambda: MulticlassAccuracy(rank_training.CLASSES, sync_on_compute=False),
+    "merged": MergedHits,
+    "own": Hits,
+    "averaging": Averaging,
+}
+REFUSED = {"own", "averaging"}
+
+
+def counted(rank, size, kind, batch_size, **arguments):
+    """Evaluate with a metric that keeps its own count."""
+    return rank_training.train(
+        rank,
+        size,
+        model=rank_training.net(),
+        target_batch=25,
+        micro_batch=5,
+        epochs=2,
+        shard=True,
+        val_loader=DataLoader(rank_training.vectors(20), batch_size=batch_size),
+        metrics={"it": METRICS[kind]()},
+        **arguments,
+    )

@@ -67,6 +67,31 @@ def test_validation_loader_that_is_shared_out_already_is_refused(crew):
         assert "every rank's val_loader gives, and this one's DistributedSampler does so already" in str(answer)
 
 
+# --- metrics that count for themselves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [3, 20])  # with 20 all but one rank have no samples
+@pytest.mark.parametrize("kind", sorted(rank_evaluation.METRICS.keys() - rank_evaluation.REFUSED))
+def test_metric_with_a_count_of_its_own_is_that_of_all_samples(crew, kind, batch_size):
+    expected = rank_evaluation.counted(0, 1, kind, batch_size)
+
+    found = crew.run("rank_evaluation:counted", kind, batch_size, size=3)
+
+    assert_evaluations_are(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("own", "a Hits, keeps a count of its own"), ("averaging", "averages its state 'mean'")]
+)
+def test_metric_that_cannot_be_put_together_over_ranks_is_refused_before_training(crew, kind, why):
+    answers = crew.answers("rank_evaluation:counted", kind, 3, size=2)
+
+    for answer in answers:
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert "metric 'it'" in str(answer)
+        assert why in str(answer)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
