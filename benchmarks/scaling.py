@@ -1,6 +1,6 @@
 """What several ranks cost and gain: agreement a window, updates against DistributedDataParallel, shares by speed.
 
-    python benchmarks/scaling.py [--quick] [--only agreement updates shares] [--out FILE] [--report-only]
+    python benchmarks/scaling.py [--quick] [--only agreement exchange updates shares] [--out FILE] [--report-only]
 
 Every row is a job of its own, by torchrun with gloo on this machine; `scaling_rank.py` is what its ranks do. What is
 compared takes turns within one job: updates window by window (a callback of `fit` makes the one by
@@ -33,6 +33,8 @@ def jobs(part, quick):
     """Yield ranks, model or case, and windows of each job of a part."""
     if part == "agreement":
         yield from ((size, "-", 100 if quick else 500) for size in SIZES[1:])
+    elif part == "exchange":
+        yield from ((size, "-", 200 if quick else 1000) for size in SIZES[1:])
     elif part == "updates":
         yield from ((size, model, 4 if quick else 16) for model in MODELS for size in SIZES)
     else:
@@ -65,6 +67,19 @@ def tables(results):
         ]
         names = ("first_us", "loss_us", "second_us", "all_us", "window_of_fit_us")
         lines += [f"| {row['ranks']} | " + " | ".join(spread(row[name], 0) for name in names) + " |" for row in rows]
+    if rows := results.get("exchange"):
+        lines += [
+            "",
+            "| ranks | waited for | to all, 512 B, µs | sum of 16 numbers, µs | ratio | to rank 0 and back | ratio |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            for wait, how in (("asked", "as `fit` does"), ("native", "in gloo")):
+                names = ("all_gather", "all_reduce", "gather_broadcast")
+                cells = [spread(row[f"{names[0]}_{wait}_us"], 0)]
+                for name in names[1:]:
+                    cells += [spread(row[f"{name}_{wait}_us"], 0), spread(row[f"{name}_{wait}_ratio"], 2)]
+                lines.append(f"| {row['ranks']} | {how} | {' | '.join(cells)} |")
     if rows := results.get("updates"):
         lines += [
             "",

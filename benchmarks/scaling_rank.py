@@ -115,6 +115,49 @@ def agreement(options):
     }
 
 
+def exchange(options):
+    """Time, in turns, what an exchange is made of and what it could be made of; each alone, with nothing to compute.
+
+    Each is waited for as `ranks.py` does (asked for, with pauses) and in gloo's own code (which hears no signal). Times
+    are those of the rank that was last; messages have the size of those of `ranks.py`.
+    """
+    size, rank = distributed.get_world_size(), distributed.get_rank()
+    ranks = Ranks(the_host())
+    message, numbers = torch.zeros(512, dtype=torch.uint8), torch.zeros(16, dtype=torch.float64)
+    received = [torch.zeros_like(message) for _ in range(size)]
+    at_root = received if rank == 0 else None
+    ways = {
+        "all_gather": [lambda: distributed.all_gather(received, message, async_op=True)],
+        "all_reduce": [lambda: distributed.all_reduce(numbers, async_op=True)],
+        "gather_broadcast": [
+            lambda: distributed.gather(message, at_root, dst=0, async_op=True),
+            lambda: distributed.broadcast(message, 0, async_op=True),
+        ],
+    }
+    waits = {"asked": ranks._wait, "native": lambda work: work.wait()}
+    took = {(way, wait): [] for wait in waits for way in ways}
+    for turn in range(options.windows + WARM_UP):
+        # By another one each turn, so that none always finds the ranks as the same other one left them.
+        order = list(took)[turn % len(took) :] + list(took)[: turn % len(took)]
+        for way, wait in order:
+            distributed.barrier()
+            began = time.perf_counter()
+            for start in ways[way]:
+                waits[wait](start())
+            if turn >= WARM_UP:
+                took[way, wait].append((time.perf_counter() - began) * 1e6)
+    said = [None] * size
+    distributed.all_gather_object(said, took)
+    took = {key: [max(each) for each in zip(*(one[key] for one in said), strict=True)] for key in took}
+    row = {}
+    for wait in waits:
+        for way in ways:
+            row[f"{way}_{wait}_us"] = summary(took[way, wait])
+            pairs = zip(took[way, wait], took["all_gather", wait], strict=True)
+            row[f"{way}_{wait}_ratio"] = summary([one / gathered for one, gathered in pairs])
+    return row
+
+
 class Stamps(autoaccum.Callback):
     """Notes when each update was done, and the last cut."""
 
@@ -334,7 +377,7 @@ def main():
     distributed.destroy_process_group()
 
 
-PARTS = {"agreement": agreement, "updates": updates, "shares": shares}
+PARTS = {"agreement": agreement, "exchange": exchange, "updates": updates, "shares": shares}
 
 
 if __name__ == "__main__":

@@ -137,9 +137,10 @@ def with_norm(rank, size, **arguments):
 
 
 def evaluated(rank, size, lengths, **arguments):
-    samples = texts(sum(lengths), seed=5)
-    loader = own_loader(lengths)(rank, size, samples)
-    return train(rank, size, loss="tokens, found out", val_loader=loader, metrics={"size": mean_size}, **arguments)
+    """Train and evaluate with loaders of their own."""
+    loader = own_loader(lengths)(rank, size, texts(sum(lengths), seed=5))
+    arguments |= {"make_loader": own_loader([SAMPLES // size] * size), "metrics": {"size": mean_size}}
+    return train(rank, size, loss="tokens, found out", val_loader=loader, **arguments)
 
 
 def mean_size(outputs, targets):

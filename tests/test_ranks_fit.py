@@ -149,10 +149,10 @@ def test_same_samples_on_every_rank_are_noticed_and_said_once_unless_they_are_sh
     assert "same samples" not in same[1] + shared[0] + shared[1]
 
 
-def test_evaluation_counts_every_sample_of_all_ranks_once(crew):
+def test_evaluation_counts_every_sample_of_loaders_of_their_own_once(crew):
     expected = rank_training.evaluated(0, 1, [20], target_batch=50, micro_batch=50)
 
-    found = crew.run("rank_training:evaluated", [13, 7], size=2, target_batch=50, micro_batch=5, shard=True)
+    found = crew.run("rank_training:evaluated", [13, 7], size=2, target_batch=50, micro_batch=5)
 
     assert found[0]["evaluations"] == found[1]["evaluations"]
     (loss, metrics, samples), (right, right_metrics, _) = found[0]["evaluations"][0], expected["evaluations"][0]

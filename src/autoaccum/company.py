@@ -17,9 +17,9 @@ from autoaccum.joint import Joint
 from autoaccum.oom import first_line
 from autoaccum.sharded_joint import ShardedJoint
 from autoaccum.sharded_model import is_sharded
-from autoaccum.storage import SHARDS
-from autoaccum.sharding import ShardedLoader, can_be_sharded
+from autoaccum.sharding import DealtLoader, ShardedLoader, can_be_sharded, in_windows, of_whole
 from autoaccum.shares import Shares, cut
+from autoaccum.storage import SHARDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from autoaccum.checkpoint import Moment
     from autoaccum.notices import Notices
-    from autoaccum.position import Track
+    from autoaccum.position import Position, Track
     from autoaccum.ranks import Ranks
     from autoaccum.records import Plan
     from autoaccum.saving import Saver
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # What a rank may wish to happen after a window, as bits.
 SAVE, END = 1, 2
+# What a process goes through: all samples, its part of every window of them, or samples that are its own.
+WHOLE, WINDOWS, OWN = "whole", "windows", "own"
 
 
 class Company:
@@ -86,9 +88,9 @@ class Company:
         self._bounds = cut(target_batch, self._shares.weights)
         self.target_batch = self._bounds[ranks.rank + 1] - self._bounds[ranks.rank]
         self._sharded: ShardedLoader | None = None
-        self.loader = loader
+        self.loader = self._whole = loader
         if shard:
-            _refuse_own_samples(loader)
+            _refuse_own_samples(loader, "loader")
             if can_be_sharded(loader):
                 self._sharded = self.loader = ShardedLoader(
                     loader,  # type: ignore[arg-type]
@@ -103,6 +105,17 @@ class Company:
                     "loads each sample once"
                 )
         self._is_looked_at = shard
+
+    def part_of_validation(self, val_loader: Iterable[Any]) -> Iterable[Any]:
+        """Return what gives this rank's part of validation data.
+
+        Raises:
+            InvalidInputError: With `shard`, a loader does not give all samples; on every rank where lengths differ.
+        """
+        if not self._shards:
+            return val_loader
+        _refuse_own_samples(val_loader, "val_loader")
+        return DealtLoader(val_loader, self.ranks)
 
     def begin(self, step: TrainingStep, wishes: Callable[[], int], grows_to: int | None) -> None:
         """Make ready to make windows together.
@@ -206,13 +219,35 @@ class Company:
                     "that all of them see"
                 )
 
+    def parts_of_all(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what a checkpoint is to hold of each rank.
+
+        Args:
+            own: This rank's.
+        """
+        return self.ranks.exchange_tensors("state", {**own, "loader": self._goes_through})
+
     def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
-        """Return what a checkpoint holds of this rank; None where it was written by another number of ranks.
+        """Return what a checkpoint holds of this rank; None where it was written by other processes.
 
         Raises:
-            CheckpointError: It was, in the middle of an epoch, by ranks with loaders of their own.
+            CheckpointError: It was, in the middle of an epoch, and cannot be shared out anew.
         """
-        return part_of(content, path, self.ranks.rank, self.ranks.size, can_reshard=self._shards)
+        return part_of(content, path, self.ranks.rank, self.ranks.size, self._goes_through)
+
+    def taken_over(self, position: Position) -> Position:
+        """Return where this training stands at a position of other processes.
+
+        Raises:
+            CheckpointError: The loader is another one.
+        """
+        if self._sharded is None:
+            return of_whole(position, self._whole, self._whole_target)
+        return in_windows(position, self._whole, self._whole_target)  # type: ignore[arg-type]
+
+    @property
+    def _goes_through(self) -> str:
+        return OWN if not self._shards else WHOLE if self._sharded is None else WINDOWS
 
     def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint to go on from, the same on every rank; None where there is none.
@@ -284,33 +319,54 @@ class Company:
 
 
 def part_of(
-    content: Mapping[str, Any], path: Path, rank: int, size: int, *, can_reshard: bool
+    content: Mapping[str, Any], path: Path, rank: int, size: int, goes_through: str
 ) -> Mapping[str, Any] | None:
-    """Return what a checkpoint holds of one of `size` ranks; None where it was written by another number of them.
+    """Return what a checkpoint holds of one of `size` processes; None where it was written by others.
+
+    Args:
+        content: What is in it.
+        path: Where it is.
+        rank: The number of this process.
+        size: How many there are.
+        goes_through: What this process goes through.
 
     Raises:
-        CheckpointError: It was, in the middle of an epoch, and its loaders cannot be shared out anew.
+        CheckpointError: It was, in the middle of an epoch, and some had or have samples of their own.
     """
     parts = content.get("ranks") or [content]
-    if len(parts) == size:
+    wrote = str(parts[0].get("loader", WHOLE if len(parts) == 1 else OWN))
+    if len(parts) == size and wrote == goes_through:
         found: Mapping[str, Any] = parts[rank]
         return found
-    is_within = any(part["position"]["batches"] for part in parts)
-    if is_within and not can_reshard:
+    if not any(part["position"]["batches"] for part in parts):
+        return None
+    by = f"{len(parts)} process{'es' if len(parts) > 1 else ''}"
+    if wrote == OWN:
         raise CheckpointError(
-            f"the checkpoint {path} was written by {len(parts)} process{'es' if len(parts) > 1 else ''} in the middle "
-            f"of an epoch, and this training has {size}: what each loader had left cannot be shared out anew, which "
-            f"takes several processes before and after, and shard=True; go on with {len(parts)}, or pass resume=False "
-            "to start anew"
+            f"the checkpoint {path} was written by {by} in the middle of an epoch, each with a loader of its own "
+            f"(shard=False), and what these had left cannot be given to {_here(size, goes_through)}; go on with {by} "
+            "and the same loaders, or pass resume=False to start anew"
+        )
+    if goes_through == OWN:
+        raise CheckpointError(
+            f"the checkpoint {path} was written by {by} in the middle of an epoch of a loader that gives all samples, "
+            f"and what it had left cannot be given to {_here(size, goes_through)}; pass shard=True with a loader that "
+            f"gives all samples to every process, go on with {by} as before, or pass resume=False to start anew"
         )
     return None
 
 
-def _refuse_own_samples(loader: Any) -> None:
+def _here(size: int, goes_through: str) -> str:
+    if size == 1:
+        return "this one process"
+    return f"these {size}, " + ("each with a loader of its own" if goes_through == OWN else "which share one out")
+
+
+def _refuse_own_samples(loader: Any, name: str) -> None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if getattr(sampler, "num_replicas", 1) > 1:
             raise InvalidInputError(
-                f"shard=True shares out what every rank's loader gives, and this one's {type(sampler).__name__} does "
+                f"shard=True shares out what every rank's {name} gives, and this one's {type(sampler).__name__} does "
                 "so already; leave one of them out"
             )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.batches import Window, copied
+from autoaccum.batches import Window, copied, map_tensors
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.oom import first_line, is_oom, is_too_large, let_go
 from autoaccum.planner import balanced, shrink
@@ -45,14 +45,16 @@ class Evaluator:
     Args:
         step: The training step.
         metrics: One metric, several, or several by name. A metric is a callable of (outputs, targets) whose values are
-            averaged over the samples, or an object with `update`, `compute` and `reset` (as torchmetrics').
+            averaged over the samples, or an object with `update`, `compute` and `reset` (as torchmetrics'). With ranks
+            the second is torchmetrics', or has `merge_state(others)` too (as torcheval's).
         on_oom: Called each time memory runs out.
         loss_scope: "micro_batch": the loss is taken of each cut; "window": of each batch of the loader as a whole, on
             whose size it then depends. Metrics see the cuts in both.
         ranks: Other processes that evaluate too, each on what its own loader gives; None where there are none.
 
     Raises:
-        InvalidInputError: A metric is neither, or the loss cannot be taken of a whole batch.
+        InvalidInputError: A metric is neither, or cannot be put together over ranks, or the loss cannot be taken of a
+            whole batch.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Evaluator:
         self._step = step
         self._ranks = ranks
         self._whole = WindowLoss(step) if loss_scope == "window" else None
-        self._metrics = [_counted(name, metric, step.memory.device) for name, metric in _named(metrics).items()]
+        self._metrics = [_counted(name, metric, step.memory.device, ranks) for name, metric in _named(metrics).items()]
         self._on_oom = on_oom
         self._max_size: int | None = None
 
@@ -291,11 +293,13 @@ class _Averaged:
 class _Stateful:
     """An object that keeps its own count, as torchmetrics' do."""
 
-    def __init__(self, name: str, metric: Any, device: torch.device) -> None:
+    def __init__(self, name: str, metric: Any, device: torch.device, ranks: Ranks | None) -> None:
         self._name = name
         self._metric = metric.to(device) if hasattr(metric, "to") else metric
         # A collection of metrics, or one around another: each keeps a count of its own.
         self._parts = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
+        if ranks is not None:
+            self._check_that_ranks_can_share(ranks.size)
 
     def reset(self) -> None:
         self._metric.reset()
@@ -304,13 +308,12 @@ class _Stateful:
         self._metric.update(outputs, targets)
 
     def result(self, ranks: Ranks | None) -> dict[str, float]:
-        # torchmetrics' add up over all ranks by themselves; of any other kind the value of rank 0 is everyone's.
-        value = self._metric.compute()
-        if ranks is not None:
-            value = ranks.exchange("metric", value)[0]
-        if isinstance(value, Mapping):
-            return {f"{self._name}/{key}": _number(key, part) for key, part in value.items()}
-        return {self._name: _number(self._name, value)}
+        if ranks is None:
+            return self._named(self._metric.compute())
+        value = self._of_all_states(ranks) if _is_torchmetrics(self._metric) else self._merged(ranks).compute()
+        # Of the same states, but other devices may compute another last bit.
+        said: list[dict[str, float]] = ranks.exchange("metric", self._named(value))
+        return said[0]
 
     def state(self) -> Any:
         return [{name: _kept(value) for name, value in vars(part).items()} for part in self._parts]
@@ -319,6 +322,82 @@ class _Stateful:
         for part, kept in zip(self._parts, state, strict=True):
             vars(part).clear()
             vars(part).update(kept)
+
+    def _named(self, value: Any) -> dict[str, float]:
+        if isinstance(value, Mapping):
+            return {f"{self._name}/{key}": _number(key, part) for key, part in value.items()}
+        return {self._name: _number(self._name, value)}
+
+    def _check_that_ranks_can_share(self, size: int) -> None:
+        if not _is_torchmetrics(self._metric):
+            if not hasattr(self._metric, "merge_state"):
+                raise InvalidInputError(
+                    f"metric {self._name!r}, a {type(self._metric).__name__}, keeps a count of its own, and how those "
+                    f"of {size} ranks are put together is not known; pass a torchmetrics object or a callable of "
+                    "(outputs, targets), which is averaged over the samples, or give it merge_state(others)"
+                )
+            return
+        for part in self._parts:
+            for state, reduction in getattr(part, "_reductions", {}).items():
+                if getattr(reduction, "__name__", "") == "dim_zero_mean":
+                    raise InvalidInputError(
+                        f"metric {self._name!r} averages its state {state!r} over ranks as if all had the same number "
+                        f"of samples, which {size} ranks need not have; pass one that sums, or a callable of (outputs, "
+                        "targets), which is averaged over the samples"
+                    )
+
+    def _of_all_states(self, ranks: Ranks) -> Any:
+        """Return the value of what all ranks have counted together.
+
+        States are put together as torchmetrics says that they are. Its own exchange is not used: one rank that fails on
+        the way there would leave the others waiting, and it needs samples on every rank.
+        """
+        part: Any
+        for part in self._parts:
+            if hasattr(part, "compute_groups"):
+                part.values(copy_state=False)  # of metrics that count alike only one counts: now the others know
+        parts: list[Any] = [part for part in self._parts if hasattr(part, "_reductions")]
+        own = [
+            (part._update_count, {name: map_tensors(Tensor.cpu, getattr(part, name)) for name in part._reductions})
+            for part in parts
+        ]
+        said = ranks.exchange_tensors("metric states", own)
+        kept = self.state()
+        try:
+            for number, part in enumerate(parts):
+                _put_together(part, [one[number] for one in said])
+            return self._metric.compute()
+        finally:
+            self.put_back(kept)
+
+    def _merged(self, ranks: Ranks) -> Any:
+        """Return a metric, on the host, that has counted what those of all ranks have."""
+        own = copy.deepcopy(self._metric)
+        first, *others = ranks.exchange_tensors("metrics", own.to("cpu") if hasattr(own, "to") else own)
+        first.merge_state(others)
+        return first
+
+
+def _is_torchmetrics(metric: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(metric).__mro__)
+
+
+def _put_together(part: Any, said: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    """Set a torchmetrics object's states to those of all ranks together, each with its number of updates."""
+    # A rank without samples has nothing to say, and its states are no numbers to some.
+    counted = [one for one in said if one[0]] or said[:1]
+    part._update_count = sum(updates for updates, _ in counted)
+    part.distributed_available_fn = lambda: False  # there is nothing left to gather
+    for name, reduction in part._reductions.items():
+        values = [states[name] for _, states in counted]
+        if len(values) == 1:
+            together = values[0]
+        elif isinstance(part._defaults[name], list):
+            together = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        else:
+            stacked = torch.stack(values)
+            together = reduction(stacked) if callable(reduction) else stacked
+        setattr(part, name, map_tensors(lambda tensor: tensor.to(part.device), together))
 
 
 def _number(name: str, value: Any) -> float:
@@ -350,9 +429,9 @@ def _named(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> 
     return named
 
 
-def _counted(name: str, metric: Any, device: torch.device) -> _Averaged | _Stateful:
+def _counted(name: str, metric: Any, device: torch.device, ranks: Ranks | None) -> _Averaged | _Stateful:
     if all(hasattr(metric, method) for method in ("update", "compute", "reset")):
-        return _Stateful(name, metric, device)
+        return _Stateful(name, metric, device, ranks)
     if not callable(metric):
         raise InvalidInputError(
             f"metric {name!r} is {metric!r}; pass a callable of (outputs, targets) or a torchmetrics object"

@@ -163,7 +163,8 @@ def fit(
         oom_report: A folder. When memory first runs out, a file is written there that tells what was alive, and where
             it was made (docs/oom-report.md). Until then every module leaves marks, about 10 µs in each forward pass.
         shard: Under torchrun: whether every rank's loader gives all samples, of which each rank is to take its part of
-            every window. False: each rank's loader gives that rank's own (DistributedSampler). docs/ranks.md.
+            every window, and val_loader likewise. False: each rank's loaders give that rank's own
+            (DistributedSampler). docs/ranks.md.
         shares: Of a window, with `shard`: "equal"; "speed": as fast as each rank has been.
 
     Returns:

@@ -16,7 +16,7 @@ from autoaccum import devices, oom, signals
 from autoaccum.batches import Window, stream
 from autoaccum.callbacks import Callback
 from autoaccum.checkpoint import Contents, Cutting, Moment, without_tensors
-from autoaccum.company import END, SAVE, part_of
+from autoaccum.company import END, SAVE, WHOLE, part_of
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -31,6 +31,7 @@ from autoaccum.position import Track
 from autoaccum.records import FitResult
 from autoaccum.runner import Runner
 from autoaccum.schedule import Schedule
+from autoaccum.sharding import of_whole
 from autoaccum.state import Mark, RandomState
 from autoaccum.step import drop_old_gradients
 from autoaccum.storage import check_that_it_can_be_kept
@@ -120,6 +121,7 @@ class Training(Callback):
         self._saver = saver
         self._watch = signals.Watch()
         self._random = RandomState(step.memory.device, step.objective.modules)
+        self._loader = loader
         self._track = Track(loader if company is None else company.loader, None if saver is None else self._random)
         self._moment = Moment(0, 0, self._track.at_start(1), self._random_states())
         # Whether model, optimizer and scheduler are those of the moment: not while an update is being made.
@@ -132,6 +134,8 @@ class Training(Callback):
         self._is_found = self._is_timed = False
         self._bytes_per_sample: int | None = None
         self._sample_bytes: int | None = None
+        if company is not None and val_loader is not None:
+            val_loader = company.part_of_validation(val_loader)
         self._val_loader = val_loader
         self._evaluator = None if val_loader is None else self._make_evaluator(metrics)
         self._history: list[StepReport] = []
@@ -561,7 +565,7 @@ class Training(Callback):
     def _written(self, saver: Saver) -> Path:
         if self._company is None:
             return saver.write(self._contents.take(self._moment, self._cutting()), self._moment)
-        parts = self._company.ranks.exchange_tensors("state", self._contents.part(self._moment, self._cutting()))
+        parts = self._company.parts_of_all(self._contents.part(self._moment, self._cutting()))
         files = None
         if self._contents.is_sharded:
             files = self._company.write_shards(saver, self._moment, self._contents.spread())
@@ -616,8 +620,7 @@ class Training(Callback):
         part = self._part_of(content, path)
         self._moment = moment = self._contents.moment(content, part)
         if part is None:
-            now = self._random_states()
-            self._moment = moment = replace(moment, random=now)
+            self._moment = moment = self._taken_over(moment)
             self._notices.say(
                 f"the checkpoint {path} was written by another number of processes: samples are shared out anew, and "
                 "what is drawn at random begins anew"
@@ -641,7 +644,16 @@ class Training(Callback):
     def _part_of(self, content: dict[str, Any], path: Path) -> Mapping[str, Any] | None:
         if self._company is not None:
             return self._company.part_of(content, path)
-        return part_of(content, path, 0, 1, can_reshard=False)
+        return part_of(content, path, 0, 1, WHOLE)
+
+    def _taken_over(self, moment: Moment) -> Moment:
+        """Return where this training stands at a moment of other processes."""
+        if self._company is None:
+            return replace(moment, position=of_whole(moment.position, self._loader, self._target_batch))
+        position = self._company.taken_over(moment.position)
+        # The order of the epochs to come is drawn on the first.
+        is_first = self._company.ranks.rank == 0
+        return replace(moment, position=position, random=moment.random if is_first else self._random_states())
 
     def _go_to_moment(self) -> None:
         """Put the loader and the random state where they were at the moment."""

@@ -1,0 +1,264 @@
+"""Trainings that evaluate, for tests of several ranks; alone where `size` is 1."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import ClasswiseWrapper, Metric, MetricCollection, MinMaxMetric, PearsonCorrCoef
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision
+
+import autoaccum
+import rank_training
+from rank_faults import Seen
+
+BATCH = 3
+
+
+class Subclass(DataLoader):
+    """No DataLoader whose samples are told apart by indices, as far as anybody knows."""
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def a_list(samples, rank):
+    return list(DataLoader(samples, batch_size=BATCH))
+
+
+def in_order(samples, rank):
+    return DataLoader(samples, batch_size=BATCH)
+
+
+def shuffled(samples, rank):
+    return DataLoader(samples, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank))
+
+
+def shuffled_by_all(samples, rank):
+    return DataLoader(samples, batch_size=BATCH, shuffle=True)
+
+
+def with_workers(samples, rank):
+    return DataLoader(samples, batch_size=BATCH, shuffle=True, num_workers=1)
+
+
+def dropping(samples, rank):
+    return DataLoader(samples, batch_size=BATCH, drop_last=True)
+
+
+def subclass(samples, rank):
+    return Subclass(samples, batch_size=BATCH, shuffle=True)
+
+
+def iterable(samples, rank):
+    return DataLoader(Stream(samples), batch_size=BATCH)
+
+
+def in_one(samples, rank):
+    return DataLoader(samples, batch_size=len(samples))
+
+
+# The same batches in every process, none of which is cut.
+ALIKE = (a_list, in_order, dropping, iterable)
+LOADERS = {made.__name__: made for made in (*ALIKE, in_one, shuffled, shuffled_by_all, with_workers, subclass)}
+
+
+def accuracy(outputs, targets):
+    """The share of right tokens, for each sample."""
+    counts = targets != -100
+    return ((outputs.argmax(-1) == targets) & counts).sum(1) / counts.sum(1)
+
+
+def accuracy_of_batch(outputs, targets):
+    """The share of right tokens of all, which depends on what is in the batch."""
+    counts = targets != -100
+    return float((outputs.argmax(-1) == targets)[counts].double().mean())
+
+
+def flat_accuracy():
+    class OfTokens(MulticlassAccuracy):
+        def update(self, outputs, targets):
+            super().update(outputs.flatten(0, 1), targets.flatten())
+
+    return OfTokens(rank_training.CLASSES, average="micro", ignore_index=-100)
+
+
+def evaluated(rank, size, kind, samples, *, epochs=2, shard=True, **arguments):
+    """Train and evaluate after each epoch; return what came of it, and which samples were loaded for that."""
+    seen = Seen(rank_training.texts(samples, seed=5))
+    metrics = {"mean": rank_training.mean_size, "accuracy": accuracy, "torchmetrics": flat_accuracy()}
+    if LOADERS[kind] in ALIKE:
+        metrics["of batch"] = accuracy_of_batch
+    found = rank_training.train(
+        rank,
+        size,
+        model=rank_training.net(),
+        loss="tokens, found out",
+        target_batch=25,
+        micro_batch=5,
+        epochs=epochs,
+        shard=shard,
+        val_loader=LOADERS[kind](seen, rank),
+        metrics=metrics,
+        **arguments,
+    )
+    return {**found, "loaded": seen.loaded}
+
+
+def with_other_lengths(rank, size, kind):
+    """Evaluate what is shorter on rank 1."""
+    return evaluated(rank, size, kind, 12 if rank == 1 else 20)
+
+
+def with_distributed_sampler(rank, size):
+    data = rank_training.vectors(20)
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank)
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    return rank_training.train(rank, size, target_batch=25, micro_batch=5, shard=True, val_loader=loader)
+
+
+def with_replacement(rank, size):
+    """Evaluate what a sampler draws, another time for each epoch; return the samples that were loaded here."""
+    seen = Seen(rank_training.vectors(20))
+    loader = DataLoader(seen, batch_size=2, sampler=RandomSampler(seen, replacement=True, num_samples=10))
+    rank_training.train(rank, size, target_batch=25, micro_batch=5, shard=True, val_loader=loader)
+    return seen.loaded
+
+
+class Wide(nn.Module):
+    """Takes much memory where it evaluates, and next to nothing in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = rank_training.net()
+
+    def forward(self, inputs):
+        if not self.training:
+            inputs = inputs + 0 * inputs.repeat(1, 500).exp().sum(1, keepdim=True)
+        return self.inner(inputs)
+
+
+class Events(autoaccum.Callback):
+    """Counts how often memory ran out while evaluating."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def on_oom(self, event, *, step):
+        if event.phase == "evaluate":
+            self.sizes.append(event.size)
+
+
+def on_simulated(rank, size, sizes, **arguments):
+    """Evaluate on simulated devices, of another size on each rank."""
+    events = Events()
+    found = rank_training.train(
+        rank,
+        size,
+        model=Wide(),
+        target_batch=25,
+        micro_batch=5,
+        device=autoaccum.Simulated(sizes[rank]),
+        memory_limit=None,
+        shard=True,
+        val_loader=DataLoader(rank_training.vectors(40), batch_size=10),
+        metrics=functional.cross_entropy,
+        callbacks=[events],
+        **arguments,
+    )
+    return {**found, "sizes": events.sizes}
+
+
+# --- metrics that count for themselves --------------------------------------------------------------------------------
+
+
+class OfFirst(PearsonCorrCoef):
+    """Of the first output and the class: its states are no sums."""
+
+    def update(self, outputs, targets):
+        super().update(outputs[:, 0], targets.double())
+
+
+class Hits:
+    """Counts in Python."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.right = self.all = 0
+
+    def update(self, outputs, targets):
+        self.right += int((outputs.argmax(1) == targets).sum())
+        self.all += len(targets)
+
+    def compute(self):
+        return self.right / self.all
+
+
+class MergedHits(Hits):
+    """Counts in Python, and takes in what others have counted."""
+
+    def merge_state(self, others):
+        for other in others:
+            self.right += other.right
+            self.all += other.all
+
+
+class Averaging(Metric):
+    """Keeps a mean of its own, as if ranks had the same number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, outputs, targets):
+        self.mean = outputs.mean()
+
+    def compute(self):
+        return self.mean
+
+
+def collection():
+    return MetricCollection(
+        {
+            "accuracy": MulticlassAccuracy(rank_training.CLASSES),
+            "precision": MulticlassPrecision(rank_training.CLASSES),
+            "auroc": MulticlassAUROC(rank_training.CLASSES),
+        }
+    )
+
+
+METRICS = {
+    "collection": collection,
+    "wrapped": lambda: ClasswiseWrapper(MulticlassAccuracy(rank_training.CLASSES, average=None)),
+    "extremes": lambda: MinMaxMetric(MulticlassAccuracy(rank_training.CLASSES, average="micro")),
+    "lists": lambda: MulticlassAUROC(rank_training.CLASSES),
+    "no sums": OfFirst,
+    "not synchronized": lambda: MulticlassAccuracy(rank_training.CLASSES, sync_on_compute=False),
+    "merged": MergedHits,
+    "own": Hits,
+    "averaging": Averaging,
+}
+REFUSED = {"own", "averaging"}
+
+
+def counted(rank, size, kind, batch_size, **arguments):
+    """Evaluate with a metric that keeps its own count."""
+    return rank_training.train(
+        rank,
+        size,
+        model=rank_training.net(),
+        target_batch=25,
+        micro_batch=5,
+        epochs=2,
+        shard=True,
+        val_loader=DataLoader(rank_training.vectors(20), batch_size=batch_size),
+        metrics={"it": METRICS[kind]()},
+        **arguments,
+    )

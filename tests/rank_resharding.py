@@ -1,0 +1,66 @@
+"""Trainings that go on with another number of processes; alone where `size` is 1."""
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+
+import rank_training
+from rank_faults import Seen
+
+TARGET, BATCH = 16, 5
+
+
+def in_order(samples):
+    return DataLoader(samples, batch_size=BATCH)
+
+
+def shuffled(samples):
+    return DataLoader(samples, batch_size=BATCH, shuffle=True)
+
+
+def own_generator(samples):
+    return DataLoader(samples, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+
+def workers(samples):
+    return DataLoader(samples, batch_size=BATCH, shuffle=True, num_workers=2)
+
+
+def weighted(samples):
+    sampler = WeightedRandomSampler(torch.arange(1.0, len(samples) + 1), len(samples))
+    return DataLoader(samples, batch_sampler=BatchSampler(sampler, BATCH, drop_last=True))
+
+
+def two_generators(samples):
+    sampler = RandomSampler(samples, generator=torch.Generator().manual_seed(5))
+    return DataLoader(samples, batch_size=BATCH, sampler=sampler, generator=torch.Generator().manual_seed(6))
+
+
+def a_list(samples):
+    return list(DataLoader(samples, batch_size=BATCH))
+
+
+LOADERS = {
+    made.__name__: made for made in (in_order, shuffled, own_generator, workers, weighted, two_generators, a_list)
+}
+
+
+def train(
+    rank, size, folder, *, kind, steps, shard=True, samples=rank_training.SAMPLES, epochs=2, dropout=0.0, **arguments
+):
+    """Train up to so many steps; say which samples were loaded here for that."""
+    seen = Seen(rank_training.vectors(samples))
+    found = rank_training.train(
+        rank,
+        size,
+        model=rank_training.net(dropout=dropout),
+        make_loader=lambda *_: LOADERS[kind](seen),
+        target_batch=TARGET,
+        micro_batch=4,
+        epochs=epochs,
+        shard=shard,
+        checkpoint=folder,
+        max_steps=steps,
+        seed=4,
+        **arguments,
+    )
+    return {**found, "loaded": seen.loaded}
