@@ -1,4 +1,4 @@
-"""What tests start by torchrun: a training of a model that is spread over ranks, which may fail in its first attempt."""
+"""What tests start by torchrun: a training of a model that is spread over ranks, and may fail at first."""
 
 import json
 import os

@@ -48,12 +48,13 @@ def alone(rank, size, **arguments):
 def evaluated(rank, size, lengths, **arguments):
     samples = rank_training.texts(sum(lengths), seed=5)
     loader = rank_training.own_loader(lengths)(rank, size, samples)
-    metrics = {"size": rank_training.mean_size}
-    return train(rank, size, loss="tokens, found out", val_loader=loader, metrics=metrics, **arguments)
+    own = rank_training.own_loader([rank_training.SAMPLES // size] * size)
+    arguments |= {"make_loader": own, "metrics": {"size": rank_training.mean_size}}
+    return train(rank, size, loss="tokens, found out", val_loader=loader, **arguments)
 
 
 class Greedy(nn.Module):
-    """Takes more memory than there is for more than `most` samples, on one rank: really, so that the allocator fails."""
+    """Takes more memory than there is for more than `most` samples: really, so that the allocator fails."""
 
     def __init__(self, most, *, backward=False):
         super().__init__()

@@ -215,7 +215,9 @@ def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, 
     del whole["dropout"]
     crew.run("sharded_training:unsharded", size=2, checkpoint=tmp_path / "whole", **whole)
 
-    with pytest.raises(autoaccum.CheckpointError, match="its parameters are spread over ranks there and whole on every"):
+    with pytest.raises(
+        autoaccum.CheckpointError, match="its parameters are spread over ranks there and whole on every"
+    ):
         crew.run("sharded_training:unsharded", size=2, checkpoint=tmp_path / "spread", **whole)
     with pytest.raises(autoaccum.CheckpointError, match="its parameters are whole on every rank there and spread over"):
         crew.run("sharded_training:train", size=2, checkpoint=tmp_path / "whole", **run)

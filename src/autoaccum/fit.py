@@ -33,7 +33,7 @@ from autoaccum.records import check_positive_int
 from autoaccum.saving import saver_for
 from autoaccum.schedule import check_scheduler
 from autoaccum.scope import check_loss_scope
-from autoaccum.sharded_model import check_sharded, first_size, is_sharded
+from autoaccum.sharded_model import check_sharded
 from autoaccum.shares import check_shares
 from autoaccum.step import assemble, check_clip
 from autoaccum.training import Training
@@ -206,8 +206,7 @@ def fit(
     notices = Notices(silent=progress is False or rank > 0)
     if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target_batch):
         notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
-    if saver is not None and (known := saver.cap(notices)) is not None:
-        cap = known if cap is None else min(cap, known)
+    cap = min((one for one in (cap, None if saver is None else saver.cap(notices)) if one is not None), default=None)
     memory = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, memory)
     if options is not None:
@@ -246,15 +245,13 @@ def fit(
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
             }
-            if is_sharded(step.objective.modules):
-                asked = {
-                    f"shares={shares!r}": shares != "equal",
-                    f"fallback={fallback!r}": bool(fallback),
-                    "compile=": options is not None,
-                    f"probe={probe!r}": probe == "before" and micro_batch == "auto",
-                }
-                check_sharded(step.objective.modules, ranks.size, asked)
-                grows_from = first_size(step.objective.modules)
+            asked = {
+                f"shares={shares!r}": shares != "equal",
+                f"fallback={fallback!r}": bool(fallback),
+                "compile=": options is not None,
+                f"probe={probe!r}": probe == "before" and micro_batch == "auto",
+            }
+            grows_from = check_sharded(step.objective.modules, ranks.size, asked)
             company = _company(ranks, step, loader, alike, loss_scope=loss_scope, notices=notices)
         part = target_batch if company is None else company.target_batch
         training = Training(

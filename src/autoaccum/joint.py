@@ -384,6 +384,7 @@ class Share:
         self._pairs: dict[str, float] | None = None
 
     def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """Return what pairs of these weights in this part weigh in the whole window."""
         if self._pairs is None:  # else it is a second attempt of this rank alone
             said = self._ranks.exchange("pairs", dict(weights))
             self._pairs = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}

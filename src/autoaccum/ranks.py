@@ -241,9 +241,10 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
 def join_ranks(device: str | torch.device | None = None) -> None:
     """Join the other processes that torchrun has started, for a script that needs them before `fit` (fully_shard).
 
-    As `torch.distributed.init_process_group`, with a way for hosts and one for cards, the card of this process's number,
-    and names that processes of an earlier attempt (torchrun --max-restarts) have not used. Does nothing where a group is
-    set up already, or where this process is alone. `AUTOACCUM_RANK_TIMEOUT_S` says how long ranks wait for each other.
+    As `torch.distributed.init_process_group`, with a way for hosts and one for cards, the card of this process's
+    number, and names that processes of an earlier attempt (torchrun --max-restarts) have not used. Does nothing where a
+    group is set up already, or where this process is alone. `AUTOACCUM_RANK_TIMEOUT_S` says how long ranks wait for
+    each other.
 
     Args:
         device: What this process computes on; None for a card where there is one.

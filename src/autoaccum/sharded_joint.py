@@ -18,7 +18,7 @@ from autoaccum.batches import Window, copied
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
 from autoaccum.growth import Growth
 from autoaccum.joint import Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
-from autoaccum.objective import PAIR, SAMPLES, Factors
+from autoaccum.objective import SAMPLES, Factors
 from autoaccum.oom import first_line, is_oom, is_too_large
 from autoaccum.probe import does_not_fit_text
 from autoaccum.reason_file import OUT_OF_MEMORY, Reason
@@ -174,12 +174,10 @@ class ShardedJoint(Joint):
         if self._is_told:
             self._is_told = False
             return
-        if isinstance(error, LackElsewhereError):
-            lacking = self._lacking
-        else:
-            lacking = self._say((work.size, first_line(error)))
+        if not isinstance(error, LackElsewhereError):
+            self._say((work.size, first_line(error)))
         work.start_over(self.share)
-        work.size = max((size for size, _ in lacking.values() if size is not None), default=None)
+        work.size = max((size for size, _ in self._lacking.values() if size is not None), default=None)
 
     def _end(self, error: Exception, size: int) -> None:
         if is_oom(error):
@@ -237,13 +235,13 @@ class ShardedJoint(Joint):
         if self.ranks.is_in_pass:
             self._end(error, size or self.sizing.plan.micro_batch)
 
-    def _say(self, lack: _Lack | None) -> dict[int, _Lack]:
+    def _say(self, lack: _Lack | None) -> None:
+        """Say whether this rank lacks memory, and hear what the others say."""
         said: list[_Lack | None] = self.ranks.exchange("pass", lack)
         self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
         if self._lacking and lack is None:
             who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._lacking.items())
             raise LackElsewhereError(who)
-        return self._lacking
 
     def _pass_with_nothing(self) -> None:
         """Make a pass that adds nothing, since others have samples left."""

@@ -39,24 +39,29 @@ def refuse_sharded(modules: Iterable[nn.Module]) -> None:
     """
     for name, _ in _spread(modules):
         raise InvalidInputError(
-            f"parameter {name!r} is a DTensor, spread over ranks by fully_shard or tensor parallelism, and this call is "
-            "of one process; train it by fit in every process that torchrun started, or leave fully_shard out"
+            f"parameter {name!r} is a DTensor, spread over ranks by fully_shard or tensor parallelism, and this call "
+            "is of one process; train it by fit in every process that torchrun started, or leave fully_shard out"
         )
 
 
-def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, bool]) -> None:
-    """Refuse what cannot be done with a model that is spread over ranks.
+def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, bool]) -> int | None:
+    """Refuse what cannot be done with a model that is spread over ranks, where it is one.
 
     Args:
         modules: The model, and losses that are modules.
         ranks: Number of processes of the training.
         asked: What `fit` was asked for beside training, by the argument as it is written: whether it was.
 
+    Returns:
+        The smallest micro-batch that can be trained on; None where every rank holds the whole model.
+
     Raises:
         InvalidInputError: It is spread in another way than `fully_shard` spreads it over all ranks, or something was
             asked for that each rank would have to do by itself.
     """
     modules = list(modules)
+    if not is_sharded(modules):
+        return None
     for text in (text for text, is_asked in asked.items() if is_asked):
         raise InvalidInputError(
             f"{text} is not for a model that fully_shard has spread over ranks, whose passes are made by all of them "
@@ -76,10 +81,6 @@ def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, 
                     f"parameter {name!r} is trained and on every rank whole, while others are spread by fully_shard, "
                     "so that nothing adds up its gradients; call fully_shard on the whole model too"
                 )
-
-
-def first_size(modules: Iterable[nn.Module]) -> int:
-    """Return the smallest micro-batch that can be trained on."""
     has_norm = any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
     return 2 if has_norm else 1  # BatchNorm refuses a single value a channel
 

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks, kept in a folder of which each rank writes its part (torch.distributed.checkpoint).
+"""Tensors that are spread over ranks, in a folder of which each rank writes its part (torch.distributed.checkpoint).
 
 Any number of ranks can read them again, each what is its own then. What the files were when they were written is noted
 by their sizes and checksums, since the library itself does not look.
@@ -40,7 +40,9 @@ def write(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> Files:
     from torch.distributed import checkpoint  # noqa: PLC0415 - takes long, and few need it
 
     folder.mkdir(exist_ok=True)
-    checkpoint.save(dict(tensors), checkpoint_id=folder, process_group=ranks.hosts)
+    checkpoint.save(  # type: ignore[attr-defined]
+        dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
+    )
     own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / _METADATA] if ranks.rank == 0 else [])]
     said = ranks.exchange("shards", {path.name: (path.stat().st_size, _sum(path)) for path in own})
     return {name: file for files in said for name, file in files.items()}
@@ -50,7 +52,9 @@ def read(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Read tensors in place, together with all ranks, of which there may be another number than wrote them."""
     from torch.distributed import checkpoint  # noqa: PLC0415 - as above
 
-    checkpoint.load(dict(tensors), checkpoint_id=folder, process_group=ranks.hosts)
+    checkpoint.load(  # type: ignore[attr-defined]
+        dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
+    )
 
 
 def damage(folder: Path, files: Files) -> str | None:
