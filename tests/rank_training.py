@@ -158,7 +158,7 @@ class FailingLoader:
             yield batch
 
 
-def failing(rank, size, who, what, folder=None):
+def failing(rank, size, who, what, folder=None, *, overlap=False):
     """Train where something of the user's own raises on one rank."""
     error = ZeroDivisionError("the user's own")
     mine = rank == who
@@ -192,6 +192,7 @@ def failing(rank, size, who, what, folder=None):
         checkpoint=folder,
         callbacks=[raising],
         shard=True,
+        overlap=overlap,
     )
     return outcome(model, result)
 

@@ -57,6 +57,7 @@ ORDER = (
     "aside",
     "sizing",
     "accumulation",
+    "overlap",
     "joint",
     "runner",
     "finding",

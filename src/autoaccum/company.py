@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.alike import look_at_data
 from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
-from autoaccum.joint import Joint
+from autoaccum.joint import Joint, trained
+from autoaccum.overlap import room_for_all
 from autoaccum.sharding import ShardedLoader, can_be_sharded
 from autoaccum.shares import Shares, cut
 
@@ -39,6 +40,8 @@ class Company:
         last_window: As for `fit`.
         shard: Whether every rank's loader gives all samples, of which each is to take its part.
         shares: "equal" or "speed".
+        overlap: Whether gradients are to be sent while the last backward pass runs.
+        hindrance: What is in the way of that on this rank; "" for nothing.
         notices: Where choices are said.
 
     Attributes:
@@ -61,6 +64,8 @@ class Company:
         shard: bool,
         shares: str,
         notices: Notices,
+        overlap: bool = False,
+        hindrance: str = "",
     ) -> None:
         if target_batch < ranks.size:
             raise InvalidInputError(
@@ -70,6 +75,7 @@ class Company:
         self.ranks = ranks
         self.joint: Joint | None = None
         self._notices = notices
+        self._overlap, self._hindrance = overlap, hindrance
         self._whole_target = target_batch
         self._last_window = last_window
         self._shards = shard
@@ -102,7 +108,10 @@ class Company:
             step: This rank's training step.
             wishes: Returns what this rank wishes to happen after a window.
         """
-        self.joint = Joint(self.ranks, step)
+        room = None
+        if self._overlap:
+            room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
+        self.joint = Joint(self.ranks, step, room)
         self.joint.wishes = wishes
         self.joint.note = self._reached
         self.joint.is_timed = self._shares.by_speed

@@ -66,6 +66,7 @@ class TrainingStep:
         parameters: Every parameter of the objective's modules.
         phase: What is being done: "transfer", "forward", "backward", "reserve", "unscale", "clip" or "optimizer".
         has_added: Whether gradients may have been added to since this was last set to False.
+        sources_left: Losses with forward passes of their own that the present micro-batch has yet to go through.
         updates: Makes updates from the gradients that accumulate here.
         witness: Is shown the first lack of memory before it is let go of; None where nobody asked.
     """
@@ -86,6 +87,7 @@ class TrainingStep:
         self.transfer = Transfer(memory.device)
         self.phase = "transfer"
         self.has_added = False
+        self.sources_left = 0
         self.witness: PostMortem | None = None
         self.parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
         self.updates = Updates(
@@ -132,7 +134,9 @@ class TrainingStep:
             InvalidInputError: What came out is no loss, or has no graph.
         """
         scaler = self.precision.scaler
+        self.sources_left = len(self.objective.sources)
         for source in self.objective.sources:
+            self.sources_left -= 1
             self.phase = "forward"
             with self.precision.autocast():
                 # Without the outputs, which a loss seldom needs for its gradient.
