@@ -1,12 +1,12 @@
-"""What several ranks cost and gain: agreement a window, updates against DistributedDataParallel, shares by speed.
+"""What several ranks cost and gain: agreement, updates against DistributedDataParallel, overlap, shares by speed.
 
-    python benchmarks/scaling.py [--quick] [--only agreement updates shares] [--out FILE] [--report-only]
+    python benchmarks/scaling.py [--quick] [--only agreement updates overlap shares] [--out FILE] [--report-only]
 
 Every row is a job of its own, by torchrun with gloo on this machine; `scaling_rank.py` is what its ranks do. What is
 compared takes turns within one job: updates window by window (a callback of `fit` makes the one by
-DistributedDataParallel), shares in calls of `fit` one after the other. Results go into one JSON file, where a part that
-is run again replaces itself; from it come the tables between the markers of docs/scaling.md. `--quick` runs less of
-everything, and writes nothing unless it is told where.
+DistributedDataParallel), shares and overlap in calls of `fit` one after the other. Results go into one JSON file, where
+a part that is run again replaces itself; from it come the tables between the markers of docs/scaling.md. `--quick` runs
+less of everything, and writes nothing unless it is told where.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from scaling_rank import CASES, MODELS, PARTS
+from scaling_rank import CASES, MODELS, OVERLAPS, PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("scaling_rank.py")
@@ -36,7 +36,7 @@ def jobs(part, quick):
     elif part == "updates":
         yield from ((size, model, 4 if quick else 16) for model in MODELS for size in SIZES)
     else:
-        yield from ((2, case, 6 if quick else 12) for case in CASES)
+        yield from ((2, case, 6 if quick else 12) for case in (OVERLAPS if part == "overlap" else CASES))
 
 
 def run(part, size, model, windows, *, turns):
@@ -75,6 +75,16 @@ def tables(results):
             alone = [spread(row[name], 0) if name in row else "-" for name in ("reduction_ms", "last_backward_ms")]
             times = [spread(row["by_hand_ms"], 0), spread(row["fit_ms"], 0), spread(row["ratio"], 3), *alone]
             lines.append(f"| {row['title']} | {row['ranks']} | {' | '.join(times)} |")
+    if rows := results.get("overlap"):
+        lines += [
+            "",
+            "| two ranks | by hand, ms | `fit`, ms | with overlap, ms | `fit` to by hand | with overlap to by hand |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            times = [spread(row[name], 0) for name in ("by_hand_ms", "without_ms", "with_ms")]
+            ratios = [spread(row[name], 3) for name in ("without_ratio", "with_ratio")]
+            lines.append(f"| {row['title']} | {' | '.join([*times, *ratios])} |")
     if rows := results.get("shares"):
         lines += [
             "",
@@ -113,7 +123,7 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--turns", type=int, default=2, help="turns in which shares are compared")
+    parser.add_argument("--turns", type=int, default=2, help="turns in which shares, and overlap, are compared")
     parser.add_argument("--report-only", action="store_true", help="write the page from the results there are")
     options = parser.parse_args()
     page = None if options.quick else ROOT / "docs/scaling.md"
