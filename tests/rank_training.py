@@ -241,9 +241,14 @@ def decaying(parameters):
 
 def said(rank, size, **arguments):
     """Return what a training has said on this rank."""
+    return heard(rank, size, target_batch=16, micro_batch=4, **arguments)[1]
+
+
+def heard(rank, size, **arguments):
+    """Train, and return what became of it and what was said on this rank."""
     with contextlib.redirect_stderr(io.StringIO()) as spoken:
-        train(rank, size, target_batch=16, micro_batch=4, progress="lines", **arguments)
-    return spoken.getvalue()
+        found = train(rank, size, progress="lines", **arguments)
+    return found, spoken.getvalue()
 
 
 class Picky(nn.Module):

@@ -15,6 +15,7 @@ CASES = {
     "norm": ("with_norm", (), {"target_batch": 16, "micro_batch": 4, "last_window": "drop"}),
     "buffers": ("with_buffers", (), {"target_batch": 16, "micro_batch": 3}),
     "clip": ("train", (), {"target_batch": 16, "micro_batch": 3, "clip_grad_norm": 0.1}),
+    "wrapped": ("train", (), {"target_batch": 16, "micro_batch": 3, "wrap": True}),
     "one micro-batch": ("train", (), {"target_batch": 16, "micro_batch": 8}),
     "unused": ("unused", (), {"target_batch": 16, "micro_batch": 4, "data": rank_training.wide()}),
     "own samples": ("with_own_samples", ([23, 9],), {"target_batch": 12, "micro_batch": 3, "shard": False}),
@@ -29,6 +30,10 @@ def assert_same(found, expected):
     assert all(map(torch.equal, found[0]["buffers"], expected[0]["buffers"]))
     assert [one["losses"] for one in found] == [one["losses"] for one in expected]
     assert [one["cuts"] for one in found] == [one["cuts"] for one in expected]
+
+
+def sum_of(outcome):
+    return outcome["in_backward"] + outcome["after"]
 
 
 def test_buckets_are_sent_before_the_backward_pass_has_come_to_the_first_layer(crew):
@@ -98,11 +103,14 @@ def test_other_gradients_than_in_the_window_before_go_as_without(crew):
 
 @pytest.mark.parametrize("kind", ["looks", "replaces", "late"])
 def test_hooks_of_the_users_own_are_called_as_often_and_what_they_leave_is_sent(crew, kind):
-    for without, with_overlap in crew.run("overlap_training:with_hooks", kind, size=2):
+    outcomes = crew.run("overlap_training:with_hooks", kind, size=2)
+
+    for without, with_overlap in outcomes:
         assert_same([with_overlap], [without])
         assert with_overlap["calls"] == without["calls"]
-        # A hook that comes later may change what was sent, which then is not used.
+        # A hook that comes later changes what was sent, which then is not used, and after some windows not sent.
         assert (with_overlap["windows"] == 0) == (kind == "late")
+    assert outcomes[0][1]["said"].count("no effect from now on: in 4 windows in a row") == int(kind == "late")
 
 
 def test_compiled_model_is_compiled_once(crew):
@@ -145,6 +153,13 @@ def test_limit_on_the_host_is_in_the_way_which_is_said(crew):
     assert all(sends["windows"] == 0 for _, sends in found)
 
 
+def test_loss_that_is_a_pair_is_in_the_way_which_is_said_once(crew):
+    found = crew.run("overlap_training:said", size=2, loss="pair")
+
+    assert found[0][0].count("overlap=True has no effect with a loss that is a (sum, weight) pair") == 1
+    assert all(sends["windows"] == 0 for _, sends in found)
+
+
 @pytest.mark.parametrize("overlap", [1, "yes", None])
 def test_what_is_neither_true_nor_false_is_refused(overlap):
     with pytest.raises(autoaccum.InvalidInputError, match="overlap="):
@@ -180,7 +195,7 @@ def test_error_of_the_users_own_in_the_last_backward_pass_is_told_to_the_others(
 def test_interrupt_in_the_last_backward_pass_is_told_to_the_others(crew):
     answers = crew.answers("overlap_training:breaking", 1, "interrupted", size=2)
 
-    assert str(answers[1]) == "interrupted"
+    assert str(answers[1]) == "interrupted, 0 hooks left"
     assert "rank 1: KeyboardInterrupt" in str(answers[0])
 
 
@@ -209,6 +224,7 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew
 
     found = crew.run("rank_faults:at_each", who, points, **arguments)
 
+    buckets = sum_of(expected[0])
     sent = 0
     for point, outcomes in zip(points, zip(*found, strict=True), strict=True):
         if rank_faults.is_damage(outcomes):
@@ -219,6 +235,7 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew
         loaded = sorted(itertools.chain.from_iterable(one["loaded"] for one in outcomes))
         assert loaded == list(range(rank_faults.SAMPLES))
         assert outcomes[who]["hits"] == 1, point
+        assert [sum_of(one) for one in outcomes] == [buckets, buckets], point  # each of them once a window
         sent += sum(one["in_backward"] for one in outcomes)
     assert sent
 

@@ -111,7 +111,7 @@ class Company:
         room = None
         if self._overlap:
             room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
-        self.joint = Joint(self.ranks, step, room)
+        self.joint = Joint(self.ranks, step, room, self._notices.say)
         self.joint.wishes = wishes
         self.joint.note = self._reached
         self.joint.is_timed = self._shares.by_speed

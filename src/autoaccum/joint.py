@@ -4,7 +4,7 @@ No process says anything to the others while it works on its micro-batches, so t
 keeps nobody waiting for longer than its second attempt takes. Then they agree in two steps, as a distributed commit
 does: what the parts weigh and that all are done, upon which gradients are added up in flat buckets; and that all hold
 the sum, upon which each steps its own optimizer. Up to there every one of them can still go back to where the window
-began, and all do where one has to.
+began, and all do where one has to. Where gradients may be sent before all are done, `overlap.py` does so.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Joint:
         ranks: All of them.
         step: This one's training step.
         room: In which all gradients can be on their way at once; None where they go when all have worked.
+        say: Tells the user what has become of that.
 
     Attributes:
         parts: What each rank has said of its part of the present window, by rank.
@@ -91,7 +92,9 @@ class Joint:
         overlap: Sends gradients while the last are made; None where that is not done.
     """
 
-    def __init__(self, ranks: Ranks, step: TrainingStep, room: Buckets | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, step: TrainingStep, room: Buckets | None = None, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
         self.wishes: Callable[[], int] = lambda: 0
@@ -101,7 +104,10 @@ class Joint:
         self._step = step
         self._trained = trained(step)
         self._gradients = room or Buckets(self._trained)
-        self.overlap = None if room is None else Overlap(ranks, step, self._trained, room, self._weight_beforehand)
+        self.overlap: Overlap | None = None
+        if room is not None:
+            self.overlap = Overlap(ranks, step, self._trained, room, self._weight_beforehand, say)
+        self._say = say
         self._is_on_its_way = False
         self._present = 0
         self._buffers = _SharedBuffers(step)
@@ -138,7 +144,13 @@ class Joint:
         self._known_before = self._known()
         self.share = self._share_of(window)
         if self.overlap is not None:
-            self.overlap.begin(None if self._weighs_only_then() else self._wanted())
+            weighs_only_then = self._weighs_only_then()
+            if weighs_only_then:
+                self._say(
+                    "overlap=True has no effect with a loss that is a (sum, weight) pair: what the parts of a window "
+                    "weigh shows only when they have been worked on"
+                )
+            self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
 
     def synchronize(self) -> None:
@@ -189,9 +201,9 @@ class Joint:
         """See whether the gradients that were sent are those of the whole window, by what all have said of that."""
         if self.overlap is None:
             return
-        self.overlap.close()
-        is_whole = goes_on and all(part.has_sent for part in self.parts)
-        self._is_on_its_way = is_whole and self._bits() == self._present
+        held = all(part.has_sent for part in self.parts) and self._bits() == self._present
+        self.overlap.end(held=held)
+        self._is_on_its_way = goes_on and held
         if not self._is_on_its_way:
             self.overlap.drop()
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 LEAST_BYTES = 2**20
 # Into so many buckets gradients go at least, where those are not too small: what is hidden is all but the last one.
 _BUCKETS = 8
+# Windows in a row after which something that lasts is taken to be in the way, and what is sent twice is not worth it.
+_IN_VAIN = 4
 
 # By what parts of a window add up, and what this one weighs (`Objective.common_weight`, `Part.weight`).
 Weight = tuple[str, float | None]
@@ -108,6 +110,7 @@ class Overlap:
         trained: The parameters with gradients.
         buckets: Through which those go; each bucket with memory of its own.
         weigh: Returns what this rank's part of the window weighs; None where that is not known beforehand.
+        say: Tells the user what has become of it.
     """
 
     def __init__(
@@ -117,20 +120,25 @@ class Overlap:
         trained: Sequence[nn.Parameter],
         buckets: Buckets,
         weigh: Callable[[], Weight | None],
+        say: Callable[[str], None],
     ) -> None:
         self._ranks = ranks
         self._step = step
         self._trained = trained
         self._buckets = buckets
         self._weigh = weigh
+        self._say = say
+        self._is_off = False
+        self._in_vain = 0
         self._device = step.memory.device
         self._number: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(trained)}
         self._wanted: list[bool] = []
         self._chosen: list[Bucket] = []
         self._begun: list[Any] = []
-        self._close()
+        self._hooks: list[RemovableHandle] = []
+        self._clear()
 
-    def _close(self) -> None:
+    def _clear(self) -> None:
         self._is_open = False
         self._has_offered = False
         self._asked: Asked | None = None
@@ -150,8 +158,8 @@ class Overlap:
                 None where this window is to go as without.
         """
         self.drop()
-        self._close()
-        if wanted is None or not any(wanted):
+        self._clear()
+        if wanted is None or self._is_off or not any(wanted):
             return
         self._is_open = True
         if list(wanted) != self._wanted:
@@ -179,7 +187,6 @@ class Overlap:
         if self._begun or (self._asked is None and self._factor is None):
             yield
             return
-        hooks: list[RemovableHandle] = []
         self._missing = [len(indices) for indices in self._awaited]
         self._arrived: set[int] = set()
         self._queue = self._present_queue()
@@ -189,14 +196,14 @@ class Overlap:
                 for parameter, is_wanted in zip(self._trained, self._wanted, strict=True):
                     if is_wanted and parameter.requires_grad:
                         hook = parameter.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
-                        hooks.append(hook)
+                        self._hooks.append(hook)
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._remove_hooks()
 
     def spoil(self) -> None:
         """Note that gradients are given up: what was sent of them is no good any more."""
+        self._remove_hooks()  # where an interrupt came as the block ended
         if self._begun:
             self._is_spoiled = True
 
@@ -228,9 +235,23 @@ class Overlap:
             return False
         return all(self._sent[index] == self._state_of(index) for index, one in enumerate(self._wanted) if one)
 
-    def close(self) -> None:
-        """End what was agreed on for this window, which may go on as without."""
-        self._is_open = False
+    def end(self, *, held: bool) -> None:
+        """End what was agreed on for this window, which may go on as without.
+
+        Args:
+            held: Whether what each rank has sent was what it would have sent then; alike on all.
+        """
+        went, self._is_open, self._factor = self._to_send, False, None
+        if not went:
+            return
+        self._in_vain = 0 if held else self._in_vain + 1
+        if self._in_vain == _IN_VAIN:
+            self._is_off = True
+            self._say(
+                f"overlap=True has no effect from now on: in {_IN_VAIN} windows in a row gradients changed after they "
+                "were sent (by hooks of your own, checkpointing with use_reentrant=True, or lack of memory), or were "
+                "not those of the window before"
+            )
 
     # --- when all have sent -------------------------------------------------------------------------------------------
 
@@ -310,12 +331,19 @@ class Overlap:
             for index in bucket.indices:
                 parameter = self._trained[index]
                 parameter.grad = self._buckets.make_sendable(parameter.grad)
-                self._sent[index] = self._state_of(index)
+                state = self._state_of(index)
+                if self._sent.setdefault(index, state) != state:  # of which another part was sent before
+                    self._is_spoiled = True
             bucket.fill(self._gradient, self._factor)
         except Exception:  # noqa: BLE001 - the others wait for this bucket, whatever is in it
             self._is_spoiled = True
         with signals.held():
             self._begun.append(self._ranks.begin_adding_up(bucket.tensor))
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _gradient(self, index: int) -> Tensor | None:
         return self._trained[index].grad
