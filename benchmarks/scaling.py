@@ -95,10 +95,17 @@ def tables(results):
             times = f"{spread(row['equal_ms'], 0)} | {spread(row['speed_ms'], 0)} | {row['ratio']:.2f}"
             cuts = [", ".join(map(in_short, row["last_cuts"][kind])) for kind in ("equal", "speed")]
             lines.append(f"| {row['title']} | {times} | {' | '.join(cuts)} |")
-    found = results["machine"]
-    about = f"{found['cpu']}, {found['cores']} cores shared with other work, torch {found['torch']}, gloo on loopback"
-    lines += ["", f"({about}.)"]
+    lines += ["", *where(results["machines"])]
     return "\n".join(lines)
+
+
+def where(machines):
+    """Return what was measured where, the parts together that have that in common."""
+    parts = {}
+    for part, found in machines.items():
+        about = f"{found['cpu']}, {found['cores']} cores shared with other work, torch {found['torch']}"
+        parts.setdefault(f"{about}, gloo on loopback", []).append(part)
+    return [f"({', '.join(names).capitalize()}: {about}.)" for about, names in parts.items()]
 
 
 def in_short(cut):
@@ -129,10 +136,9 @@ def main():
     page = None if options.quick else ROOT / "docs/scaling.md"
     out = options.out or (None if options.quick else ROOT / f"benchmarks/results/scaling-{os.cpu_count()}-cores.json")
     results = json.loads(out.read_text()) if out is not None and out.exists() else {}
-    if not options.report_only:
-        results["machine"] = machine()
     for part in () if options.report_only else options.only:
         results[part] = []
+        results.setdefault("machines", {})[part] = machine()
         for size, model, windows in jobs(part, options.quick):
             row = run(part, size, model, windows, turns=1 if options.quick else options.turns)
             results[part].append(row)
