@@ -306,6 +306,27 @@ def several_types(rank, size, overlap):
     return {**found, **vars(sends)}
 
 
+def scaled(rank, size, overlap):
+    """Train in half precision, with a gradient scaler, and clip."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    data = [(inputs.float(), target) for inputs, target in rank_training.vectors(24)]
+    with watched() as sends:
+        found = rank_training.train(
+            rank,
+            size,
+            model=model,
+            data=data,
+            target_batch=8,
+            micro_batch=2,
+            shard=True,
+            precision="fp16",
+            clip_grad_norm=0.5,
+            overlap=overlap,
+        )
+    return {**found, **vars(sends)}
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -92,6 +92,16 @@ def test_parameters_of_several_types_and_forms_are_sent(crew):
     assert found[0]["windows"] == found[0]["steps"] - 1
 
 
+def test_gradients_that_a_scaler_has_scaled_are_sent(crew):
+    expected = crew.run("overlap_training:scaled", overlap=False, size=2)
+
+    found = crew.run("overlap_training:scaled", overlap=True, size=2)
+
+    assert_same(found, expected)
+    assert found[0]["norms"] == expected[0]["norms"]
+    assert found[0]["windows"] == found[0]["steps"] - 1
+
+
 def test_other_gradients_than_in_the_window_before_go_as_without(crew):
     expected = crew.run("overlap_training:freezing", overlap=False, size=2)
 
