@@ -24,6 +24,11 @@ settings.register_profile("autoaccum", deadline=None, derandomize="CI" in os.env
 settings.load_profile("autoaccum")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# nohup and shells leave signals ignored for what they start in the background, and that passes on to every process that
+# a test starts.
+for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    if hasattr(signal, _name) and signal.getsignal(getattr(signal, _name)) == signal.SIG_IGN:
+        signal.signal(getattr(signal, _name), _handler)
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
 _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
