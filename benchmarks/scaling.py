@@ -1,12 +1,13 @@
-"""What several ranks cost and gain: agreement a window, updates against DistributedDataParallel, shares by speed.
+"""What several ranks cost and gain: agreement, updates against DistributedDataParallel, overlap, shares by speed.
 
-    python benchmarks/scaling.py [--quick] [--only agreement exchange updates shares] [--out FILE] [--report-only]
+    python benchmarks/scaling.py [--quick] [--only agreement exchange updates overlap shares] [--out FILE]
+        [--report-only]
 
 Every row is a job of its own, by torchrun with gloo on this machine; `scaling_rank.py` is what its ranks do. What is
 compared takes turns within one job: updates window by window (a callback of `fit` makes the one by
-DistributedDataParallel), shares in calls of `fit` one after the other. Results go into one JSON file, where a part that
-is run again replaces itself; from it come the tables between the markers of docs/scaling.md. `--quick` runs less of
-everything, and writes nothing unless it is told where.
+DistributedDataParallel), shares and overlap in calls of `fit` one after the other. Results go into one JSON file, where
+a part that is run again replaces itself; from it come the tables between the markers of docs/scaling.md. `--quick` runs
+less of everything, and writes nothing unless it is told where.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from scaling_rank import CASES, MODELS, PARTS
+from scaling_rank import CASES, MODELS, OVERLAPS, PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("scaling_rank.py")
@@ -38,7 +39,7 @@ def jobs(part, quick):
     elif part == "updates":
         yield from ((size, model, 4 if quick else 16) for model in MODELS for size in SIZES)
     else:
-        yield from ((2, case, 6 if quick else 12) for case in CASES)
+        yield from ((2, case, 6 if quick else 12) for case in (OVERLAPS if part == "overlap" else CASES))
 
 
 def run(part, size, model, windows, *, turns):
@@ -57,6 +58,24 @@ def spread(found, digits):
     return f"{found['median']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def exchange_table(rows):
+    if not rows:
+        return []
+    lines = [
+        "",
+        "| ranks | waited for | to all, 512 B, µs | sum of 16 numbers, µs | ratio | to rank 0 and back | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        for wait, how in (("asked", "as `fit` does"), ("native", "in gloo")):
+            names = ("all_gather", "all_reduce", "gather_broadcast")
+            cells = [spread(row[f"{names[0]}_{wait}_us"], 0)]
+            for name in names[1:]:
+                cells += [spread(row[f"{name}_{wait}_us"], 0), spread(row[f"{name}_{wait}_ratio"], 2)]
+            lines.append(f"| {row['ranks']} | {how} | {' | '.join(cells)} |")
+    return lines
+
+
 def tables(results):
     """Return the tables of docs/scaling.md."""
     lines = []
@@ -67,19 +86,7 @@ def tables(results):
         ]
         names = ("first_us", "loss_us", "second_us", "all_us", "window_of_fit_us")
         lines += [f"| {row['ranks']} | " + " | ".join(spread(row[name], 0) for name in names) + " |" for row in rows]
-    if rows := results.get("exchange"):
-        lines += [
-            "",
-            "| ranks | waited for | to all, 512 B, µs | sum of 16 numbers, µs | ratio | to rank 0 and back | ratio |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for row in rows:
-            for wait, how in (("asked", "as `fit` does"), ("native", "in gloo")):
-                names = ("all_gather", "all_reduce", "gather_broadcast")
-                cells = [spread(row[f"{names[0]}_{wait}_us"], 0)]
-                for name in names[1:]:
-                    cells += [spread(row[f"{name}_{wait}_us"], 0), spread(row[f"{name}_{wait}_ratio"], 2)]
-                lines.append(f"| {row['ranks']} | {how} | {' | '.join(cells)} |")
+    lines += exchange_table(results.get("exchange", ()))
     if rows := results.get("updates"):
         lines += [
             "",
@@ -90,6 +97,16 @@ def tables(results):
             alone = [spread(row[name], 0) if name in row else "-" for name in ("reduction_ms", "last_backward_ms")]
             times = [spread(row["by_hand_ms"], 0), spread(row["fit_ms"], 0), spread(row["ratio"], 3), *alone]
             lines.append(f"| {row['title']} | {row['ranks']} | {' | '.join(times)} |")
+    if rows := results.get("overlap"):
+        lines += [
+            "",
+            "| two ranks | by hand, ms | `fit`, ms | with overlap, ms | `fit` to by hand | with overlap to by hand |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            times = [spread(row[name], 0) for name in ("by_hand_ms", "without_ms", "with_ms")]
+            ratios = [spread(row[name], 3) for name in ("without_ratio", "with_ratio")]
+            lines.append(f"| {row['title']} | {' | '.join([*times, *ratios])} |")
     if rows := results.get("shares"):
         lines += [
             "",
@@ -100,10 +117,17 @@ def tables(results):
             times = f"{spread(row['equal_ms'], 0)} | {spread(row['speed_ms'], 0)} | {row['ratio']:.2f}"
             cuts = [", ".join(map(in_short, row["last_cuts"][kind])) for kind in ("equal", "speed")]
             lines.append(f"| {row['title']} | {times} | {' | '.join(cuts)} |")
-    found = results["machine"]
-    about = f"{found['cpu']}, {found['cores']} cores shared with other work, torch {found['torch']}, gloo on loopback"
-    lines += ["", f"({about}.)"]
+    lines += ["", *where(results["machines"])]
     return "\n".join(lines)
+
+
+def where(machines):
+    """Return what was measured where, the parts together that have that in common."""
+    parts = {}
+    for part, found in machines.items():
+        about = f"{found['cpu']}, {found['cores']} cores shared with other work, torch {found['torch']}"
+        parts.setdefault(f"{about}, gloo on loopback", []).append(part)
+    return [f"({', '.join(names).capitalize()}: {about}.)" for about, names in parts.items()]
 
 
 def in_short(cut):
@@ -128,16 +152,15 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--turns", type=int, default=2, help="turns in which shares are compared")
+    parser.add_argument("--turns", type=int, default=2, help="turns in which shares, and overlap, are compared")
     parser.add_argument("--report-only", action="store_true", help="write the page from the results there are")
     options = parser.parse_args()
     page = None if options.quick else ROOT / "docs/scaling.md"
     out = options.out or (None if options.quick else ROOT / f"benchmarks/results/scaling-{os.cpu_count()}-cores.json")
     results = json.loads(out.read_text()) if out is not None and out.exists() else {}
-    if not options.report_only:
-        results["machine"] = machine()
     for part in () if options.report_only else options.only:
         results[part] = []
+        results.setdefault("machines", {})[part] = machine()
         for size, model, windows in jobs(part, options.quick):
             row = run(part, size, model, windows, turns=1 if options.quick else options.turns)
             results[part].append(row)

@@ -6,12 +6,15 @@ torchrun --nproc-per-node=2 benchmarks/scaling_rank.py agreement --windows 500 -
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
 import statistics
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import distributed, nn
@@ -197,8 +200,8 @@ class Beside(autoaccum.Callback):
 
     def __init__(self, model, data, target, micro_batch):
         self.took = []
-        self._model = nn.parallel.DistributedDataParallel(model) if distributed.get_world_size() > 1 else model
-        self._optimizer = sgd(self._model.parameters())
+        self.model = nn.parallel.DistributedDataParallel(model) if distributed.get_world_size() > 1 else model
+        self._optimizer = sgd(self.model.parameters())
         self._micro_batch = micro_batch
         self._steps = target // distributed.get_world_size() // micro_batch
         sampler = DistributedSampler(data, shuffle=False) if distributed.get_world_size() > 1 else None
@@ -230,14 +233,14 @@ class Beside(autoaccum.Callback):
         for number in range(self._steps):
             inputs, targets = self._next()
             if number < self._steps - 1 and distributed.get_world_size() > 1:
-                with self._model.no_sync():
+                with self.model.no_sync():
                     self._backward(inputs, targets)
             else:
                 self._backward(inputs, targets)
         self._optimizer.step()
 
     def _backward(self, inputs, targets):
-        (nn.functional.cross_entropy(self._model(inputs), targets) / self._steps).backward()
+        (nn.functional.cross_entropy(self.model(inputs), targets) / self._steps).backward()
 
 
 def updates(options):
@@ -270,6 +273,98 @@ def updates(options):
     if distributed.get_world_size() > 1:
         row |= what_overlap_could_hide(model, data, micro_batch, max(5, options.windows // 3))
     return row
+
+
+class Wire:
+    """A network of so many bytes a second and no work of its own, where this machine's costs the cores."""
+
+    def __init__(self, bytes_per_s):
+        self._bytes_per_s, self._is_free_at = bytes_per_s, 0.0
+
+    def arrival(self, tensor):
+        """Return when a tensor that goes now has come, after all that went before."""
+        self._is_free_at = max(time.perf_counter(), self._is_free_at) + tensor.nbytes / self._bytes_per_s
+        return self._is_free_at
+
+    @contextlib.contextmanager
+    def under(self, model):
+        """Have what ranks of `fit` add up, and a model wrapped in DistributedDataParallel, take this long."""
+        begin = Ranks.begin_adding_up
+
+        def begin_adding_up(ranks, tensor):
+            return Late(begin(ranks, tensor), self.arrival(tensor))
+
+        def hook(_, bucket):
+            work = distributed.all_reduce(bucket.buffer().div_(distributed.get_world_size()), async_op=True)
+            come = torch.futures.Future()
+            late = Late(work, self.arrival(bucket.buffer()))
+            threading.Thread(target=lambda: (late.wait(), come.set_result(bucket.buffer()))).start()
+            return come
+
+        model.register_comm_hook(None, hook)
+        with (
+            mock.patch.object(Ranks, "begin_adding_up", begin_adding_up),
+            mock.patch.object(Ranks, "add_up", lambda ranks, one: ranks.end_adding_up(ranks.begin_adding_up(one))),
+        ):
+            yield
+
+
+class Late:
+    """Work of a process group that is not done before a moment."""
+
+    def __init__(self, work, moment):
+        self._work, self._moment = work, moment
+
+    def is_completed(self):
+        """Whether it is."""
+        return self._work.is_completed() and time.perf_counter() >= self._moment
+
+    def wait(self):
+        """Wait for it."""
+        self._work.wait()
+        time.sleep(max(0.0, self._moment - time.perf_counter()))
+
+
+# Title, model, bytes a second of the network; None for this machine's.
+OVERLAPS = {
+    "gpt": ("{model}, loopback", "gpt", None),
+    "gpt-wire": ("{model}, a wire of 250 MB/s (simulated)", "gpt", 250e6),
+    "conv-wire": ("{model}, a wire of 250 MB/s (simulated)", "conv", 250e6),
+}
+
+
+def overlap(options):
+    """Time updates of `fit` with and without overlap, in calls that take turns, each beside DistributedDataParallel."""
+    title, kind, bytes_per_s = OVERLAPS[options.model]
+    model_title, make, make_data, target, micro_batch = MODELS[kind]
+    torch.manual_seed(0)
+    model = make().train()
+    data = make_data(target * 4)
+    found = {False: [], True: []}
+    for turn in range(options.turns):
+        for overlaps in (False, True) if turn % 2 == 0 else (True, False):
+            beside = Beside(copy.deepcopy(model), data, target, micro_batch)
+            wire = contextlib.nullcontext() if bytes_per_s is None else Wire(bytes_per_s).under(beside.model)
+            with wire:
+                autoaccum.fit(
+                    copy.deepcopy(model),
+                    DataLoader(data, batch_size=micro_batch),
+                    target,
+                    optimizer=sgd,
+                    max_steps=options.windows + 4,
+                    micro_batch=micro_batch,
+                    callbacks=[beside],
+                    overlap=overlaps,
+                    **ALWAYS,
+                )
+            found[overlaps] += beside.took[3:]
+    both = {name: found[overlaps] for name, overlaps in (("without", False), ("with", True))}
+    return {
+        "title": title.format(model=model_title.format(parameters=millions(model))),
+        "by_hand_ms": summary([by_hand * 1e3 for pairs in both.values() for by_hand, _ in pairs]),
+        **{f"{name}_ms": summary([ours * 1e3 for _, ours in pairs]) for name, pairs in both.items()},
+        **{f"{name}_ratio": summary([ours / hand for hand, ours in pairs]) for name, pairs in both.items()},
+    }
 
 
 def what_overlap_could_hide(model, data, micro_batch, times):
@@ -366,7 +461,7 @@ def main():
     parser.add_argument("part", choices=tuple(PARTS))
     parser.add_argument("--windows", type=int, required=True)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--model", help="a model, or for shares a case")
+    parser.add_argument("--model", help="a model, or for overlap and shares a case")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -377,7 +472,13 @@ def main():
     distributed.destroy_process_group()
 
 
-PARTS = {"agreement": agreement, "exchange": exchange, "updates": updates, "shares": shares}
+PARTS = {
+    "agreement": agreement,
+    "exchange": exchange,
+    "updates": updates,
+    "overlap": overlap,
+    "shares": shares,
+}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each schedule draws one or two ranks and one to three operators of their windows
 those of the undisturbed training (float64, 1e-12, since cuts differ), bit for bit among the ranks, and that every
 sample was loaded once. An optimizer that fails in the middle of a later step ends the training of all, and is counted
 apart. A rank that waits for 30 seconds ends the run. tests/test_ranks_faults.py does a few of them.
+With --overlap gradients are sent during the last backward pass (tests/test_ranks_overlap.py).
 """
 
 import argparse
@@ -33,14 +34,17 @@ def main() -> int:
     """Run them all; return 1 where anything differed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=20, help="for each of the %(const)s cases", metavar="N")
-    schedules = parser.parse_args().schedules
+    parser.add_argument("--overlap", action="store_true", help="fit(overlap=True)")
+    options = parser.parse_args()
+    schedules = options.schedules
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    started, done, hits, damaged, given_up, wrong = time.perf_counter(), 0, 0, 0, 0, 0
+    started, done, hits, damaged, given_up, wrong, sent = time.perf_counter(), 0, 0, 0, 0, 0, 0
     crew = Crew(4)
     try:
         for number, (size, loss, (optimizer, clip)) in enumerate(CASES):
             arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip}
             expected = crew.run("rank_faults:faulted", **arguments)
+            arguments["overlap"] = options.overlap
             for first in range(0, schedules, AT_ONCE):
                 seeds = [1000 * number + seed for seed in range(first, min(first + AT_ONCE, schedules))]
                 found = crew.run("rank_faults:many", seeds, expected[0]["operators"], **arguments)
@@ -58,13 +62,14 @@ def main() -> int:
                         print(f"{arguments}, schedule {seed}: {reason}", flush=True)
                     else:
                         hits += sum(one["hits"] for one in outcomes)
+                        sent += sum(one["in_backward"] for one in outcomes)
     finally:
         crew.close()
     elapsed_s = time.perf_counter() - started
     print(
         f"{done} schedules in {len(CASES)} cases: {hits} failures survived, {damaged} times an optimizer failed "
         f"half-way and {given_up} times a second attempt failed too, which all ranks were told; {wrong} differences; "
-        f"{elapsed_s:.0f} s"
+        f"{sent} buckets sent during a backward pass; {elapsed_s:.0f} s"
     )
     return int(wrong > 0)
 

@@ -71,6 +71,8 @@ class Crew:
         try:
             kind, value = pickle.load(member.stdout)  # noqa: S301
         except EOFError:
+            member.stdin.close()
+            member.stdout.close()
             self._members[rank] = self._member()
             return RuntimeError(f"rank {rank} is gone with exit code {member.wait()}")
         if kind == "raised":

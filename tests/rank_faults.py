@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 
 import autoaccum
+import overlap_training
 import rank_training
 from autoaccum.ranks import Ranks
 from autoaccum.runner import Runner
@@ -68,15 +69,31 @@ def schedule(seed, size, operators):
     return {rank: [chance.randint(1, operators) for _ in range(chance.randint(1, 3))] for rank in who}
 
 
-def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd", clip=None, data=None):
+class Windows(autoaccum.Callback):
+    """Notes how many operators each window has come to."""
+
+    def __init__(self, mode):
+        self.mode, self.ends = mode, []
+
+    def on_step(self, report, *, epoch):
+        self.ends.append(self.mode.count)
+
+
+# What a rank says to the others, or waits for.
+TALK = ("_exchange", "add_up", "spread", "ask", "begin_adding_up", "end_adding_up", "_hear")
+
+
+def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd", clip=None, data=None, overlap=False):
     """Train with faults at these operators of this rank; points is by rank."""
     mine = dict(points).get(rank, ())
     made, function = rank_training.LOSSES[loss]
     samples = Seen(made(SAMPLES) if data is None else data)
     model = rank_training.net(seed=0)
     mode = FailAtPoint(*mine, lasts=lasts)
+    windows = Windows(mode)
     with ExitStack() as patches:
-        for owner, name in ((Runner, "step_with_others"), (Ranks, "_exchange"), (Ranks, "add_up"), (Ranks, "spread")):
+        sends = patches.enter_context(overlap_training.watched())
+        for owner, name in ((Runner, "step_with_others"), *((Ranks, name) for name in TALK)):
             method = mode.while_called(getattr(owner, name), is_talking=owner is Ranks)
             patches.enter_context(mock.patch.object(owner, name, method))
         patches.enter_context(mode)
@@ -93,9 +110,19 @@ def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd",
             progress=False,
             cache=False,
             clip_grad_norm=clip,
+            overlap=overlap,
+            callbacks=[windows],
         )
     found = rank_training.outcome(model, result)
-    return {**found, "loaded": samples.loaded, "hits": mode.hits, "operators": mode.count, "where": mode.where}
+    return {
+        **found,
+        **vars(sends),
+        "loaded": samples.loaded,
+        "hits": mode.hits,
+        "operators": mode.count,
+        "where": mode.where,
+        "ends": windows.ends,
+    }
 
 
 def is_damage(outcomes):
@@ -116,12 +143,18 @@ def is_given_up(outcomes):
     return all(found) and all(told)
 
 
+def at_each(rank, size, who, points, **arguments):
+    """Train once for each point at which one rank fails, without starting the ranks anew; exceptions are returned."""
+    return [_tried(rank, size, points={who: [point]}, **arguments) for point in points]
+
+
 def many(rank, size, seeds, operators, **arguments):
     """Train once for each seed, without starting the ranks anew; exceptions are returned."""
-    outcomes = []
-    for seed in seeds:
-        try:
-            outcomes.append(faulted(rank, size, points=schedule(seed, size, operators), **arguments))
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            outcomes.append(f"{type(error).__name__}: {error}")
-    return outcomes
+    return [_tried(rank, size, points=schedule(seed, size, operators), **arguments) for seed in seeds]
+
+
+def _tried(rank, size, **arguments):
+    try:
+        return faulted(rank, size, **arguments)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"

@@ -160,7 +160,7 @@ class FailingLoader:
             yield batch
 
 
-def failing(rank, size, who, what, folder=None):
+def failing(rank, size, who, what, folder=None, *, overlap=False):
     """Train where something of the user's own raises on one rank."""
     error = ZeroDivisionError("the user's own")
     mine = rank == who
@@ -194,6 +194,7 @@ def failing(rank, size, who, what, folder=None):
         checkpoint=folder,
         callbacks=[raising],
         shard=True,
+        overlap=overlap,
     )
     return outcome(model, result)
 
@@ -242,9 +243,14 @@ def decaying(parameters):
 
 def said(rank, size, **arguments):
     """Return what a training has said on this rank."""
+    return heard(rank, size, target_batch=16, micro_batch=4, **arguments)[1]
+
+
+def heard(rank, size, **arguments):
+    """Train, and return what became of it and what was said on this rank."""
     with contextlib.redirect_stderr(io.StringIO()) as spoken:
-        train(rank, size, target_batch=16, micro_batch=4, progress="lines", **arguments)
-    return spoken.getvalue()
+        found = train(rank, size, progress="lines", **arguments)
+    return found, spoken.getvalue()
 
 
 class Picky(nn.Module):

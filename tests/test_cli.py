@@ -146,6 +146,15 @@ def test_an_option_replaces_what_the_job_says(invoke, recipe, given, option, tex
     assert type(given[name]) is type(value)
 
 
+@pytest.mark.parametrize("name", ["shard", "overlap"])
+def test_a_switch_replaces_what_the_job_says(invoke, recipe, given, name):
+    invoke("fit", recipe)
+    without = given[name]
+    invoke("fit", recipe, f"--{name}")
+
+    assert (without, given[name]) == (False, True)
+
+
 def test_quiet_turns_progress_off(invoke, recipe, given):
     invoke("fit", recipe, "--quiet")
 

@@ -59,6 +59,7 @@ ORDER = (
     "aside",
     "sizing",
     "accumulation",
+    "overlap",
     "joint",
     "sharded_joint",
     "runner",

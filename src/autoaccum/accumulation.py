@@ -25,6 +25,7 @@ from autoaccum.weighting import in_full
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from autoaccum.batches import Window
     from autoaccum.batchnorm import BatchNorms
@@ -42,6 +43,19 @@ class SharedWeights(Protocol):
 
     def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """Return what (sum, weight) pairs weigh in the whole window, given what they weigh in this part."""
+
+
+class Sending(Protocol):
+    """What sends a window's gradients to other processes while the last micro-batch still makes others."""
+
+    def offer(self) -> None:
+        """Called before a window's micro-batches, when what they weigh is known."""
+
+    def last(self) -> AbstractContextManager[None]:
+        """Return a context for the last micro-batch."""
+
+    def spoil(self) -> None:
+        """Called when gradients are given up."""
 
 
 # Numbers of a frozen parameter that are summed at once: their copies in double precision take 2 MiB.
@@ -83,6 +97,7 @@ class Accumulation:
         loss_scope: "micro_batch", or "window" for a loss that is taken over the whole window at once.
         norms: The step's BatchNorm layers.
         is_part: Whether other processes have other parts of the same windows.
+        sending: What sends them gradients; None where that is done when the window has been worked on.
 
     Raises:
         InvalidInputError: `loss_scope` is unknown, or the loss cannot be taken in that way.
@@ -94,10 +109,18 @@ class Accumulation:
     """
 
     def __init__(
-        self, step: TrainingStep, sizing: Sizing, *, loss_scope: str, norms: BatchNorms, is_part: bool = False
+        self,
+        step: TrainingStep,
+        sizing: Sizing,
+        *,
+        loss_scope: str,
+        norms: BatchNorms,
+        is_part: bool = False,
+        sending: Sending | None = None,
     ) -> None:
         check_loss_scope(loss_scope)
         self._is_part = is_part
+        self._sending = sending
         self._step = step
         self._norms = norms
         self._sizing = sizing
@@ -242,9 +265,11 @@ class Accumulation:
             factors = self._weigh()
             if factors[: self._done] == self._factors[: self._done]:
                 self._factors = factors
-                return
+                break
             # What was found out meanwhile, or a sum's last bit, gives the micro-batches that are done another weight.
             self._start_over()
+        if self._sending is not None:
+            self._sending.offer()
 
     def _told_apart(self) -> Sequence[int]:
         """Return a cut in which what the loss runs over matters as it does between the parts of the window."""
@@ -265,7 +290,15 @@ class Accumulation:
                 rest = rest[:1]  # what it shows decides on the next one
             with closing(self._step.transfer.feed(self._window, rest, start)) as feed:
                 for size in rest:
-                    self._one(feed, size, aside=aside)
+                    with self._sent_on(size, aside=aside):
+                        self._one(feed, size, aside=aside)
+
+    def _sent_on(self, size: int, *, aside: bool) -> AbstractContextManager[None]:
+        """Return a context for the next micro-batch, in which its gradients may be sent as they come."""
+        is_last = sum(self.sizes[: self._done]) + size == self._window.samples
+        if self._sending is None or not is_last or (aside and self._done):
+            return nullcontext()
+        return self._sending.last()
 
     def _run_whole(self, whole: WholeWindow) -> dict[str, Tensor]:
         """Run a window whose loss is taken over all of it, unless only its update is to be tried again."""
@@ -330,6 +363,8 @@ class Accumulation:
         self._at_micro_batch.put_back()
 
     def _put_back_window(self) -> None:
+        if self._sending is not None:
+            self._sending.spoil()
         if self._adding is not None:
             self._adding.drop()
         self._step.abandon()

@@ -15,7 +15,7 @@ import torch
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -36,33 +36,97 @@ class _Part:
         return tensor if self.is_whole else tensor.view(-1)[self.begin : self.end]
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that go together, one after the other.
+
+    Attributes:
+        tensor: What is sent, flat.
+        rooms: What of which tensor is where in it.
+    """
+
+    tensor: Tensor
+    rooms: tuple[tuple[_Part, Tensor], ...]
+
+    @property
+    def indices(self) -> set[int]:
+        """Which tensors go, or parts of them."""
+        return {part.index for part, _ in self.rooms}
+
+    @torch.no_grad()
+    def fill(self, tensor_of: Callable[[int], Tensor | None], factor: float | Tensor) -> None:
+        """Put tensors in, times a factor; zeros for one that is None."""
+        for part, room in self.rooms:
+            tensor = tensor_of(part.index)
+            if tensor is None:
+                room.zero_()
+            else:
+                room.copy_(part.of(_real(tensor.detach())))
+        if not isinstance(factor, float) or factor != 1.0:
+            self.tensor.mul_(factor)
+
+    @torch.no_grad()
+    def take(self, tensor_of: Callable[[int], Tensor | None]) -> None:
+        """Take over what came, in place."""
+        for part, room in self.rooms:
+            tensor = tensor_of(part.index)
+            if tensor is not None:
+                part.of(_real(tensor.detach())).copy_(room)
+
+
 class Buckets:
     """Sends tensors of fixed shapes, a bucket at a time.
 
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
         bucket_bytes: The most that is sent at once.
+        are_apart: Whether each bucket has memory of its own, so that several can be on their way, and the last tensors
+            go first, whose gradients are there first; else all have the same.
     """
 
-    def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES, *, are_apart: bool = False) -> None:
         self._bucket_bytes = bucket_bytes
         self._shapes = [_real(tensor.detach()).shape for tensor in like]
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
-        for index, tensor in enumerate(like):
-            by_type[_real(tensor.detach()).dtype].append(index)
+        for index in reversed(range(len(like))) if are_apart else range(len(like)):
+            by_type[_real(like[index].detach()).dtype].append(index)
         self._chunks: list[tuple[torch.dtype, list[_Part]]] = []
         for dtype, indices in by_type.items():
             sizes = [shape.numel() for shape in self._shapes]
             self._chunks += [(dtype, parts) for parts in _chunks(indices, sizes, self._most(dtype))]
-        largest: dict[torch.dtype, int] = defaultdict(int)
-        for dtype, parts in self._chunks:
-            largest[dtype] = max(largest[dtype], sum(part.end - part.begin for part in parts))
+        if are_apart:
+            self._chunks.sort(key=lambda chunk: -min(part.index for part in chunk[1]))
+        lengths = [sum(part.end - part.begin for part in parts) for _, parts in self._chunks]
         device = like[0].device if like else torch.device("cpu")
-        self._buffers = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in largest.items()}
+        if are_apart:
+            kinds = (dtype for dtype, _ in self._chunks)
+            self._buffers = [
+                torch.zeros(length, dtype=dtype, device=device) for length, dtype in zip(lengths, kinds, strict=True)
+            ]
+            return
+        largest: dict[torch.dtype, int] = defaultdict(int)
+        for length, (dtype, _) in zip(lengths, self._chunks, strict=True):
+            largest[dtype] = max(largest[dtype], length)
+        shared = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in largest.items()}
+        self._buffers = [shared[dtype] for dtype, _ in self._chunks]
 
-    def splits(self, tensor: Tensor) -> bool:
-        """Whether a tensor is too large to be sent whole."""
-        return tensor.numel() > self._most(tensor.dtype)
+    def make_sendable(self, tensor: Tensor | None) -> Tensor | None:
+        """Return a tensor in a form in which it can be sent: one that goes in parts has to be contiguous."""
+        if tensor is None or tensor.is_contiguous() or tensor.numel() <= self._most(tensor.dtype):
+            return tensor
+        return tensor.contiguous()
+
+    def chosen(self, wanted: Sequence[bool] | None = None) -> Iterator[Bucket]:
+        """Yield the buckets in the order in which they go, alike on every rank.
+
+        Args:
+            wanted: Which tensors are sent; the same on every rank. None: all.
+        """
+        for (_, all_parts), buffer in zip(self._chunks, self._buffers, strict=True):
+            parts = [part for part in all_parts if wanted is None or wanted[part.index]]
+            if parts:
+                tensor = buffer[: sum(part.end - part.begin for part in parts)]
+                yield Bucket(tensor, tuple(self._rooms(tensor, parts)))
 
     def exchange(
         self,
@@ -88,19 +152,15 @@ class Buckets:
             RankFailedError: From `send`.
         """
         failure: Exception | None = None
-        for dtype, all_parts in self._chunks:
-            parts = [part for part in all_parts if wanted is None or wanted[part.index]]
-            if not parts:
-                continue
-            bucket = self._buffers[dtype][: sum(part.end - part.begin for part in parts)]
+        for bucket in self.chosen(wanted):
             try:
-                self._fill(bucket, parts, tensors, factor)
+                bucket.fill(tensors.__getitem__, factor)
             except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever is in it
                 failure = failure or error
-            send(bucket)
+            send(bucket.tensor)
             if failure is None:
                 try:
-                    self._take(bucket, parts, tensors)
+                    bucket.take(tensors.__getitem__)
                 except RankFailedError:
                     raise
                 except Exception as error:  # noqa: BLE001 - and for the next one
@@ -109,26 +169,6 @@ class Buckets:
 
     def _most(self, dtype: torch.dtype) -> int:
         return max(1, self._bucket_bytes // dtype.itemsize)
-
-    @torch.no_grad()
-    def _fill(
-        self, bucket: Tensor, parts: Sequence[_Part], tensors: Sequence[Tensor | None], factor: float | Tensor
-    ) -> None:
-        for part, room in self._rooms(bucket, parts):
-            tensor = tensors[part.index]
-            if tensor is None:
-                room.zero_()
-            else:
-                room.copy_(part.of(_real(tensor.detach())))
-        if not isinstance(factor, float) or factor != 1.0:
-            bucket.mul_(factor)
-
-    @torch.no_grad()
-    def _take(self, bucket: Tensor, parts: Sequence[_Part], tensors: Sequence[Tensor | None]) -> None:
-        for part, room in self._rooms(bucket, parts):
-            tensor = tensors[part.index]
-            if tensor is not None:
-                part.of(_real(tensor.detach())).copy_(room)
 
     def _rooms(self, bucket: Tensor, parts: Sequence[_Part]) -> list[tuple[_Part, Tensor]]:
         rooms, start = [], 0

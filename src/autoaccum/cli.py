@@ -179,6 +179,10 @@ def fit_command(
     shares: Annotated[
         str | None, typer.Option(help="How windows are shared out with --shard: equal, or as the ranks' speed.")
     ] = None,
+    overlap: Annotated[
+        bool,
+        typer.Option("--overlap", help="Under torchrun: add gradients up while the last backward pass still runs."),
+    ] = False,
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Append each event to this file as a line of JSON."),
@@ -208,6 +212,7 @@ def fit_command(
         "oom_report": oom_report,
         "shard": True if shard else None,
         "shares": shares,
+        "overlap": True if overlap else None,
     }
     is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints what all have done
     with errors_as_exit_codes():

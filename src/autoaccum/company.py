@@ -13,8 +13,9 @@ from autoaccum import shards
 from autoaccum.alike import look_at_data
 from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
-from autoaccum.joint import Joint
+from autoaccum.joint import Joint, trained
 from autoaccum.oom import first_line
+from autoaccum.overlap import room_for_all
 from autoaccum.sharded_joint import ShardedJoint
 from autoaccum.sharded_model import is_sharded
 from autoaccum.sharding import DealtLoader, ShardedLoader, can_be_sharded, in_windows, of_whole
@@ -50,6 +51,8 @@ class Company:
         last_window: As for `fit`.
         shard: Whether every rank's loader gives all samples, of which each is to take its part.
         shares: "equal" or "speed".
+        overlap: Whether gradients are to be sent while the last backward pass runs.
+        hindrance: What is in the way of that on this rank; "" for nothing.
         notices: Where choices are said.
 
     Attributes:
@@ -72,6 +75,8 @@ class Company:
         shard: bool,
         shares: str,
         notices: Notices,
+        overlap: bool = False,
+        hindrance: str = "",
     ) -> None:
         if target_batch < ranks.size:
             raise InvalidInputError(
@@ -81,6 +86,7 @@ class Company:
         self.ranks = ranks
         self.joint: Joint | None = None
         self._notices = notices
+        self._overlap, self._hindrance = overlap, hindrance
         self._whole_target = target_batch
         self._last_window = last_window
         self._shards = shard
@@ -127,8 +133,11 @@ class Company:
         """
         if is_sharded(step.objective.modules):
             self.joint = ShardedJoint(self.ranks, step, grows_to)
-        else:
-            self.joint = Joint(self.ranks, step)
+            return
+        room = None
+        if self._overlap:
+            room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
+        self.joint = Joint(self.ranks, step, room, self._notices.say)
         self.joint.wishes = wishes
         self.joint.note = self._reached
         self.joint.is_timed = self._shares.by_speed

@@ -25,6 +25,7 @@ from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
 from autoaccum.memory.limits import parse_limit
 from autoaccum.notices import Notices
+from autoaccum.overlap import check_overlap, hindrance
 from autoaccum.plan_cache import PlanCache
 from autoaccum.postmortem import PostMortem, check_folder
 from autoaccum.progress import OtherRank, progress_for
@@ -91,6 +92,7 @@ def fit(
     oom_report: str | PathLike[str] | None = None,
     shard: bool = False,
     shares: str = "equal",
+    overlap: bool = False,
 ) -> FitResult:
     """Train with updates of `target_batch` samples, whatever the device can hold at once.
 
@@ -166,6 +168,8 @@ def fit(
             every window, and val_loader likewise. False: each rank's loaders give that rank's own
             (DistributedSampler). docs/ranks.md.
         shares: Of a window, with `shard`: "equal"; "speed": as fast as each rank has been.
+        overlap: On several ranks: whether gradients are added up while the last backward pass of a window still makes
+            others, which takes memory for a second set of them. docs/ranks.md.
 
     Returns:
         What was done. The model is trained in place.
@@ -199,6 +203,7 @@ def fit(
     if oom_report is not None:
         check_folder(oom_report)
     check_shares(shares, shard=shard)
+    check_overlap(overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # its own first forward pass would wait for all ranks
     rank = own_rank()
@@ -235,6 +240,7 @@ def fit(
                 "last_window": last_window,
                 "shard": shard,
                 "shares": shares,
+                "overlap": overlap,
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
@@ -249,10 +255,19 @@ def fit(
                 f"shares={shares!r}": shares != "equal",
                 f"fallback={fallback!r}": bool(fallback),
                 "compile=": options is not None,
+                f"overlap={overlap!r}": overlap,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            company = _company(ranks, step, loader, alike, loss_scope=loss_scope, notices=notices)
+            company = _company(
+                ranks,
+                step,
+                loader,
+                alike,
+                loss_scope=loss_scope,
+                hindrance=hindrance(memory, limit_bytes),
+                notices=notices,
+            )
         part = target_batch if company is None else company.target_batch
         training = Training(
             step,
@@ -312,6 +327,7 @@ def _company(
     arguments: dict[str, Any],
     *,
     loss_scope: str,
+    hindrance: str,
     notices: Notices,
 ) -> Company:
     """Begin a training with other processes: alike, and from the same weights.
@@ -334,6 +350,8 @@ def _company(
         last_window=arguments["last_window"],
         shard=arguments["shard"],
         shares=arguments["shares"],
+        overlap=arguments["overlap"],
+        hindrance=hindrance,
         notices=notices,
     )
 

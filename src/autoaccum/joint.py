@@ -4,7 +4,7 @@ No process says anything to the others while it works on its micro-batches, so t
 keeps nobody waiting for longer than its second attempt takes. Then they agree in two steps, as a distributed commit
 does: what the parts weigh and that all are done, upon which gradients are added up in flat buckets; and that all hold
 the sum, upon which each steps its own optimizer. Up to there every one of them can still go back to where the window
-began, and all do where one has to.
+began, and all do where one has to. Where gradients may be sent before all are done, `overlap.py` does so.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.buckets import Buckets
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.objective import PAIR, SUM
 from autoaccum.oom import is_oom
+from autoaccum.overlap import SHARED, Overlap
 from autoaccum.weighting import in_full
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from autoaccum.accumulation import Accumulation, Given
     from autoaccum.batches import Window
+    from autoaccum.overlap import Weight
     from autoaccum.ranks import Ranks
     from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
@@ -54,6 +56,8 @@ class Part:
         seconds: How long the rank has worked on it.
         wishes: What it wishes to happen after this window.
         note: Windows of the epoch that its loader has reached.
+        has_sent: Whether its gradients are on their way already, as they are.
+        larger: The size that it would take from the next window on, where ranks agree on it; None for none.
     """
 
     samples: int
@@ -64,6 +68,8 @@ class Part:
     seconds: float
     wishes: int
     note: int
+    has_sent: bool = False
+    larger: int | None = None
 
     def packed(self) -> tuple[Any, ...]:
         """Return the values alone, which are short to send."""
@@ -76,6 +82,8 @@ class Joint:
     Args:
         ranks: All of them.
         step: This one's training step.
+        room: In which all gradients can be on their way at once; None where they go when all have worked.
+        say: Tells the user what has become of that.
 
     Attributes:
         parts: What each rank has said of its part of the present window, by rank.
@@ -85,6 +93,7 @@ class Joint:
         is_timed: Whether that is to be how long its device has worked, which is waited for.
         share: What the parts of the present window weigh together, where they cannot be added up afterwards.
         sizing: How this rank cuts its parts; to be set before the first window.
+        overlap: Sends gradients while the last are made; None where that is not done.
     """
 
     sizing: Sizing
@@ -92,7 +101,9 @@ class Joint:
     # Whether gradients are added up here, or by the model itself.
     adds_up_gradients = True
 
-    def __init__(self, ranks: Ranks, step: TrainingStep) -> None:
+    def __init__(
+        self, ranks: Ranks, step: TrainingStep, room: Buckets | None = None, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
         self.wishes: Callable[[], int] = lambda: 0
@@ -100,8 +111,13 @@ class Joint:
         self.seconds = 0.0
         self.is_timed = False
         self._step = step
-        self._trained = [parameter for parameter in step.parameters if parameter.requires_grad]
-        self._gradients = Buckets(self._trained if self.adds_up_gradients else [])
+        self._trained = trained(step)
+        self._gradients = room or Buckets(self._trained if self.adds_up_gradients else [])
+        self.overlap: Overlap | None = None
+        if room is not None:
+            self.overlap = Overlap(ranks, step, self._trained, room, self._weight_beforehand, say)
+        self._say = say
+        self._is_on_its_way = False
         self._present = 0
         self._buffers = _SharedBuffers(step)
         self._losses: list[str] = []
@@ -110,6 +126,7 @@ class Joint:
         self.share: Share | None = None
         self._known_before = b""
         self._begun: Window | None = None
+        self._weighed: tuple[bytes, float] | None = None  # the present part, as far as losses are known
         # What a card's collectives take is taken with the first one: better now than beside a window's activations.
         ranks.add_up(self._norm)
 
@@ -132,9 +149,17 @@ class Joint:
         self._buffers.begin()
         if self._begun is window:
             return self.share  # a second attempt of this rank alone
-        self._begun = window
+        self._begun, self._weighed = window, None
         self._known_before = self._known()
         self.share = self._share_of(window)
+        if self.overlap is not None:
+            weighs_only_then = self._weighs_only_then()
+            if weighs_only_then:
+                self._say(
+                    "overlap=True has no effect with a loss that is a (sum, weight) pair: what the parts of a window "
+                    "weigh shows only when they have been worked on"
+                )
+            self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
 
     def prepare(self, window: Window) -> None:
@@ -143,6 +168,13 @@ class Joint:
     def failed(self, error: Exception, work: Accumulation | None) -> None:
         """See what a failure on this rank means; nothing but for itself where the others do not wait for its passes."""
 
+    def synchronize(self) -> None:
+        """Wait until the device has done what this rank had to do, and not for what other ranks do."""
+        if self.overlap is None or self._step.memory.device.type == "cpu":
+            self._step.memory.synchronize()
+        else:
+            torch.accelerator.current_stream(self._step.memory.device).synchronize()
+
     def agree(self, window: Window, work: Accumulation, given: Given) -> bool:
         """See that all ranks have done their parts; return False where some have to do theirs again.
 
@@ -150,6 +182,8 @@ class Joint:
             RankFailedError: Another rank cannot go on.
         """
         objective = self._step.objective
+        if self.overlap is not None:
+            self.overlap.flush()
         mine = Part(
             samples=window.samples,
             weight=self._weight(window),
@@ -159,13 +193,16 @@ class Joint:
             seconds=self.seconds,
             wishes=self.wishes(),
             note=self.note(),
+            has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
         )
         # Made anew for every window, since the last one's are read later, and before the others wait for it.
         self._values = in_full(torch.zeros(len(self._losses), device=self._step.memory.device))
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         agree = len({part.known for part in self.parts}) == 1
         was_shared, is_shared = self.share is not None, objective.common_weight is None
-        if agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before):
+        goes_on = agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before)
+        self._look_what_is_on_its_way(goes_on=goes_on)
+        if goes_on:
             return True
         if not agree:
             self._learn_from_others()
@@ -174,6 +211,26 @@ class Joint:
         if was_shared or is_shared or self.share is not None or self._known_before != mine.known:
             work.start_over(self.share)
         return False
+
+    def _look_what_is_on_its_way(self, *, goes_on: bool) -> None:
+        """See whether the gradients that were sent are those of the whole window, by what all have said of that."""
+        if self.overlap is None:
+            return
+        held = all(part.has_sent for part in self.parts) and self._bits() == self._present
+        self.overlap.end(held=held)
+        self._is_on_its_way = goes_on and held
+        if not self._is_on_its_way:
+            self.overlap.drop()
+
+    def _bits(self) -> int:
+        """Return which parameters have a gradient on any rank."""
+        bits = 0
+        for part in self.parts:
+            bits |= part.gradients
+        return bits
+
+    def _wanted(self) -> list[bool]:
+        return [bool(self._present >> number & 1) for number in range(len(self._trained))]
 
     def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> Alone:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
@@ -195,13 +252,14 @@ class Joint:
         self._step.phase = "reduce"
         alone = Alone()
         factor = self._factor(given, alone)
-        self._present = 0
-        for part in self.parts:
-            self._present |= part.gradients
-        wanted = [bool(self._present >> n & 1) for n in range(len(self._trained))]
+        self._present = self._bits()
+        wanted = self._wanted()
         alone.run(lambda: self._make_gradients(wanted))
-        gradients = [parameter.grad for parameter in self._trained]
-        alone.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
+        if self.overlap is not None and self._is_on_its_way:
+            alone.note(self.overlap.take())
+        else:
+            gradients = [parameter.grad for parameter in self._trained]
+            alone.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
         alone.run(lambda: self._fill_losses(given, factor))
         self.ranks.add_up(self._values)
         alone.note(self._buffers.exchange(self.ranks, self.parts))
@@ -258,11 +316,27 @@ class Joint:
             self._step.memory.release()
         raise DoesNotFitError("some rank has no memory left to find out what its part of a window weighs")
 
+    def _weighs_only_then(self) -> bool:
+        """Whether what the parts weigh shows only when they have been worked on."""
+        return self.share is None and self._step.objective.common_weight == PAIR
+
+    def _weight_beforehand(self) -> Weight | None:
+        """Return what this rank's part weighs, where that is known before it is worked on."""
+        common = self._step.objective.common_weight
+        if self.share is not None:
+            return SHARED  # its gradients are weighed in the whole window as they are made
+        if common is None or common == PAIR or self._begun is None:
+            return None
+        return common, self._weight(self._begun)
+
     def _weight(self, window: Window) -> float | None:
         common = self._step.objective.common_weight
         if common is None or common in (PAIR, SUM):
             return None
-        return self._step.objective.weights(window).get(common, 0.0)
+        known = self._known()
+        if self._weighed is None or self._weighed[0] != known:
+            self._weighed = known, self._step.objective.weights(window).get(common, 0.0)
+        return self._weighed[1]
 
     def _factor(self, given: Given, alone: Alone) -> float | Tensor:
         """Return by what this rank's gradients and losses are multiplied, so that those of all add up."""
@@ -318,16 +392,19 @@ class Joint:
         for parameter, is_wanted in zip(self._trained, wanted, strict=True):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            elif (
-                parameter.grad is not None and not parameter.grad.is_contiguous() and self._gradients.splits(parameter)
-            ):
-                parameter.grad = parameter.grad.contiguous()
+            else:
+                parameter.grad = self._gradients.make_sendable(parameter.grad)
 
     def _fill_losses(self, given: Given, factor: float | Tensor) -> None:
         for value, name in zip(self._values.unbind(), self._losses, strict=True):
             if name in given.losses:
                 value.fill_(given.losses[name])
         self._values.mul_(factor)
+
+
+def trained(step: TrainingStep) -> list[nn.Parameter]:
+    """Return the parameters that get gradients, in the order in which ranks speak of them."""
+    return [parameter for parameter in step.parameters if parameter.requires_grad]
 
 
 def nothing_counts() -> InvalidInputError:

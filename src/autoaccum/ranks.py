@@ -23,7 +23,7 @@ from autoaccum.errors import InvalidInputError, RankFailedError
 from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -58,6 +58,8 @@ class Ranks:
         stood_together: Whether all ranks were alive and at the same moment when one failed.
         is_in_pass: Whether the others wait for this one in the middle of something that cannot be left, so that nothing
             can be said.
+        pending: Brings to its end what was begun and is not waited for, since others wait for it too; called before
+            anything else is said. None where there is nothing.
     """
 
     def __init__(self, memory: MemoryBackend) -> None:
@@ -66,6 +68,7 @@ class Ranks:
         self.moment = -1
         self.stood_together = False
         self.is_in_pass = False
+        self.pending: Callable[[], None] | None = None
         self._memory = memory
         self._limit_s = timeout_s()
         self._has_failed = False
@@ -91,7 +94,16 @@ class Ranks:
         Raises:
             RankFailedError: Another rank has failed, is gone or speaks of something else.
         """
-        return self._exchange(topic, pickle.dumps(value, pickle.HIGHEST_PROTOCOL), failed=False)
+        return self._exchange(topic, _written(value), failed=False)
+
+    def ask(self, topic: str, value: Any) -> Asked:
+        """Say something like `exchange`, without waiting for what the others say; `pending` has to be set.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        said = _written(value)
+        return Asked(self, self._start(topic, said, failed=False), said)
 
     def exchange_tensors(self, topic: str, value: Any) -> list[Any]:
         """Like `exchange`, for what holds tensors on the host."""
@@ -137,6 +149,24 @@ class Ranks:
         with self._told():
             self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
+    def begin_adding_up(self, tensor: Tensor) -> Any:
+        """Begin what `add_up` does, and return what stands for it; `end_adding_up` has to be called with that.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        with self._told():
+            return distributed.all_reduce(tensor, group=self._tensors, async_op=True)
+
+    def end_adding_up(self, begun: Any) -> None:
+        """Wait until the tensor is the sum; on a card, have its queue wait.
+
+        Raises:
+            RankFailedError: Another rank is gone.
+        """
+        with self._told():
+            self._wait(begun)
+
     def spread(self, tensor: Tensor, source: int) -> None:
         """Replace a tensor on the device by that of the rank `source`.
 
@@ -147,8 +177,20 @@ class Ranks:
             self._wait(distributed.broadcast(tensor, source, group=self._tensors, async_op=True))
 
     def _exchange(self, topic: str, said: bytes, *, failed: bool) -> list[Any]:
+        if self.pending is not None:
+            self.pending()
+        return self._hear(self._start(topic, said, failed=failed), said)
+
+    def _start(self, topic: str, said: bytes, *, failed: bool) -> Any:
+        message = _HEAD.pack(topic.encode(), failed, self.moment, len(said)) + said[:_INLINE_BYTES]
+        self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         with self._told():
-            heads = self._gather_heads(topic, said, failed=failed)
+            return distributed.all_gather(self._received, self._sent, group=self.hosts, async_op=True)
+
+    def _hear(self, begun: Any, said: bytes) -> list[Any]:
+        with self._told():
+            self._wait(begun)
+            heads: list[_Head] = [_HEAD.unpack(one[: _HEAD.size].numpy().tobytes()) for one in self._received]
             longest = max(length for *_, length in heads)
             texts = self._inline(heads) if longest <= _INLINE_BYTES else self._gather(said, longest, heads)
         failures = {rank: text for rank, (text, head) in enumerate(zip(texts, heads, strict=True)) if head[1]}
@@ -164,12 +206,6 @@ class Ranks:
                 f"the processes of this training are out of step ({who}); give all the same arguments"
             )
         return [pickle.loads(text) for text in texts]  # noqa: S301 - what this training's own processes have said
-
-    def _gather_heads(self, topic: str, said: bytes, *, failed: bool) -> list[_Head]:
-        message = _HEAD.pack(topic.encode(), failed, self.moment, len(said)) + said[:_INLINE_BYTES]
-        self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._wait(distributed.all_gather(self._received, self._sent, group=self.hosts, async_op=True))
-        return [_HEAD.unpack(one[: _HEAD.size].numpy().tobytes()) for one in self._received]
 
     def _inline(self, heads: list[_Head]) -> list[bytes]:
         return [
@@ -204,6 +240,33 @@ class Ranks:
                 f"another process of this training is gone, or has not answered in time ({first_line(error)}); its own "
                 "output says why"
             ) from error
+
+
+class Asked:
+    """Something that was said, and what every rank is going to have said then.
+
+    Args:
+        ranks: All ranks.
+        begun: Stands for the exchange of its heads.
+        said: What this rank has said.
+    """
+
+    def __init__(self, ranks: Ranks, begun: Any, said: bytes) -> None:
+        self._ranks = ranks
+        self._begun = begun
+        self._said = said
+
+    def is_answered(self) -> bool:
+        """Whether all have said something, without waiting for it."""
+        return bool(self._begun.is_completed())
+
+    def answers(self) -> list[Any]:
+        """Wait for what every rank has said, and return it, by rank.
+
+        Raises:
+            RankFailedError: As for `Ranks.exchange`.
+        """
+        return self._ranks._hear(self._begun, self._said)
 
 
 @contextmanager
@@ -259,6 +322,10 @@ def join_ranks(device: str | torch.device | None = None) -> None:
     if chosen.type == "cuda":
         torch.cuda.set_device(local_rank() if chosen.index is None else chosen.index)
     _set_up(chosen)
+
+
+def _written(value: Any) -> bytes:
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
 def world_size() -> int:

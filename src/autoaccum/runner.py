@@ -245,7 +245,10 @@ class Runner:
         if joint is not None:
             joint.sizing = self._sizing
         is_part = joint is not None
-        self._accumulation = Accumulation(step, self._sizing, loss_scope=loss_scope, norms=norms, is_part=is_part)
+        sending = None if joint is None else joint.overlap
+        self._accumulation = Accumulation(
+            step, self._sizing, loss_scope=loss_scope, norms=norms, is_part=is_part, sending=sending
+        )
         self._says_changes = False  # to be told of lack of memory: `fit` has its progress do that
         self._evaluator: Evaluator | None = None
         self._done = windows_done
@@ -461,7 +464,10 @@ class Runner:
     def _finish_with_others(self, joint: Joint, work: Accumulation, window: Window, given: Given) -> _Outcome | _Again:
         """Agree with the other processes, add up what all have, and make the update."""
         updates = self._step.updates
-        joint.seconds = self._sizing.wait(is_timed=joint.is_timed) if window.samples else 0.0
+        if window.samples:
+            joint.seconds = self._sizing.wait(is_timed=joint.is_timed, synchronize=joint.synchronize)
+        else:
+            joint.seconds = 0.0
         updates.reserve(joint.expected_gradients())
         try:
             if not joint.agree(window, work, given):

@@ -105,20 +105,21 @@ class ShardedJoint(Joint):
         for _ in range(self._passes - len(work.sizes)):
             self._pass_with_nothing()
         self._losses = sorted({*self._losses, *given.losses})
-        self._say(None)
+        self._tell_lack(None)
         pair_weight = None if given.pair_weight is None else float(given.pair_weight)
         mine = Part(
             samples=window.samples,
             weight=pair_weight,
             known=repr(self._losses).encode(),
-            gradients=self._wished_size() if window.samples else 0,
+            gradients=0,
             buffers=self._buffers.written(),
             seconds=self.seconds,
             wishes=self.wishes(),
             note=self.note(),
+            larger=self._wished_size() if window.samples else None,
         )
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
-        self._larger = min((part.gradients for part in self.parts if part.gradients), default=None)
+        self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no sample knows of no loss
             said = self.ranks.exchange("losses", self._losses)
             self._losses = sorted({name for names in said for name in names})
@@ -175,7 +176,7 @@ class ShardedJoint(Joint):
             self._is_told = False
             return
         if not isinstance(error, LackElsewhereError):
-            self._say((work.size, first_line(error)))
+            self._tell_lack((work.size, first_line(error)))
         work.start_over(self.share)
         work.size = max((size for size, _ in self._lacking.values() if size is not None), default=None)
 
@@ -204,7 +205,7 @@ class ShardedJoint(Joint):
         Raises:
             torch.OutOfMemoryError: One of them lacks memory for it.
         """
-        self._say(None)
+        self._tell_lack(None)
         self.ranks.is_in_pass = True
 
     def end_pass(self) -> None:
@@ -235,7 +236,7 @@ class ShardedJoint(Joint):
         if self.ranks.is_in_pass:
             self._end(error, size or self.sizing.plan.micro_batch)
 
-    def _say(self, lack: _Lack | None) -> None:
+    def _tell_lack(self, lack: _Lack | None) -> None:
         """Say whether this rank lacks memory, and hear what the others say."""
         said: list[_Lack | None] = self.ranks.exchange("pass", lack)
         self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}

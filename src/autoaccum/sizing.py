@@ -237,14 +237,15 @@ class Sizing:
         )
         self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
 
-    def wait(self, *, is_timed: bool = False) -> float:
+    def wait(self, *, is_timed: bool = False, synchronize: Callable[[], None] | None = None) -> float:
         """Note that from now on the window waits for other processes; return how long it was worked on, in seconds.
 
         Args:
             is_timed: Whether somebody goes by that; else it may be how long it took to tell the device what to do.
+            synchronize: Waits for what the device was told; None: for all that it does.
         """
         if is_timed or self._tempo is not None:
-            self._memory.synchronize()
+            (synchronize or self._memory.synchronize)()
         self._ended = time.perf_counter()
         return self._ended - self._began
 

@@ -89,6 +89,7 @@ class TrainingStep:
         parameters: Every parameter of the objective's modules.
         phase: What is being done: "transfer", "forward", "backward", "reserve", "unscale", "clip" or "optimizer".
         has_added: Whether gradients may have been added to since this was last set to False.
+        sources_left: Losses with forward passes of their own that the present micro-batch has yet to go through.
         updates: Makes updates from the gradients that accumulate here.
         witness: Is shown the first lack of memory before it is let go of; None where nobody asked.
         passes: Is told of each pass; None where the model talks to nobody in it.
@@ -110,6 +111,7 @@ class TrainingStep:
         self.transfer = Transfer(memory.device)
         self.phase = "transfer"
         self.has_added = False
+        self.sources_left = 0
         self.witness: PostMortem | None = None
         self.passes: Passes | None = None
         self.parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
@@ -158,7 +160,9 @@ class TrainingStep:
         """
         if self.passes is not None:
             self.passes.begin_pass()
+        self.sources_left = len(self.objective.sources)
         for source in self.objective.sources:
+            self.sources_left -= 1
             self._run(source, batch, samples, factors, into)
         if self.passes is not None:
             self.passes.end_pass()

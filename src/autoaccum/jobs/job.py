@@ -76,6 +76,7 @@ class Job:
     oom_report: str | PathLike[str] | None = None
     shard: bool = False
     shares: str = "equal"
+    overlap: bool = False
 
     def fit_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `fit`, the model made.
