@@ -28,16 +28,16 @@ class Crew:
     def __init__(self, size):
         self._members = [self._member() for _ in range(size)]
 
-    def run(self, name, *args, size, limits=None, **kwargs):
+    def run(self, name, *args, size, **kwargs):
         """Run a function on `size` ranks and return what each has returned, by rank; raise what the first raised."""
-        answers = self.answers(name, *args, size=size, limits=limits, **kwargs)
+        answers = self.answers(name, *args, size=size, **kwargs)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         return answers
 
-    def answers(self, name, *args, size, limits=None, **kwargs):
-        """Like `run`, but return exceptions instead of raising them."""
+    def answers(self, name, *args, size, wait_s=30, **kwargs):
+        """Like `run`, but return exceptions instead of raising them; ranks wait so long for each other."""
         with tempfile.TemporaryDirectory() as folder:
             for rank, member in enumerate(self._members[:size]):
                 job = {
@@ -47,6 +47,7 @@ class Crew:
                     "rank": rank,
                     "size": size,
                     "meet": f"{folder}/meet",
+                    "wait_s": wait_s,
                 }
                 pickle.dump(job, member.stdin)
                 member.stdin.flush()
@@ -94,7 +95,7 @@ def _work():
             init_method=f"file://{job['meet']}",
             rank=job["rank"],
             world_size=job["size"],
-            timeout=timedelta(seconds=30),
+            timeout=timedelta(seconds=job["wait_s"]),
         )
         try:
             module, function = job["name"].split(":")

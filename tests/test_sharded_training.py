@@ -108,7 +108,7 @@ def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_t
 @pytest.mark.parametrize("backward", [False, True])
 def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
     found = crew.answers(
-        "sharded_training:greedy", 4, backward=backward, size=2, target_batch=16, micro_batch=8, shard=True
+        "sharded_training:greedy", 4, backward=backward, wait_s=5, size=2, target_batch=16, micro_batch=8, shard=True
     )
 
     assert isinstance(found[1], autoaccum.StartAgainError), found
@@ -118,7 +118,7 @@ def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
 
 
 def test_lack_of_memory_of_a_single_sample_within_a_pass_is_told_as_such(crew):
-    found = crew.answers("sharded_training:greedy", 0, size=2, target_batch=16, micro_batch=1, shard=True)
+    found = crew.answers("sharded_training:greedy", 0, wait_s=5, size=2, target_batch=16, micro_batch=1, shard=True)
 
     assert isinstance(found[1], autoaccum.DoesNotFitError), found
     assert isinstance(found[0], autoaccum.RankFailedError), found

@@ -131,16 +131,18 @@ class Company:
             wishes: Returns what this rank wishes to happen after a window.
             grows_to: The largest micro-batch that is wanted of a model that is spread over ranks, where sizes grow.
         """
-        if is_sharded(step.objective.modules):
-            self.joint = ShardedJoint(self.ranks, step, grows_to)
-            return
-        room = None
-        if self._overlap:
-            room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
-        self.joint = Joint(self.ranks, step, room, self._notices.say)
+        self.joint = self._joint_of(step, grows_to)
         self.joint.wishes = wishes
         self.joint.note = self._reached
         self.joint.is_timed = self._shares.by_speed
+
+    def _joint_of(self, step: TrainingStep, grows_to: int | None) -> Joint:
+        if is_sharded(step.objective.modules):
+            return ShardedJoint(self.ranks, step, grows_to)
+        room = None
+        if self._overlap:
+            room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
+        return Joint(self.ranks, step, room, self._notices.say)
 
     # --- whose samples are whose --------------------------------------------------------------------------------------
 

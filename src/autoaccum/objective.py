@@ -271,6 +271,11 @@ class Objective:
         return names.pop() if len(names) == 1 else None
 
     @property
+    def has_questions(self) -> bool:
+        """Whether it is still to be found out what a loss runs over."""
+        return self._settler.has_questions
+
+    @property
     def knowledge(self) -> dict[str, tuple[Weighting, int]]:
         """What is known of each loss, with how much was ruled out for it."""
         return self._settler.knowledge

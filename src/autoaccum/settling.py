@@ -136,6 +136,11 @@ class Settler:
         """What each loss runs over as far as is known, with how many ways of weighing were ruled out for it."""
         return {name: (how, self._ruled_out.get(name, 0)) for name, how in self.known.items()}
 
+    @property
+    def has_questions(self) -> bool:
+        """Whether anything is still to be found out."""
+        return bool(self._questions or self._unchecked or not self.known)
+
     def settle(self, window: Window, sizes: Sequence[int], run: Run) -> None:
         """Find out, where it matters for this cut and is not known, what the losses run over.
 
@@ -148,7 +153,7 @@ class Settler:
             InvalidInputError: A pair that the loss returned is no (sum, weight).
             torch.OutOfMemoryError: Memory ran out, and not the last time too.
         """
-        if self._questions or self._unchecked or not self.known:
+        if self.has_questions:
             self._ask_all(window, sizes, run)
         if Over.OPAQUE in [how.over for how in self.known.values()]:
             self._look_for_voids(window, sizes, run)

@@ -8,6 +8,7 @@ theirs, and nothing can be said to them any more: all have to end, and start aga
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from autoaccum.growth import Growth
 from autoaccum.joint import Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
 from autoaccum.objective import SAMPLES, Factors
 from autoaccum.oom import first_line, is_oom, is_too_large
+from autoaccum.planner import balanced
 from autoaccum.probe import does_not_fit_text
 from autoaccum.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.state import Mark
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 _NOTHING = Factors(0.0, 0.0, alone=False)
 # Of a loss of which it is not known what it runs over, all ranks ask the same samples, of so many first windows.
 _WINDOWS_TO_ASK = 8
-_SAMPLES_TO_ASK = 16
+_SAMPLES_TO_ASK = 64
+_RANKS_TO_ASK = 4
 # BatchNorm refuses to train on a single value a channel.
 _LEAST = 2
 # The size that did not fit, where it was one of a micro-batch, and why.
@@ -264,16 +267,22 @@ class ShardedJoint(Joint):
             return
         self._windows += 1
         counts = self.ranks.exchange("samples", window.samples)
-        source = next((rank for rank, count in enumerate(counts) if count), None)
-        if source is None:
-            return
+        sources = [rank for rank, count in enumerate(counts) if count]
+        # Others than in the window before, since one rank's samples may all be alike.
+        for number in range(min(len(sources), _RANKS_TO_ASK)):
+            self._ask_about(window, sources[(self._windows + number) % len(sources)])
+            if not self._step.objective.has_questions:
+                return
+
+    def _ask_about(self, window: Window, source: int) -> None:
+        """Ask about the samples of one rank."""
         mine = None
         if source == self.ranks.rank:
-            most = max(_LEAST, min(_SAMPLES_TO_ASK, 2 * self.sizing.plan.micro_batch))
-            mine = copied(window.cut(0, min(most, window.groups()[0])))
+            mine = copied(window.cut(0, min(_SAMPLES_TO_ASK, window.groups()[0])))
         asked = Window([self.ranks.tell(mine, source)])
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
-        sizes = (asked.samples - asked.samples // 2, asked.samples // 2) if asked.samples > 1 else (1,)
+        # At least in two, since uncut nothing matters; no more go through the model at once than half of the larger.
+        sizes = balanced(asked.samples, min(self.sizing.plan.micro_batch, math.ceil(asked.samples / 2)))
         place, autocast = self._step.transfer.place, self._step.precision.autocast
         self.begin_pass()
         self._step.phase = "weigh"
