@@ -45,12 +45,13 @@ def alone(rank, size, **arguments):
     return rank_training.train(rank, size, **arguments)
 
 
-def evaluated(rank, size, lengths, **arguments):
-    samples = rank_training.texts(sum(lengths), seed=5)
+def evaluated(rank, size, lengths, *, several_passes=False, **arguments):
+    data = rank_training.vectors if several_passes else rank_training.texts
+    samples = data(sum(lengths), seed=5)
     loader = rank_training.own_loader(lengths)(rank, size, samples)
     own = rank_training.own_loader([rank_training.SAMPLES // size] * size)
     arguments |= {"make_loader": own, "metrics": {"size": rank_training.mean_size}}
-    return train(rank, size, loss="tokens, found out", val_loader=loader, **arguments)
+    return train(rank, size, **{"loss": "tokens, found out", "val_loader": loader, **arguments})
 
 
 class Greedy(nn.Module):

@@ -105,6 +105,15 @@ def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_t
     assert metrics["size"] == pytest.approx(its_metrics["size"], rel=1e-9)
 
 
+def test_evaluation_by_several_forward_passes_is_made_by_all(crew):
+    asked = {"target_batch": 8, "micro_batch": 4, "loss": "list", "several_passes": True}
+
+    found = crew.run("sharded_training:evaluated", [13, 3], size=2, **asked)
+
+    assert found[0]["evaluations"] == found[1]["evaluations"]
+    assert found[0]["evaluations"][0][2] == 16
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
     found = crew.answers(

@@ -96,7 +96,7 @@ class Evaluator:
             for batch in batches:
                 self._one_batch(Window([batch]), totals, mark)
             if self._step.passes is not None:
-                self._step.passes.evaluate_with_others()
+                self._step.passes.evaluate_with_others(lambda batch, size: self._with_losses(batch, batch, size))
         others = [totals] if self._ranks is None else self._ranks.exchange("evaluation", totals.on_host())
         totals = _Totals.of_all(others)
         if not totals.samples:

@@ -147,7 +147,7 @@ class ShardedJoint(Joint):
     def all_ready(self, alone: Alone) -> bool:
         """Whether every rank holds its part of the gradients; then they are unscaled and clipped."""
         are_ready = super().all_ready(alone)
-        self._is_told = not are_ready
+        self._is_told = not are_ready and alone.failure is not None
         if are_ready and self._step.updates.clips:
             # The norm over all parts is added up by all ranks.
             self.begin_pass()
@@ -220,14 +220,11 @@ class ShardedJoint(Joint):
         self.ranks.exchange("evaluation pass", value=True)
         self.ranks.is_in_pass = True
 
-    def evaluate_with_others(self) -> None:
+    def evaluate_with_others(self, forward: Callable[[Any, int], object]) -> None:
         """Make the forward passes of an evaluation that others still have to make."""
         while any(self.ranks.exchange("evaluation pass", value=False)):
             self.ranks.is_in_pass = True
-            batch, samples = self._nothing()
-            with self._step.precision.autocast():
-                for source in self._step.objective.sources:
-                    self._step.objective.terms(source, batch, samples)
+            forward(*self._nothing())
             self.ranks.is_in_pass = False
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:
