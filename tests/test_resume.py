@@ -430,6 +430,20 @@ def test_worker_processes_draw_again_what_they_drew(tmp_path, step):
     assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=lambda: loader_of(Noisy(), num_workers=2))
 
 
+class Quiet(Noisy):
+    def __getitem__(self, index):
+        return self.inputs[index], index % 3, index
+
+
+@pytest.mark.parametrize("step", [3, STEPS_PER_EPOCH, 8])
+def test_order_goes_on_where_worker_processes_stay_from_epoch_to_epoch(tmp_path, step):
+    def loader():
+        # Without noise: the generators of such workers are nobody's to set.
+        return loader_of(Quiet(), num_workers=2, persistent_workers=True)
+
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=loader)
+
+
 def seeded():
     return torch.Generator().manual_seed(11)
 

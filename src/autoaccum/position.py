@@ -117,6 +117,8 @@ class Track:
         self._epoch, self._drawn = epoch, 0
         _set_epoch(self._loader, epoch)
         if self._random is not None:
+            if epoch > 1:
+                self._start_workers_that_stay()
             self._start, self._start_generators = self._taken(), self._generator_states()
         self._batches = iter(self._loader)
         self._is_its_own_iterator = self._batches is self._loader
@@ -124,6 +126,17 @@ class Track:
             _read_from.add(self._loader)
         self._state_after = self._loader_state()
         return self
+
+    def _start_workers_that_stay(self) -> None:
+        """Start worker processes as if an earlier epoch had, and draw nothing for them: later epochs do not."""
+        loader: Any = self._loader
+        if not getattr(loader, "persistent_workers", False) or getattr(loader, "_iterator", loader) is not None:
+            return
+        random, generators = self._taken(), self._generator_states()
+        iter(loader)
+        self._set(random)
+        for generator, state in zip(self._generators, generators, strict=True):
+            generator.set_state(state)
 
     def close(self) -> None:
         """Let go of the epoch's batches, and so of the processes that load them."""
