@@ -741,7 +741,7 @@ def test_checkpoint_from_a_newer_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.undo()
 
     with pytest.raises(
-        CheckpointError, match=r"in format 99, and this one, .*, reads formats up to 2; use that version"
+        CheckpointError, match=r"in format 99, and this one, .*, reads formats up to 3; use that version"
     ):
         Run(checkpoint=tmp_path).fit()
 
