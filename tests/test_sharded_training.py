@@ -7,6 +7,8 @@ import torch
 
 import autoaccum
 import rank_training
+from autoaccum.notices import Notices
+from autoaccum.saving import saver_for
 
 FAR = 1e-12
 
@@ -103,6 +105,22 @@ def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_t
     assert samples == its_samples
     assert loss == pytest.approx(expected, rel=1e-9)
     assert metrics["size"] == pytest.approx(its_metrics["size"], rel=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [[13, 3], [0, 13]])
+def test_metrics_may_take_a_forward_pass_of_their_own_where_ranks_have_other_numbers_of_samples(crew, lengths):
+    asked = {"loss": "list", "target_batch": 8, "micro_batch": 4}
+
+    found = crew.run("sharded_training:evaluated", lengths, size=2, **asked)
+
+    assert found[0]["evaluations"] == found[1]["evaluations"]
+    assert found[0]["evaluations"][0][2] == sum(lengths)
+
+
+def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_would_end_every_rank(crew):
+    found = crew.run("sharded_training:greedy_in_evaluation", 3, size=2, target_batch=16, micro_batch=3, shard=True)
+
+    assert [one["evaluations"][0][2] for one in found] == [40, 40]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -206,6 +224,35 @@ def test_folder_keeps_the_parts_of_the_two_newest_checkpoints_alone(crew, tmp_pa
 
     assert sorted(path.name.split(".")[0] for path in tmp_path.glob("*.shards")) == ["step-00000007", "step-00000008"]
     assert len(list(tmp_path.glob("*.pt"))) == 2
+
+
+def test_rank_that_cannot_make_the_folder_of_a_checkpoint_keeps_nobody_waiting(crew, tmp_path):
+    found = crew.answers("sharded_training:without_folder", size=2, checkpoint=tmp_path, **RUN)
+
+    assert isinstance(found[1], autoaccum.CheckpointError), found
+    assert isinstance(found[0], autoaccum.RankFailedError), found
+    assert "rank 1: CheckpointError" in str(found[0])
+
+
+def test_checkpoint_for_which_one_rank_has_no_room_is_told_and_attempts_leave_no_more_than_one_folder(crew, tmp_path):
+    for _ in range(2):
+        found = crew.answers("sharded_training:without_room", 1500, size=2, checkpoint=tmp_path, **RUN)
+
+        assert all(isinstance(one, autoaccum.CheckpointError) for one in found), found
+        assert "rank 1: [Errno 27] File too large" in str(found[0])
+
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "found",
+    ["", "{", "[]", "3", "{}", '{"micro_batch": -5}', '{"micro_batch": 0}', '{"micro_batch": true}']
+    + ['{"micro_batch": 1e400}', f'{{"micro_batch": 1{"0" * 400}}}', '{"micro_batch": "8"}', "[" * 100_000],
+)
+def test_note_of_lack_of_memory_that_nothing_here_has_written_is_passed_over(tmp_path, found):
+    (tmp_path / "out-of-memory.json").write_text(found)
+
+    assert saver_for(tmp_path, None, None, "auto").cap(Notices(silent=True)) is None
 
 
 def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, tmp_path):

@@ -220,14 +220,15 @@ class ShardedJoint(Joint):
         self.ranks.exchange("evaluation pass", value=True)
         self.ranks.is_in_pass = True
 
-    def evaluate_with_others(self) -> None:
-        """Make the forward passes of an evaluation that others still have to make."""
+    def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
+        """Make the forward passes of an evaluation that others still have to make.
+
+        Args:
+            make_passes: Makes those of a cut, as the others do: given the cut, on the device, and its samples.
+        """
         while any(self.ranks.exchange("evaluation pass", value=False)):
             self.ranks.is_in_pass = True
-            batch, samples = self._nothing()
-            with self._step.precision.autocast():
-                for source in self._step.objective.sources:
-                    self._step.objective.terms(source, batch, samples)
+            make_passes(*self._nothing())
             self.ranks.is_in_pass = False
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:

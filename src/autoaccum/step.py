@@ -48,7 +48,7 @@ class Passes(Protocol):
     def end_pass(self) -> None:
         """Note that this process has got through."""
 
-    def evaluate_with_others(self) -> None:
+    def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
         """Make the forward passes that others still have to make, in evaluation mode and without gradients."""
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:
