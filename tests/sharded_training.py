@@ -85,8 +85,8 @@ class _Take(torch.autograd.Function):
         return gradient, None, None
 
 
-def greedy(rank, size, most, *, greedy_rank=1, backward=False, **arguments):
-    net = rank_training.net()
+def greedy(rank, size, most, *, greedy_rank=1, backward=False, norm=False, **arguments):
+    net = rank_training.net(norm=norm)
     net.insert(2, Greedy(most if rank == greedy_rank else 1000, backward=backward))
     return train(rank, size, model=net, **arguments)
 
@@ -146,15 +146,21 @@ def raising():
     raise torch.OutOfMemoryError("for this test")
 
 
-def lacking(rank, size, where, *, fails_at, **arguments):
-    """Train; on rank 0 memory runs out once outside of a pass."""
+def lacking(rank, size, where, *, fails_at, who=0, **arguments):
+    """Train; on one rank memory runs out once outside of a pass."""
     owner, name = WHERE[where]
     real, calls = getattr(owner, name), itertools.count(1)
 
     def failing(*given, **named):
-        if rank == 0 and next(calls) == fails_at:
+        if rank == who and next(calls) == fails_at:
             return raising() if where == "transfer" else next(raising())
         return real(*given, **named)
 
     with mock.patch.object(owner, name, failing):
         return train(rank, size, **arguments)
+
+
+def lacking_each(rank, size, points, **arguments):
+    """Train; on each rank memory runs out once, where and when points say."""
+    where, fails_at = points[rank]
+    return lacking(rank, size, where, fails_at=fails_at, who=rank, **arguments)

@@ -135,8 +135,11 @@ def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
     assert isinstance(found[0], autoaccum.RankFailedError), found
 
 
-def test_lack_of_memory_of_a_single_sample_within_a_pass_is_told_as_such(crew):
-    found = crew.answers("sharded_training:greedy", 0, wait_s=5, size=2, target_batch=16, micro_batch=1, shard=True)
+@pytest.mark.parametrize("norm", [False, True])
+def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, norm):
+    asked = {"target_batch": 16, "micro_batch": 2 if norm else 1, "norm": norm, "shard": True}
+
+    found = crew.answers("sharded_training:greedy", 0, wait_s=5, size=2, **asked)
 
     assert isinstance(found[1], autoaccum.DoesNotFitError), found
     assert isinstance(found[0], autoaccum.RankFailedError), found
@@ -156,6 +159,16 @@ def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(cr
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
     assert found[0]["oom"] == 1
     assert {len(one["cuts"][1]) for one in found} == {cut}
+
+
+def test_rank_that_lacks_memory_in_the_attempt_after_another_one_did_says_so(crew):
+    asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
+    expected = alone(target_batch=16, micro_batch=16, epochs=2)
+
+    found = crew.run("sharded_training:lacking_each", [("after the passes", 2), ("transfer", 3)], size=2, **asked)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
 
 
 def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
