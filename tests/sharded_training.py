@@ -1,14 +1,20 @@
 """Trainings of models to which `fully_shard` was applied."""
 
+import errno
 import itertools
+import os
+import resource
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 import rank_training
 from autoaccum.joint import Joint
+from autoaccum.memory.host import Host
 from autoaccum.sizing import Sizing
 from autoaccum.transfer import Transfer
 from autoaccum.update import Updates
@@ -45,13 +51,12 @@ def alone(rank, size, **arguments):
     return rank_training.train(rank, size, **arguments)
 
 
-def evaluated(rank, size, lengths, *, several_passes=False, **arguments):
-    data = rank_training.vectors if several_passes else rank_training.texts
-    samples = data(sum(lengths), seed=5)
+def evaluated(rank, size, lengths, *, loss="tokens, found out", **arguments):
+    samples = rank_training.LOSSES[loss][0](sum(lengths), seed=5)
     loader = rank_training.own_loader(lengths)(rank, size, samples)
     own = rank_training.own_loader([rank_training.SAMPLES // size] * size)
     arguments |= {"make_loader": own, "metrics": {"size": rank_training.mean_size}}
-    return train(rank, size, **{"loss": "tokens, found out", "val_loader": loader, **arguments})
+    return train(rank, size, loss=loss, val_loader=loader, **arguments)
 
 
 class Greedy(nn.Module):
@@ -80,10 +85,48 @@ class _Take(torch.autograd.Function):
         return gradient, None, None
 
 
-def greedy(rank, size, most, *, greedy_rank=1, backward=False, **arguments):
-    net = rank_training.net()
+def greedy(rank, size, most, *, greedy_rank=1, backward=False, norm=False, **arguments):
+    net = rank_training.net(norm=norm)
     net.insert(2, Greedy(most if rank == greedy_rank else 1000, backward=backward))
     return train(rank, size, model=net, **arguments)
+
+
+class GreedyInEvaluation(Greedy):
+    def forward(self, inputs):
+        return inputs.clone() if self.training else super().forward(inputs)
+
+
+def greedy_in_evaluation(rank, size, most, **arguments):
+    """Train and evaluate as on a device that fails cleanly, which a host does not."""
+    net = rank_training.net()
+    net.insert(2, GreedyInEvaluation(most))
+    loader = DataLoader(rank_training.vectors(40, seed=5), batch_size=10)
+    with mock.patch.object(Host, "fails_cleanly", True):
+        return train(rank, size, model=net, val_loader=loader, **arguments)
+
+
+def without_folder(rank, size, **arguments):
+    """Train where rank 1 cannot make a folder for its part of a checkpoint."""
+    real = Path.mkdir
+
+    def failing(path, *given, **named):
+        if rank == 1 and path.name.endswith(".shards"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *given, **named)
+
+    with mock.patch.object(Path, "mkdir", failing):
+        return train(rank, size, **arguments)
+
+
+def without_room(rank, size, most_bytes, **arguments):
+    """Train where rank 1 cannot write a file of more bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        return train(rank, size, **arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def unsharded(rank, size, *, norm=False, **arguments):
@@ -103,15 +146,21 @@ def raising():
     raise torch.OutOfMemoryError("for this test")
 
 
-def lacking(rank, size, where, *, fails_at, **arguments):
-    """Train; on rank 0 memory runs out once outside of a pass."""
+def lacking(rank, size, where, *, fails_at, who=0, **arguments):
+    """Train; on one rank memory runs out once outside of a pass."""
     owner, name = WHERE[where]
     real, calls = getattr(owner, name), itertools.count(1)
 
     def failing(*given, **named):
-        if rank == 0 and next(calls) == fails_at:
+        if rank == who and next(calls) == fails_at:
             return raising() if where == "transfer" else next(raising())
         return real(*given, **named)
 
     with mock.patch.object(owner, name, failing):
         return train(rank, size, **arguments)
+
+
+def lacking_each(rank, size, points, **arguments):
+    """Train; on each rank memory runs out once, where and when points say."""
+    where, fails_at = points[rank]
+    return lacking(rank, size, where, fails_at=fails_at, who=rank, **arguments)

@@ -7,6 +7,8 @@ import torch
 
 import autoaccum
 import rank_training
+from autoaccum.notices import Notices
+from autoaccum.saving import saver_for
 
 FAR = 1e-12
 
@@ -105,13 +107,20 @@ def test_evaluation_counts_every_sample_once_where_ranks_have_other_numbers_of_t
     assert metrics["size"] == pytest.approx(its_metrics["size"], rel=1e-9)
 
 
-def test_evaluation_by_several_forward_passes_is_made_by_all(crew):
-    asked = {"target_batch": 8, "micro_batch": 4, "loss": "list", "several_passes": True}
+@pytest.mark.parametrize("lengths", [[13, 3], [0, 13]])
+def test_metrics_may_take_a_forward_pass_of_their_own_where_ranks_have_other_numbers_of_samples(crew, lengths):
+    asked = {"loss": "list", "target_batch": 8, "micro_batch": 4}
 
-    found = crew.run("sharded_training:evaluated", [13, 3], size=2, **asked)
+    found = crew.run("sharded_training:evaluated", lengths, size=2, **asked)
 
     assert found[0]["evaluations"] == found[1]["evaluations"]
-    assert found[0]["evaluations"][0][2] == 16
+    assert found[0]["evaluations"][0][2] == sum(lengths)
+
+
+def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_would_end_every_rank(crew):
+    found = crew.run("sharded_training:greedy_in_evaluation", 3, size=2, target_batch=16, micro_batch=3, shard=True)
+
+    assert [one["evaluations"][0][2] for one in found] == [40, 40]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -126,8 +135,11 @@ def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
     assert isinstance(found[0], autoaccum.RankFailedError), found
 
 
-def test_lack_of_memory_of_a_single_sample_within_a_pass_is_told_as_such(crew):
-    found = crew.answers("sharded_training:greedy", 0, wait_s=5, size=2, target_batch=16, micro_batch=1, shard=True)
+@pytest.mark.parametrize("norm", [False, True])
+def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, norm):
+    asked = {"target_batch": 16, "micro_batch": 2 if norm else 1, "norm": norm, "shard": True}
+
+    found = crew.answers("sharded_training:greedy", 0, wait_s=5, size=2, **asked)
 
     assert isinstance(found[1], autoaccum.DoesNotFitError), found
     assert isinstance(found[0], autoaccum.RankFailedError), found
@@ -147,6 +159,16 @@ def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(cr
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
     assert found[0]["oom"] == 1
     assert {len(one["cuts"][1]) for one in found} == {cut}
+
+
+def test_rank_that_lacks_memory_in_the_attempt_after_another_one_did_says_so(crew):
+    asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
+    expected = alone(target_batch=16, micro_batch=16, epochs=2)
+
+    found = crew.run("sharded_training:lacking_each", [("after the passes", 2), ("transfer", 3)], size=2, **asked)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
 
 
 def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
@@ -215,6 +237,34 @@ def test_folder_keeps_the_parts_of_the_two_newest_checkpoints_alone(crew, tmp_pa
 
     assert sorted(path.name.split(".")[0] for path in tmp_path.glob("*.shards")) == ["step-00000007", "step-00000008"]
     assert len(list(tmp_path.glob("*.pt"))) == 2
+
+
+def test_rank_that_cannot_make_the_folder_of_a_checkpoint_keeps_nobody_waiting(crew, tmp_path):
+    found = crew.answers("sharded_training:without_folder", size=2, checkpoint=tmp_path, **RUN)
+
+    assert isinstance(found[1], autoaccum.CheckpointError), found
+    assert isinstance(found[0], autoaccum.RankFailedError), found
+    assert "rank 1: CheckpointError" in str(found[0])
+
+
+def test_checkpoint_for_which_one_rank_has_no_room_is_told_and_attempts_leave_no_more_than_one_folder(crew, tmp_path):
+    for _ in range(2):
+        found = crew.answers("sharded_training:without_room", 1500, size=2, checkpoint=tmp_path, **RUN)
+
+        assert all(isinstance(one, autoaccum.CheckpointError) for one in found), found
+        assert "rank 1: [Errno 27] File too large" in str(found[0])
+
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+OF_SIZES = [f'{{"micro_batch": {size}}}' for size in ("-5", "0", "true", "1e400", "1" + "0" * 400, '"8"')]
+
+
+@pytest.mark.parametrize("found", ["", "{", "[]", "3", "{}", "[" * 100_000, *OF_SIZES])
+def test_note_of_lack_of_memory_that_nothing_here_has_written_is_passed_over(tmp_path, found):
+    (tmp_path / "out-of-memory.json").write_text(found)
+
+    assert saver_for(tmp_path, None, None, "auto").cap(Notices(silent=True)) is None
 
 
 def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, tmp_path):

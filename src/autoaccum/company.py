@@ -292,7 +292,10 @@ class Company:
         Raises:
             CheckpointError: Some rank could not.
         """
-        named = saver.folder_for_shards(moment).name if self.ranks.rank == 0 else None
+        named = None
+        if self.ranks.rank == 0:
+            saver.remove_others()  # what was left by one that failed may be what has filled the disk
+            named = saver.folder_for_shards(moment).name
         folder = saver.folder / self.ranks.exchange("shards", named)[0]
         try:
             return folder.name, shards.write(self.ranks, tensors, folder)

@@ -87,8 +87,10 @@ class Evaluator:
         """
         started = time.perf_counter()
         totals = _Totals()
-        if self._max_size is None and not self._step.memory.fails_cleanly:
-            self._max_size = trained_size
+        # Where a failure within a pass ends all ranks, one that is larger than what is known to fit would do so again.
+        is_survived = self._step.memory.fails_cleanly and self._step.passes is None
+        if trained_size is not None and not is_survived:
+            self._max_size = min(self._max_size or trained_size, trained_size)
         for metric in self._metrics:
             metric.reset()
         mark = Mark(self._step.objective.modules, self._step.memory.device)
@@ -96,7 +98,7 @@ class Evaluator:
             for batch in batches:
                 self._one_batch(Window([batch]), totals, mark)
             if self._step.passes is not None:
-                self._step.passes.evaluate_with_others(lambda batch, size: self._with_losses(batch, batch, size))
+                self._step.passes.evaluate_with_others(self._passes)
         others = [totals] if self._ranks is None else self._ranks.exchange("evaluation", totals.on_host())
         totals = _Totals.of_all(others)
         if not totals.samples:
@@ -181,7 +183,8 @@ class Evaluator:
         if passes is not None:
             passes.begin_evaluation_pass()
         if self._whole is None:
-            losses, outputs = self._with_losses(batch, cut, size)
+            terms, outputs = self._passes(batch, size)
+            losses = [self._loss(term, cut, size) for term in terms]
         else:
             losses, outputs = [], self._whole.outputs(batch, size)
         if passes is not None:
@@ -193,18 +196,18 @@ class Evaluator:
             metric.update(outputs, targets, size)
         return losses, representations
 
-    def _with_losses(self, batch: Any, cut: Any, size: int) -> tuple[list[_Loss], Any]:
-        """Return a cut's losses, and the model's outputs where metrics want them."""
+    def _passes(self, batch: Any, size: int) -> tuple[list[Term], Any]:
+        """Make the forward passes of a cut; return its terms, and the model's outputs where metrics want them."""
         objective = self._step.objective
-        losses: list[_Loss] = []
+        terms: list[Term] = []
         outputs: Any = None
         with self._step.precision.autocast():
             for source in objective.sources:
-                terms, outputs = objective.terms(source, batch, size)
-                losses += [self._loss(term, cut, size) for term in terms]
+                found, outputs = objective.terms(source, batch, size)
+                terms += found
             if self._metrics and outputs is None:
                 outputs = objective.outputs(batch)
-        return losses, outputs
+        return terms, outputs
 
     def _loss(self, term: Term, cut: Any, size: int) -> _Loss:
         """Return a loss' name, sum and weight."""

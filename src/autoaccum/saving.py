@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # By how much less is tried after what did not fit.
 _LESS = 0.7
+# No window has more.
+_MOST_SAMPLES = 2**53
 
 
 class Saver:
@@ -108,9 +110,11 @@ class Saver:
             self._lack.unlink(missing_ok=True)
         try:
             size = json.loads(self._lack.read_text())["micro_batch"]
-            cap = max(1, int(size * _LESS))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        if type(size) is not int or not 0 < size <= _MOST_SAMPLES:  # nothing that `note_lack` has written
+            return None
+        cap = max(1, int(size * _LESS))
         notices.say(
             f"micro-batches of at most {cap} samples, since {size} ran out of memory before (delete {self._lack} to "
             "forget it)"

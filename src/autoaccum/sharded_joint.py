@@ -24,6 +24,7 @@ from autoaccum.oom import first_line, is_oom, is_too_large
 from autoaccum.planner import balanced
 from autoaccum.probe import does_not_fit_text
 from autoaccum.reason_file import OUT_OF_MEMORY, Reason
+from autoaccum.sharded_model import least_size
 from autoaccum.state import Mark
 from autoaccum.step import Accumulated
 from autoaccum.weighting import in_full
@@ -71,6 +72,7 @@ class ShardedJoint(Joint):
         self._mark = Mark(step.objective.modules, step.memory.device)
         self._growth = None if grows_to is None else Growth(grows_to)
         self._larger: int | None = None
+        self._least = least_size(step.objective.modules)
         self._windows = 0
         self._passes = 0  # of the present attempt, on the rank that makes most
         self._sample: Window | None = None
@@ -147,7 +149,7 @@ class ShardedJoint(Joint):
     def all_ready(self, alone: Alone) -> bool:
         """Whether every rank holds its part of the gradients; then they are unscaled and clipped."""
         are_ready = super().all_ready(alone)
-        self._is_told = not are_ready and alone.failure is not None
+        self._is_told = not are_ready and alone.failure is not None  # which is on its way to `failed` now
         if are_ready and self._step.updates.clips:
             # The norm over all parts is added up by all ranks.
             self.begin_pass()
@@ -185,8 +187,9 @@ class ShardedJoint(Joint):
 
     def _end(self, error: Exception, size: int) -> None:
         if is_oom(error):
-            if size == 1:
-                raise DoesNotFitError(does_not_fit_text(self._step, None, first_line(error))) from error
+            if size <= self._least:
+                reason = first_line(error) if size == 1 else f"BatchNorm takes {size} at least: {first_line(error)}"
+                raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
             text = (
                 f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.phase}: "
                 f"{first_line(error)}) where the others wait for it; every process has to be started again, as "
@@ -220,11 +223,15 @@ class ShardedJoint(Joint):
         self.ranks.exchange("evaluation pass", value=True)
         self.ranks.is_in_pass = True
 
-    def evaluate_with_others(self, forward: Callable[[Any, int], object]) -> None:
-        """Make the forward passes of an evaluation that others still have to make."""
+    def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
+        """Make the forward passes of an evaluation that others still have to make.
+
+        Args:
+            make_passes: Makes those of a cut, as the others do: given the cut, on the device, and its samples.
+        """
         while any(self.ranks.exchange("evaluation pass", value=False)):
             self.ranks.is_in_pass = True
-            forward(*self._nothing())
+            make_passes(*self._nothing())
             self.ranks.is_in_pass = False
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:

@@ -81,6 +81,11 @@ def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, 
                     f"parameter {name!r} is trained and on every rank whole, while others are spread by fully_shard, "
                     "so that nothing adds up its gradients; call fully_shard on the whole model too"
                 )
+    return least_size(modules)
+
+
+def least_size(modules: Iterable[nn.Module]) -> int:
+    """Return the fewest samples that some modules can be trained on at once."""
     has_norm = any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
     return 2 if has_norm else 1  # BatchNorm refuses a single value a channel
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from autoaccum.sharded_model import is_spread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -40,9 +41,11 @@ def write(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> Files:
     from torch.distributed import checkpoint  # noqa: PLC0415 - takes long, and few need it
 
     folder.mkdir(exist_ok=True)
-    checkpoint.save(  # type: ignore[attr-defined]
-        dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
-    )
+    ranks.exchange("shards")  # one that cannot even begin has told the others now, who would wait for it in there
+    with _failures_told():
+        checkpoint.save(  # type: ignore[attr-defined]
+            dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
+        )
     own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / _METADATA] if ranks.rank == 0 else [])]
     said = ranks.exchange("shards", {path.name: (path.stat().st_size, _sum(path)) for path in own})
     return {name: file for files in said for name, file in files.items()}
@@ -52,9 +55,22 @@ def read(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Read tensors in place, together with all ranks, of which there may be another number than wrote them."""
     from torch.distributed import checkpoint  # noqa: PLC0415 - as above
 
-    checkpoint.load(  # type: ignore[attr-defined]
-        dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
-    )
+    with _failures_told():
+        checkpoint.load(  # type: ignore[attr-defined]
+            dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
+        )
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Make an ordinary error of the library's, which `except Exception` would let pass."""
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - as above
+
+    try:
+        yield
+    except CheckpointException as error:
+        who = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
+        raise RuntimeError(who) from error
 
 
 def damage(folder: Path, files: Files) -> str | None:

@@ -48,12 +48,8 @@ class Passes(Protocol):
     def end_pass(self) -> None:
         """Note that this process has got through."""
 
-    def evaluate_with_others(self, forward: Callable[[Any, int], object]) -> None:
-        """Make the forward passes of an evaluation that others still have to make.
-
-        Args:
-            forward: Makes one of some samples, on the device, and their number.
-        """
+    def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
+        """Make the forward passes that others still have to make, in evaluation mode and without gradients."""
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:
         """See what a failure with so many samples means for the others, who may wait for this process in a pass."""
