@@ -149,6 +149,13 @@ def test_same_samples_on_every_rank_are_noticed_and_said_once_unless_they_are_sh
     assert "same samples" not in same[1] + shared[0] + shared[1]
 
 
+def test_first_rank_says_what_part_of_a_window_its_plans_are_of(crew):
+    spoken = crew.run("rank_training:said", size=2, shard=True)
+
+    assert spoken[0].count("2 ranks: of each window of 16 samples 8 are this rank's; plans and cuts are of those")
+    assert "2 ranks" not in spoken[1]
+
+
 def test_evaluation_counts_every_sample_of_loaders_of_their_own_once(crew):
     expected = rank_training.evaluated(0, 1, [20], target_batch=50, micro_batch=50)
 

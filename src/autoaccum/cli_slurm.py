@@ -32,6 +32,7 @@ from autoaccum.memory.simulated import Simulated
 from autoaccum.precision import PRECISIONS
 from autoaccum.progress import format_cut
 from autoaccum.records import check_positive_int
+from autoaccum.shares import SHARES
 
 if TYPE_CHECKING:
     from autoaccum.jobs.slurm_folder import JobFolder
@@ -112,6 +113,15 @@ def slurm_command(
     ] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random generator.")] = None,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Each rank takes its part of what the recipe's loader gives.")
+    ] = False,
+    shares: Annotated[
+        str | None, typer.Option(help="How windows are shared out with --shard: equal, or as the ranks' speed.")
+    ] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Add gradients up while the last backward pass still runs.")
+    ] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="For checkpoints; by default one in the job's folder.")
     ] = None,
@@ -134,6 +144,9 @@ def slurm_command(
         "fallback": fallback or None,
         "precision": precision,
         "seed": seed,
+        "shard": True if shard else None,
+        "shares": shares,
+        "overlap": True if overlap else None,
         "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
         "checkpoint_steps": checkpoint_steps,
         "checkpoint_minutes": checkpoint_minutes,
@@ -200,7 +213,7 @@ def _check(chosen: dict[str, Any], retries: int) -> None:
         if name in chosen:
             check_positive_int(name, chosen[name])
     check_finding("auto", "off", chosen.get("strategy"))
-    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS}.items():
+    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "shares": SHARES}.items():
         asked = chosen.get(name, ())
         for value in [asked] if isinstance(asked, str) else asked:
             if value not in known:

@@ -93,6 +93,10 @@ class Company:
         self._shares = Shares(ranks.size, by_speed=shares == "speed")
         self._bounds = cut(target_batch, self._shares.weights)
         self.target_batch = self._bounds[ranks.rank + 1] - self._bounds[ranks.rank]
+        notices.say(
+            f"{ranks.size} ranks: of each window of {target_batch} samples {self.target_batch} are this rank's; plans "
+            "and cuts are of those"
+        )
         self._sharded: ShardedLoader | None = None
         self.loader = self._whole = loader
         if shard:

@@ -190,6 +190,15 @@ def test_used_up_retries_end_with_4_and_a_line_that_says_so(tmp_path):
     assert "no retry is left (--retries 2)" in wrapper.told[-1]
 
 
+def test_command_that_names_no_placeholder_is_remarked_upon_once_when_memory_ran_out(tmp_path):
+    wrapper, code = run(tmp_path, python(SCRIPT, "64", 0), target_batch=64, retries=2)
+    named, _ = run(tmp_path, python(SCRIPT, "{micro_batch}", 0), target_batch=64, retries=2)
+
+    assert code == 4
+    assert sum("names no placeholder" in line for line in wrapper.told) == 1
+    assert not any("names no placeholder" in line for line in named.told)
+
+
 def test_one_sample_that_does_not_fit_ends_with_4(tmp_path):
     wrapper, code = run(tmp_path, python(SCRIPT, "{micro_batch}", 0), target_batch=2)
 

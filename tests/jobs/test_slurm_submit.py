@@ -151,6 +151,7 @@ def test_recipe_is_not_called_where_it_is_submitted(tmp_path, no_slurm):
         ["--precision", "fp8"],
         ["--fallback", "prayer"],
         ["--memory-limit", "much"],
+        ["--shares", "unfair"],
     ],
 )
 def test_bad_option_is_refused_with_its_value(recipe, options):

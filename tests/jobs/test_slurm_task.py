@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 from autoaccum.jobs.slurm_folder import JobFolder, Restart
 from autoaccum.jobs.slurm_task import CAP_VARIABLE, Task, resubmission_of
 
@@ -20,6 +20,11 @@ def job():
 def too_large():
     model = torch.nn.Linear(2, 1)
     return autoaccum.Job(model, [(torch.randn(8, 2), torch.randn(8, 1))], 8, device=autoaccum.Simulated("64B"))
+
+def short():
+    def loss(outputs, targets):
+        raise autoaccum.StartAgainError("a rank ran out of memory with 4 samples", 4)
+    return autoaccum.Job(torch.nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))], 8, loss=loss, device="cpu")
 
 def spoilt():
     return autoaccum.Job(torch.nn.Linear(3, 1), [(torch.randn(8, 2), torch.randn(8, 1))], 8, device="cpu")
@@ -57,6 +62,11 @@ def test_job_is_trained_and_its_folder_tells_of_it(run, folder):
     assert list(folder.checkpoints.glob("step-*.pt"))
 
 
+def test_arguments_for_several_ranks_are_taken_over(run, folder):
+    with pytest.raises(InvalidInputError, match="shares='speed' needs shard=True"):
+        run(overrides={"shares": "speed"}, checks=False)
+
+
 def test_cap_of_an_earlier_start_holds_for_a_size_that_was_asked_for(run, folder):
     folder.add_restart(Restart(kind="memory", reason="", step=0, max_micro_batch=2))
 
@@ -90,6 +100,13 @@ def test_error_of_the_users_own_arrives_and_is_noted(run, folder):
 
     assert folder.progress.error.startswith("RuntimeError: ")
     assert not folder.take_failures()[0]["needs_new_process"]
+
+
+def test_lack_of_memory_that_ends_all_processes_is_noted_as_one_that_a_new_start_mends(run, folder):
+    with pytest.raises(StartAgainError):
+        run("short", checks=False)
+
+    assert folder.take_failures()[0]["needs_new_process"]
 
 
 def test_requeue_that_slurm_made_itself_is_noted(run, folder, monkeypatch):

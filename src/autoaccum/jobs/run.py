@@ -196,6 +196,13 @@ class _Run:
             _say(f"{what} with micro-batches of {failed}, and there is nothing smaller to try")
             return DOES_NOT_FIT
         _say(f"{what} with micro-batches of {failed}; starting again, retry {attempt + 1} of {self._options.retries}")
+        if self._cut is not None and not placeholders(self._command):
+            # Not refused: it may read the variables, or use fit, and nobody can see that from here.
+            self._notices.say(
+                "the command names no placeholder such as {micro_batch}; unless it reads AUTOACCUM_MICRO_BATCH, or "
+                "uses fit, it runs as it did",
+                key="no placeholder",
+            )
         return None
 
     def _shrink(self, failed: int) -> bool:

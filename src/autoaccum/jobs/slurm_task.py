@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from autoaccum.errors import AutoaccumError, DeviceLostError, StateDamagedError
+from autoaccum.errors import AutoaccumError, DeviceLostError, StartAgainError, StateDamagedError
 from autoaccum.fit import fit
 from autoaccum.jobs import slurm_preflight
 from autoaccum.jobs.recipe import load_recipe
@@ -29,6 +30,7 @@ from autoaccum.jobs.slurm_stop import Stop, Stopped
 from autoaccum.loggers import JSONLinesLog
 from autoaccum.notices import Notices
 from autoaccum.oom import first_line
+from autoaccum.sharded_model import is_sharded
 
 if TYPE_CHECKING:
     from submitit import JobEnvironment
@@ -109,7 +111,7 @@ class _Run:
             pass
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
-            needs_new_process = isinstance(error, DeviceLostError | StateDamagedError)
+            needs_new_process = isinstance(error, DeviceLostError | StateDamagedError | StartAgainError)
             self._folder.note_failure(self._rank, text, needs_new_process=needs_new_process)
             self._end("failed", text)
             raise
@@ -123,7 +125,10 @@ class _Run:
 
     def _train(self) -> FitResult:
         job = self._job()
-        if self._task.checks:
+        if self._task.checks and isinstance(job.model, nn.Module) and is_sharded([job.model]):
+            # A step of one process by itself, as the report makes it, is what such a model cannot do.
+            self._notices.say("the model is spread over ranks, so there is no pre-flight report")
+        elif self._task.checks:
             slurm_preflight.check(job, self._folder.path / "report.json" if self._rank == 0 else None, self._say)
         return fit(**job.fit_arguments(), progress="auto" if self._rank == 0 else False)
 
