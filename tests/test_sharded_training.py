@@ -161,11 +161,15 @@ def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(cr
     assert {len(one["cuts"][1]) for one in found} == {cut}
 
 
-def test_rank_that_lacks_memory_in_the_attempt_after_another_one_did_says_so(crew):
+@pytest.mark.parametrize(
+    "points",
+    [[("after the passes", 2), ("transfer", 3)], [("reserve", 2), ("reserve", 3)], [("enter", 2), ("reserve", 3)]],
+)
+def test_ranks_may_lack_memory_one_after_the_other_each_somewhere_else(crew, points):
     asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
     expected = alone(target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run("sharded_training:lacking_each", [("after the passes", 2), ("transfer", 3)], size=2, **asked)
+    found = crew.run("sharded_training:lacking_each", points, size=2, **asked)
 
     assert_alike(found)
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR

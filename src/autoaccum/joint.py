@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # So often what parts weigh is asked for.
 _TRIES = 4
+# The phase of a failure that was told of another rank.
+ELSEWHERE = "on another rank"
 _STATISTICS = ("running_mean", "running_var")
 
 

@@ -204,8 +204,8 @@ class MemoryEvent:
 
     Attributes:
         phase: What was being done: "set aside" (of buffers), "weigh" (finding out what the loss
-            runs over), "transfer", "forward", "backward", "reserve" (of
-            what the optimizer's step will take), "unscale", "clip", "optimizer" or "evaluate".
+            runs over), "transfer", "forward", "backward", "reserve" (of what the optimizer's step will take),
+            "unscale", "clip", "optimizer" or "evaluate"; "on another rank" where that had to be done there.
         size: Samples in the micro-batch; None where no micro-batch was at work.
         message: The first line of the device's own message.
     """

@@ -7,6 +7,7 @@ loop would not wait for.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from enum import Enum
@@ -18,6 +19,7 @@ from autoaccum.batches import as_window
 from autoaccum.batchnorm import BatchNorms
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.evaluation import Evaluator
+from autoaccum.joint import ELSEWHERE
 from autoaccum.notices import Notices
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
@@ -538,7 +540,9 @@ class Runner:
         if event.size is None:
             # Unscaling, clipping and the optimizer do not depend on the cut: once more, with the caches let go.
             tries = _TRIES_TO_WEIGH if event.phase == "weigh" else 2
-            if len(events) >= tries and all(earlier.size is None for earlier in events[-tries:]):
+            in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(events))
+            # What another rank lacks ends its own tries, and so this training.
+            if event.phase != ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:
                 what = _WITHOUT_SIZE.get(event.phase, f"the {event.phase} step")
                 raise DoesNotFitError(
                     f"{what} does not fit on {self._memory.name} even with no activations alive ({event.message}); try "

@@ -18,7 +18,7 @@ from autoaccum import reason_file
 from autoaccum.batches import Window, copied
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
 from autoaccum.growth import Growth
-from autoaccum.joint import Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
+from autoaccum.joint import ELSEWHERE, Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
 from autoaccum.objective import SAMPLES, Factors
 from autoaccum.oom import first_line, is_oom, is_too_large
 from autoaccum.planner import balanced
@@ -249,6 +249,7 @@ class ShardedJoint(Joint):
         self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
         if self._lacking and lack is None:
             who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._lacking.items())
+            self._step.phase = ELSEWHERE
             raise LackElsewhereError(who)
 
     def _pass_with_nothing(self) -> None:
