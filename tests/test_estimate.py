@@ -99,6 +99,41 @@ def test_options_of_an_optimizer_are_carried_over():
     assert with_momentum.optimizer_bytes == with_momentum.parameters_bytes
 
 
+class ReadsItsLoss(torch.optim.SGD):
+    """An optimizer that asks what is in its tensors, in each of the ways that Python has."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad.norm() > 0 and float(parameter.norm()) >= 0 and int(parameter.numel()):
+                self.state[parameter]["norm"] = torch.full_like(parameter, parameter.norm().item())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, ReadsItsLoss], ids=["Adafactor", "of one's own"])
+def test_optimizer_that_reads_values_needs_no_real_step(optimizer):
+    model, batch = mlp(), batch_of((64,), 16)
+
+    estimate = estimate_step(model, batch, optimizer=optimizer)
+    real = real_peak(model, batch, optimizer=optimizer)
+
+    assert not estimate.real_step
+    assert estimate.footprints[-1].peak_bytes == pytest.approx(real, rel=0.01)
+
+
+def test_optimizer_that_takes_no_lists_by_itself_takes_none_on_a_card():
+    wide, batch = (
+        nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))),
+        (torch.randn(2, 2048), torch.zeros(2).long()),
+    )
+
+    footprints = [
+        estimate_step(wide, batch, optimizer=torch.optim.Adafactor, card=c).footprints[-1] for c in (CARD, None)
+    ]
+    on_card, on_cpu = footprints
+
+    assert on_card.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.1)  # by lists it would be 1.4 of it
+
+
 def test_parameters_without_a_gradient_have_neither_gradient_nor_state():
     class Unused(nn.Module):
         def __init__(self):

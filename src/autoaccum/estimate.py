@@ -251,6 +251,8 @@ class _Job:
 
 def _take_lists(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer work as it does on a card, on lists of tensors; fakes make it choose otherwise."""
+    if isinstance(optimizer, torch.optim.Adafactor):  # takes them only where it is told to
+        return
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True

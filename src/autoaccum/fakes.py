@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.overrides import TorchFunctionMode
 
 from autoaccum.batches import copied, map_tensors, repeated
 from autoaccum.errors import InvalidInputError
@@ -21,7 +23,7 @@ from autoaccum.memory.limits import format_bytes
 from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from autoaccum.notices import Notices
 
@@ -80,6 +82,33 @@ class Stage:
     def _remember(self, real: Tensor, fake: Tensor) -> None:
         self._memo[id(real)] = fake
         self._kept.append(real)
+
+
+class ValuesAssumed(TorchFunctionMode):
+    """Answers with 1 where an optimizer reads a value that a fake tensor does not have.
+
+    What an update takes hangs on its tensors' sizes; the norms that one reads (Adafactor's) only scale it. Of models no
+    such thing can be said: what they read, they branch on.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, or answer in its place."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func not in _READ_AS:
+                raise
+            return _READ_AS[func](1)
+
+
+_READ_AS: dict[Any, Callable[[int], object]] = {
+    Tensor.item: float,
+    Tensor.__float__: float,
+    Tensor.__int__: int,
+    Tensor.__bool__: bool,
+}
 
 
 def built_on_meta(factory: Callable[[], Any], notices: Notices) -> nn.Module:

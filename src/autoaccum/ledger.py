@@ -79,7 +79,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         if func in _IN_PLACE and isinstance(args[0], FakeTensor):
             return args[0]
-        if _is_in_place_on_lists(func) and args[0] and isinstance(args[0][0], FakeTensor):
+        if _is_in_place_on_lists(func) and args[0] and self._is_fake_there(args[0][0]):
             return None
         if self._phase is not None and self._phase() != self.timeline.phases[-1][1]:
             self.enter(self._phase())
@@ -99,6 +99,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in held:
             self._close(number)
         return result
+
+    def _is_fake_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a fake of the device in question; an optimizer's counts elsewhere have values."""
+        return isinstance(tensor, FakeTensor) and tensor.device.type == self._device_type
 
     def enter(self, phase: str) -> None:
         """Note that a phase begins."""

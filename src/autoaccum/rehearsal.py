@@ -14,6 +14,7 @@ import torch
 from autoaccum import cuda_rules
 from autoaccum.batches import Piece, copied
 from autoaccum.cuda_rules import CudaCalls, without_driver
+from autoaccum.fakes import ValuesAssumed
 from autoaccum.ledger import Ledger
 from autoaccum.objective import Factors, Objective
 from autoaccum.precision import Precision
@@ -146,7 +147,7 @@ class Rehearsal:
         """Make the optimizer's state, as the first update does."""
         self._make_gradients()
         optimizer = self._step.optimizer
-        with _one_of_each(optimizer, lists_too=True) as others:
+        with _one_of_each(optimizer, lists_too=True) as others, ValuesAssumed():
             optimizer.step()
         if not others:
             return
@@ -173,7 +174,7 @@ class Rehearsal:
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(step.parameters, self._clip_grad_norm)
         # Not by the scaler, which would wait for the device to say whether a gradient has overflowed.
-        with _one_of_each(step.optimizer):
+        with _one_of_each(step.optimizer), ValuesAssumed():
             step.optimizer.step()
         if scaler is not None:
             scaler._per_optimizer_states.clear()

@@ -90,7 +90,7 @@ def test_remedies_are_shown_and_written(small):
     assert small.to_dict()["remedies_on"] == small.remedies_on
 
 
-def test_a_remedy_that_reads_values_is_left_out_where_there_are_none():
+def test_a_remedy_whose_updates_read_values_is_told_where_there_are_none():
     tokens = torch.zeros(4, 64, dtype=torch.long)
 
     report = autoaccum.preflight(
@@ -99,8 +99,7 @@ def test_a_remedy_that_reads_values_is_left_out_where_there_are_none():
     )  # fmt: skip
 
     names = [remedy.name for remedy in report.remedies]
-    assert "Adafactor" not in names
-    assert {"activation checkpointing", "8-bit optimizer"} <= set(names)
+    assert {"Adafactor", "activation checkpointing", "8-bit optimizer"} <= set(names)
 
 
 def test_where_no_single_change_helps_it_is_said():

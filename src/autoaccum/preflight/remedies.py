@@ -108,8 +108,8 @@ class Remedies:
     def _tried(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
         ways = (self._half, self._checkpointed, self._offloaded, self._bits8, self._adafactor, self._fused)
         for way in (*ways, self._shorter, self._unlimited, self._larger):
-            # One that cannot be gone through without values, where there are none (Adafactor's step reads some), is
-            # left out: the others are of use all the same.
+            # One that cannot be gone through without values, where there are none, is left out: the others are of use
+            # all the same.
             with suppress(InvalidInputError):
                 yield from way()
 
