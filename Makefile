@@ -49,6 +49,12 @@ $(VENV)/.for-bench: $(VENV)/.for-development
 	$(call install,$(VENV)) --editable '.[bench]'
 	touch $@
 
+# With the transformers of the time, whose models keep other tensors than today's.
+$(VENV)-published/.made: pyproject.toml
+	$(call new_environment,$(VENV)-published,$(PYTHON))
+	$(call install,$(VENV)-published) --editable '.[bench]' 'transformers==4.51.3'
+	touch $@
+
 TEST_OPTIONS ?=
 
 .PHONY: test
@@ -108,6 +114,10 @@ bench: $(VENV)/.for-bench  ## measure autoaccum beside its peers (some half an h
 estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and how fast it is said (some 10 minutes)
 	$(BIN)/python benchmarks/estimates.py --out benchmarks/results/estimates-$$(nproc)-cores.json
 	$(BIN)/python benchmarks/estimate_speed.py --out benchmarks/results/estimate_speed-$$(nproc)-cores.json
+
+.PHONY: published
+published: $(VENV)-published/.made  ## predict training runs that others measured on real cards (some 10 minutes)
+	$(VENV)-published/bin/python benchmarks/published.py --out benchmarks/results/published.json
 
 .PHONY: scaling
 scaling: $(VENV)/.for-development  ## measure what several ranks cost and gain, and foresee it for many (some 15 minutes)

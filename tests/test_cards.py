@@ -69,7 +69,7 @@ def test_name_of_nothing_is_refused(name):
 def test_card_has_the_memory_that_its_name_says_less_what_the_driver_keeps(card):
     sold = {"t4": 16, "rtx-2080-ti": 11, "titan-rtx": 24, "a2": 16, "a10": 24, "a10g": 24, "a30": 24, "a40": 48}
     sold |= {"rtx-3080": 10, "rtx-3090": 24, "rtx-a6000": 48, "l4": 24, "l40s": 48, "rtx-4080": 16, "rtx-4090": 24}
-    sold |= {"rtx-6000-ada": 48, "rtx-5090": 32}
+    sold |= {"rtx-6000-ada": 48, "rtx-5090": 32, "rtx-3060": 12, "rtx-4060": 8}
     gib = sold[card.name] if card.name in sold else int(card.name.rpartition("-")[2].removesuffix("gb"))
 
     assert 0.9 * gib * GIB < card.total_bytes < gib * GIB

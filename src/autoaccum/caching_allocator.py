@@ -174,9 +174,9 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
     begins = timeline.phases[1][0] if len(timeline.phases) > 1 else len(timeline.events)
     before, step = timeline.events[:begins], timeline.events[begins:]
     try:
-        _replay(allocator, timeline, before, blocks)
+        replay(allocator, timeline, before, blocks)
         for _ in range(STEPS):
-            _replay(allocator, timeline, step, blocks)
+            replay(allocator, timeline, step, blocks)
             # What a step leaves behind is let go of before the next.
             for number in blocks.keys() - set(before):
                 allocator.free(blocks.pop(number))
@@ -185,7 +185,18 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
     return Served(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)
 
 
-def _replay(allocator: CachingAllocator, timeline: Timeline, events: list[int], blocks: dict[int, Block]) -> None:
+def replay(allocator: CachingAllocator, timeline: Timeline, events: list[int], blocks: dict[int, Block]) -> None:
+    """Let an allocator serve events of a timeline.
+
+    Args:
+        allocator: The allocator.
+        timeline: Whose storages they are.
+        events: The events.
+        blocks: By storage the blocks that are handed out; kept up.
+
+    Raises:
+        OutOfMemoryError: The allocator cannot serve one.
+    """
     for event in events:
         if event >= 0:
             if timeline.storages[event].size_bytes:

@@ -19,6 +19,7 @@ _MIB, _GIB = 2**20, 2**30
 # share among the cards below of which both are known, the T4's 14.56 GiB of 15360 MiB.
 _USABLE_SHARE = 0.97
 _SMI = "https://github.com/modal-labs/modal-client/pull/2797"
+_XMEM = "https://github.com/Stone-ResearchLife/xMem/tree/main/plot/data"
 _SPECS = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"
 
 # What CUDA takes for a process beside PyTorch's allocator, in MiB, by architecture: what is missing in messages of
@@ -108,20 +109,24 @@ def _plain(name: str) -> str:
     return re.sub(r"^(nvidia)?(geforce|tesla|quadro)?", "", plain)
 
 
-def _card(name: str, architecture: str, total_bytes: float, page: str, basis: str) -> Card:
+def _card(
+    name: str, architecture: str, total_bytes: float, page: str, basis: str, context_mib: int | None = None
+) -> Card:
     return Card(
         name,
         int(total_bytes),
-        _CONTEXT_MIB[architecture] * _MIB,
+        (context_mib or _CONTEXT_MIB[architecture]) * _MIB,
         bf16=architecture not in _WITHOUT_BF16,
         source=page if page.startswith("https") else f"https://www.nvidia.com/en-us/{page}",
         basis=basis,
     )
 
 
-def _read(name: str, architecture: str, total_bytes: int, page: str, where: str) -> Card:
+def _read(
+    name: str, architecture: str, total_bytes: int, page: str, where: str, context_mib: int | None = None
+) -> Card:
     """A card whose memory somebody has read from its driver, in bytes."""
-    return _card(name, architecture, total_bytes, page, f"read from a card: {where}")
+    return _card(name, architecture, total_bytes, page, f"read from a card: {where}", context_mib)
 
 
 def _told(name: str, architecture: str, total_gib: float, page: str, where: str) -> Card:
@@ -166,6 +171,8 @@ _TABLE = (
     _shown("a40", "ampere", 46068, "data-center/a40/", "https://github.com/sgl-project/sglang/issues/1522"),
     _read("a100-40gb", "ampere", 42298834944, "data-center/a100/", f"{_SPECS}/a100_sxm_40.txtpb"),
     _read("a100-80gb", "ampere", 85100068864, "data-center/a100/", f"{_SPECS}/a100_sxm_80.txtpb"),
+    # CUDA takes no more than what a run has left there at least: one had 11606 of 12037 MiB.
+    _read("rtx-3060", "ampere", 12622168064, "geforce/graphics-cards/30-series/rtx-3060-3060ti/", _XMEM, 431),
     _sold("rtx-3080", "ampere", 10, "geforce/graphics-cards/30-series/rtx-3080-3080ti/"),
     _told(
         "rtx-3090",
@@ -177,6 +184,8 @@ _TABLE = (
     _read("rtx-a6000", "ampere", 51041271808, "design-visualization/rtx-a6000/", f"{_SPECS}/a6000.txtpb"),
     _shown("l4", "ada", 23034, "data-center/l4/", _SMI),
     _shown("l40s", "ada", 46068, "data-center/l40s/", _SMI),
+    # Likewise: one had 7826 of 7932 MiB.
+    _read("rtx-4060", "ada", 8318222336, "geforce/graphics-cards/40-series/rtx-4060-4060ti/", _XMEM, 107),
     _sold("rtx-4080", "ada", 16, "geforce/graphics-cards/40-series/rtx-4080-family/"),
     _told(
         "rtx-4090",
@@ -234,8 +243,10 @@ _ALIASES = {
     "a6000": "rtx-a6000",
     "rtx-6000-ada-generation": "rtx-6000-ada",
     "2080-ti": "rtx-2080-ti",
+    "3060": "rtx-3060",
     "3080": "rtx-3080",
     "3090": "rtx-3090",
+    "4060": "rtx-4060",
     "4080": "rtx-4080",
     "4090": "rtx-4090",
     "5090": "rtx-5090",

@@ -223,7 +223,7 @@ class _Job:
         made = stage.optimizer(given) if isinstance(given, torch.optim.Optimizer) else given
         chosen = resolve(made, objective.modules, notices)
         if device.type == "cuda":
-            _take_lists(chosen)
+            take_lists(chosen)
         own = own_half_type(model)
         how: Precision
         if device.type == "cuda":
@@ -249,7 +249,7 @@ class _Job:
         return tuple(notes)
 
 
-def _take_lists(optimizer: torch.optim.Optimizer) -> None:
+def take_lists(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer work as it does on a card, on lists of tensors; fakes make it choose otherwise."""
     if isinstance(optimizer, torch.optim.Adafactor):  # takes them only where it is told to
         return

@@ -1,0 +1,234 @@
+"""The training runs of published/xmem.csv, gone through on fake tensors of a card: their models and their loops.
+
+A line of the file comes in; out goes the timeline of its iterations from the first on. The loops are not those of
+`fit`: what the model returned is held until the next iteration has its own, and gradients are let go of before each
+forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoaccum.cuda_rules import CudaCalls, cuda_workspace, without_driver
+from autoaccum.estimate import take_lists
+from autoaccum.fakes import Stage, ValuesAssumed
+from autoaccum.ledger import Ledger
+from autoaccum.timeline import Category
+from autoaccum.unrolled import loosened
+
+CARD = torch.device("cuda", 0)
+PIXELS, TOKENS = 86, 128
+IMAGE_ITERATIONS, TEXT_ITERATIONS = 4, 3
+
+
+def _small_net(kind, last_channel):
+    from torchvision.models import mobilenetv3  # noqa: PLC0415 - large
+
+    setting, _ = mobilenetv3._mobilenet_v3_conf(kind)
+    return mobilenetv3.MobileNetV3(setting, last_channel=last_channel, num_classes=10)
+
+
+def _torchvision(name, **options):
+    from torchvision import models  # noqa: PLC0415 - large
+
+    return getattr(models, name)(**options)
+
+
+# By the names that the file has for them.
+IMAGE_MODELS = {
+    "VGG16": functools.partial(_torchvision, "vgg16"),
+    "VGG19": functools.partial(_torchvision, "vgg19"),
+    "ResNet101": functools.partial(_torchvision, "resnet101"),
+    "ResNet152": functools.partial(_torchvision, "resnet152"),
+    "MobileNetV2": functools.partial(_torchvision, "mobilenet_v2"),
+    "MobeNetV3Small": functools.partial(_small_net, "mobilenet_v3_small", 1024),
+    "MobeNetV3Large": functools.partial(_small_net, "mobilenet_v3_large", 1280),
+    "MnasNet": functools.partial(_torchvision, "MNASNet", alpha=1.0, num_classes=10),
+    "ConvNeXtTiny": functools.partial(_torchvision, "convnext_tiny"),
+    "ConvNeXtBase": functools.partial(_torchvision, "convnext_base"),
+    "RegNetX400MF": functools.partial(_torchvision, "regnet_x_400mf"),
+    "RegNetY400MF": functools.partial(_torchvision, "regnet_y_400mf"),
+}
+READ_WHEN_MADE = ("RegNetX400MF", "RegNetY400MF")
+
+_GPT2_SIZES = {"n_embd": 768, "n_head": 12}
+_WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_DECODER = {"head_dim": 128, "num_key_value_heads": 8}
+# Configurations as their makers publish them, since nothing is loaded here.
+TEXT_MODELS = {
+    "openai-community/gpt2": ("GPT2Config", _GPT2_SIZES | {"n_layer": 12}),
+    "distilbert/distilgpt2": ("GPT2Config", _GPT2_SIZES | {"n_layer": 6}),
+    "cerebras/Cerebras-GPT-111M": (
+        "GPT2Config",
+        _GPT2_SIZES
+        | _WITHOUT_DROPOUT
+        | {"n_layer": 10, "n_inner": 3072, "n_positions": 2048, "activation_function": "gelu"},
+    ),
+    "EleutherAI/gpt-neo-125M": (
+        "GPTNeoConfig",
+        {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]},
+    ),
+    "facebook/opt-125m": ("OPTConfig", {}),
+    "facebook/opt-350m": (
+        "OPTConfig",
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "ffn_dim": 4096,
+            "word_embed_proj_dim": 512,
+            "do_layer_norm_before": False,
+        },
+    ),
+    "T5-small": ("T5Config", {"decoder_start_token_id": 0}),
+    "t5-base": (
+        "T5Config",
+        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0},
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
+        "Qwen2Config",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "google/gemma-2-2b-it": ("Gemma2Config", {}),
+    "meta-llama/Llama-3.2-3B-Instruct": (
+        "LlamaConfig",
+        _DECODER
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen/Qwen3-4B": (
+        "Qwen3Config",
+        _DECODER
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def timeline_of(model, optimizer, batch):
+    """Go through the iterations of one run, by the names that the file has."""
+    with torch.device("cpu" if model in READ_WHEN_MADE else "meta"):
+        made = IMAGE_MODELS[model]() if model in IMAGE_MODELS else _language_model(model)
+    loop = _images if model in IMAGE_MODELS else _text
+    with _read_as_padded(), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+        fake = Stage(CARD).copied(made.train())
+        chosen = _optimizer(optimizer, fake.parameters())
+        ledger = Ledger(batch, CARD.type, cuda_workspace)
+        ledger.hold(fake.parameters(), Category.PARAMETERS)
+        ledger.hold(fake.buffers(), Category.BUFFERS)
+        ledger.enter("training")
+        with without_driver(), CudaCalls(), ledger:
+            loop(fake, chosen, batch)
+    return ledger.timeline
+
+
+def _images(model, optimizer, batch):
+    for _ in range(IMAGE_ITERATIONS):
+        optimizer.zero_grad()
+        images = torch.empty(batch, 3, PIXELS, PIXELS, device=CARD)
+        labels = torch.zeros(batch, dtype=torch.long, device=CARD)
+        outputs = model(images)
+        loss = loosened(nn.functional.cross_entropy(outputs, labels))
+        outputs = outputs.detach()
+        loss.backward()
+        _update(optimizer)
+
+
+def _text(model, optimizer, batch):
+    held = []
+    for _ in range(TEXT_ITERATIONS):
+        optimizer.zero_grad()
+        names = ("input_ids", "attention_mask", "labels")
+        outputs = model(**{name: torch.zeros(batch, TOKENS, dtype=torch.long, device=CARD) for name in names})
+        # The loop holds what was returned, the cache of keys and values too; not the graph, which a pass empties.
+        held[:] = [tensor.detach() for tensor in _tensors(outputs, set())]
+        loss = loosened(outputs.loss)
+        del outputs
+        loss.backward()
+        _update(optimizer)
+
+
+def _update(optimizer):
+    with ValuesAssumed():
+        optimizer.step()
+
+
+def _optimizer(name, parameters):
+    if name == "Adafactor":
+        from transformers.optimization import Adafactor  # noqa: PLC0415 - large
+
+        return Adafactor(parameters, lr=1e-3, relative_step=False)
+    made = getattr(torch.optim, name)(parameters, lr=1e-3)
+    take_lists(made)
+    return made
+
+
+def _language_model(name):
+    import transformers  # noqa: PLC0415 - large
+
+    configuration, options = TEXT_MODELS[name]
+    kind = transformers.AutoModelForSeq2SeqLM if configuration == "T5Config" else transformers.AutoModelForCausalLM
+    return kind.from_config(getattr(transformers, configuration)(**options))
+
+
+def _tensors(thing, seen):
+    """Yield the tensors of what a language model returned, in whatever it nests them."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        parts = thing.values()
+    elif isinstance(thing, list | tuple):
+        parts = thing
+    else:
+        parts = vars(thing).values() if hasattr(thing, "__dict__") and not isinstance(thing, type) else ()
+    for part in parts:
+        yield from _tensors(part, seen)
+
+
+@contextmanager
+def _read_as_padded():
+    """Answer for older versions of transformers what they read of their tensors.
+
+    Whether a mask leaves nothing out: it does, since lines of text differ in length. Whether OPT drops a layer: its
+    chance of that is 0.
+    """
+    drawn = torch.rand
+    with mock.patch.object(torch, "rand", lambda *size, **options: 1.0 if size == ([],) else drawn(*size, **options)):
+        try:
+            from transformers.modeling_attn_mask_utils import AttentionMaskConverter  # noqa: PLC0415 - not in every one
+        except ImportError:
+            yield
+            return
+        with mock.patch.object(
+            AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(lambda *_, **__: False)
+        ):
+            yield
