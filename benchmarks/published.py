@@ -1,6 +1,6 @@
 """What autoaccum predicts of training runs that others made on real cards, beside what they measured and predicted.
 
-    python benchmarks/published.py [--only T5 gpt2] [--out FILE]
+    python benchmarks/published.py [--only T5 gpt2] [--first-tokens 100] [--out FILE]
 
 The runs, and where they are from, are in published/README.md. Nothing here needs a card: a run's iterations are gone
 through on fake tensors and served by the model of PyTorch's caching allocator, and what that takes from the card is
@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 
 from bench import machine
-from published_jobs import IMAGE_MODELS, timeline_of
+from published_jobs import IMAGE_MODELS, TOKENS, timeline_of
 
 from autoaccum.caching_allocator import CachingAllocator, OutOfMemoryError, replay
 from autoaccum.cards import card_named
@@ -46,10 +46,10 @@ def reserved(timeline, card, capacity_bytes):
     return allocator.peak_reserved_bytes
 
 
-def predicted(run):
+def predicted(run, first_tokens=TOKENS):
     began_s = time.perf_counter()
     card = card_named(run["card"])
-    timeline = timeline_of(run["model"], run["optimizer"], int(run["batch"]))
+    timeline = timeline_of(run["model"], run["optimizer"], int(run["batch"]), first_tokens)
     within = reserved(timeline, card, card.free_bytes)
     return {
         "run": run["run"],
@@ -108,9 +108,10 @@ def markdown(rows):
             if not errors:
                 continue
             near = sum(abs(error) <= 0.05 for error in errors)
+            under = sum(error < -0.05 for error in errors)
             lines.append(
                 f"| {kind} | {name} | {len(errors)} | {statistics.median(map(abs, errors)):.2%} | "
-                f"{near / len(errors):.0%} | {sum(error < -0.05 for error in errors)} | {min(errors):+.1%} | {max(errors):+.1%} | "
+                f"{near / len(errors):.0%} | {under} | {min(errors):+.1%} | {max(errors):+.1%} | "
                 f"{foretold(of_kind, tool, ran_out=True)} | {foretold(of_kind, tool, ran_out=False)} |"
             )
     ended = [row for row in kinds["text"] if not row["ran_out"]]
@@ -125,6 +126,7 @@ def markdown(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="models whose names hold one of these words")
+    parser.add_argument("--first-tokens", type=int, default=TOKENS, help="the longest line of the first batch of text")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -134,12 +136,12 @@ def main():
     with RUNS.open() as lines:
         runs = [run for run in csv.DictReader(lines) if any(word in run["model"] for word in options.only)]
     for run in runs:
-        row = predicted(run)
+        row = predicted(run, options.first_tokens)
         results["rows"].append(row)
         told = "ran out" if row["ran_out"] else f"{error_of(row, 'ours'):+.2%}, xMem {error_of(row, 'xmem'):+.2%}"
         warned = ", said to run out" if row["ours_runs_out"] else ""
         print(
-            f"{row['model']} {row['optimizer']} {row['batch']} on {row['card']}: {told}{warned}",
+            f"{row['model']} {row['optimizer']} {row['batch']} on {row['card']}: {told}{warned}, {row['ours_bytes'] / 2**20:.0f} MiB",
             file=sys.stderr,
             flush=True,
         )

@@ -130,8 +130,8 @@ TEXT_MODELS = {
 }
 
 
-def timeline_of(model, optimizer, batch):
-    """Go through the iterations of one run, by the names that the file has."""
+def timeline_of(model, optimizer, batch, first_tokens=TOKENS):
+    """Go through the iterations of one run, by the names that the file has; the first of text may be shorter."""
     with torch.device("cpu" if model in READ_WHEN_MADE else "meta"):
         made = IMAGE_MODELS[model]() if model in IMAGE_MODELS else _language_model(model)
     loop = _images if model in IMAGE_MODELS else _text
@@ -143,11 +143,11 @@ def timeline_of(model, optimizer, batch):
         ledger.hold(fake.buffers(), Category.BUFFERS)
         ledger.enter("training")
         with without_driver(), CudaCalls(), ledger:
-            loop(fake, chosen, batch)
+            loop(fake, chosen, batch, first_tokens)
     return ledger.timeline
 
 
-def _images(model, optimizer, batch):
+def _images(model, optimizer, batch, _first_tokens):
     for _ in range(IMAGE_ITERATIONS):
         optimizer.zero_grad()
         images = torch.empty(batch, 3, PIXELS, PIXELS, device=CARD)
@@ -159,12 +159,12 @@ def _images(model, optimizer, batch):
         _update(optimizer)
 
 
-def _text(model, optimizer, batch):
+def _text(model, optimizer, batch, first_tokens):
     held = []
-    for _ in range(TEXT_ITERATIONS):
+    for tokens in (first_tokens, *[TOKENS] * (TEXT_ITERATIONS - 1)):
         optimizer.zero_grad()
         names = ("input_ids", "attention_mask", "labels")
-        outputs = model(**{name: torch.zeros(batch, TOKENS, dtype=torch.long, device=CARD) for name in names})
+        outputs = model(**{name: torch.zeros(batch, tokens, dtype=torch.long, device=CARD) for name in names})
         # The loop holds what was returned, the cache of keys and values too; not the graph, which a pass empties.
         held[:] = [tensor.detach() for tensor in _tensors(outputs, set())]
         loss = loosened(outputs.loss)
