@@ -141,7 +141,8 @@ def main():
         told = "ran out" if row["ran_out"] else f"{error_of(row, 'ours'):+.2%}, xMem {error_of(row, 'xmem'):+.2%}"
         warned = ", said to run out" if row["ours_runs_out"] else ""
         print(
-            f"{row['model']} {row['optimizer']} {row['batch']} on {row['card']}: {told}{warned}, {row['ours_bytes'] / 2**20:.0f} MiB",
+            f"{row['model']} {row['optimizer']} {row['batch']} on {row['card']}: {told}{warned}, "
+            f"{row['ours_bytes'] / 2**20:.0f} MiB",
             file=sys.stderr,
             flush=True,
         )
