@@ -1,5 +1,9 @@
 """What every test gets: seeded generators, and a guard against whatever would leak into the next test."""
 
+import kept_bytecode  # noqa: F401 - first, since what follows is large
+
+# isort: split
+
 import gc
 import os
 import random
