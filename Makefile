@@ -50,10 +50,13 @@ $(VENV)/.for-bench: $(VENV)/.for-development
 	touch $@
 
 TEST_OPTIONS ?=
+# As many workers as there are cores, but four at the most: each holds some two GiB with the processes that it starts. A
+# file is one worker's, since what its tests share is made once.
+WORKERS := -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: test
 test: $(VENV)/.for-development  ## run every test
-	$(BIN)/python -m pytest $(TEST_OPTIONS)
+	$(BIN)/python -m pytest $(WORKERS) $(TEST_OPTIONS)
 
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style and format
@@ -89,7 +92,7 @@ test-on-%:
 	echo "Python $*: $$found"; \
 	$(call new_environment,.venv-$*,$$found); \
 	$(call install,.venv-$*) --editable . --group dev; \
-	.venv-$*/bin/python -m pytest
+	.venv-$*/bin/python -m pytest $(WORKERS)
 
 .PHONY: overhead
 overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand
