@@ -27,6 +27,10 @@ except ImportError:  # Windows
 settings.register_profile("autoaccum", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("autoaccum")
 
+# Tiny operators on several threads spend their time waiting for each other, all the more where another worker has the
+# other cores. Tests of what kernels take ask for two; processes that tests start have as many as they would have.
+torch.set_num_threads(1)
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # nohup and shells leave signals ignored for what they start in the background, and that passes on to every process that
 # a test starts.
@@ -102,12 +106,11 @@ def no_leaks():
 
 
 @pytest.fixture
-def one_thread():
-    """Tiny operators on several threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def two_threads():
+    """For tests of what a kernel takes: by one thread oneDNN is passed over for pointwise convolutions."""
+    torch.set_num_threads(2)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

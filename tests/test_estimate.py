@@ -10,6 +10,8 @@ from autoaccum.estimate import estimate_step, trace_step
 from autoaccum.fallback import checkpointed, offloaded
 from autoaccum.memory import Simulated
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
 
 

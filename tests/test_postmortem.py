@@ -26,8 +26,6 @@ SAMPLES, WIDTH, WIDE = 200, 8, 128
 # Of one micro-batch of all samples, in bytes.
 NARROW_BYTES, WIDE_BYTES = SAMPLES * WIDTH * 4, SAMPLES * WIDE * 4
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Wide(nn.Module):
     """Makes the two largest tensors of the model: one in a layer of its own, one by itself."""
