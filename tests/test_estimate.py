@@ -10,8 +10,6 @@ from autoaccum.estimate import estimate_step, trace_step
 from autoaccum.fallback import checkpointed, offloaded
 from autoaccum.memory import Simulated
 
-pytestmark = pytest.mark.usefixtures("two_threads")
-
 CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
 
 
@@ -50,7 +48,7 @@ def batch_of(shape, samples=8):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
-def test_estimate_is_what_a_real_step_allocates(name, precision):
+def test_estimate_is_what_a_real_step_allocates(name, precision, two_threads):
     make, shape = CASES[name]
     model, batch = make(), batch_of(shape, 16)
 
@@ -245,7 +243,7 @@ def test_reentrant_checkpoints_are_gone_through_for_cards_too(precision):
     assert on_card == pytest.approx(peak_of(Reentrant(), precision=precision), rel=0.05)
 
 
-def test_estimate_of_recomputed_blocks_is_what_a_real_step_allocates():
+def test_estimate_of_recomputed_blocks_is_what_a_real_step_allocates(two_threads):
     model = Blocks(recompute=True, dropout=0.1)
 
     assert peak_of(model) == pytest.approx(real_peak(model, batch_of((64,), 1024)), rel=0.01)
@@ -266,7 +264,7 @@ def test_model_is_gone_through_as_it_is_adapted(kind, precision):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates():
+def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates(two_threads):
     model = Blocks(dropout=0.1)
 
     predicted = peak_of(model, adapt=checkpointing)
