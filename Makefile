@@ -50,9 +50,8 @@ $(VENV)/.for-bench: $(VENV)/.for-development
 	touch $@
 
 TEST_OPTIONS ?=
-# As many workers as there are cores, but four at the most: each holds some two GiB with the processes that it starts. A
-# file is one worker's, since what its tests share is made once.
-WORKERS := -n logical --maxprocesses 4 --dist loadfile
+# As many workers as there are cores, but four at the most. tests/sharing_out.py says which files each gets.
+WORKERS := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(VENV)/.for-development  ## run every test

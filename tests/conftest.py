@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import sharing_out
 from crew import Crew
 
 try:
@@ -40,6 +41,15 @@ for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signa
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
 _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
+
+
+def pytest_collection_modifyitems(items):
+    sharing_out.first_those_of_ranks(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return sharing_out.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def process_state():
