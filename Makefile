@@ -56,10 +56,12 @@ $(VENV)-published/.made: pyproject.toml
 	touch $@
 
 TEST_OPTIONS ?=
+# As many workers as there are cores, but four at the most. tests/sharing_out.py says which files each gets.
+WORKERS := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(VENV)/.for-development  ## run every test
-	$(BIN)/python -m pytest $(TEST_OPTIONS)
+	$(BIN)/python -m pytest $(WORKERS) $(TEST_OPTIONS)
 
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style and format
@@ -95,7 +97,7 @@ test-on-%:
 	echo "Python $*: $$found"; \
 	$(call new_environment,.venv-$*,$$found); \
 	$(call install,.venv-$*) --editable . --group dev; \
-	.venv-$*/bin/python -m pytest
+	.venv-$*/bin/python -m pytest $(WORKERS)
 
 .PHONY: overhead
 overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand

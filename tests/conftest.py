@@ -1,5 +1,9 @@
 """What every test gets: seeded generators, and a guard against whatever would leak into the next test."""
 
+import kept_bytecode  # noqa: F401 - first, since what follows is large
+
+# isort: split
+
 import gc
 import os
 import random
@@ -11,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import sharing_out
 from crew import Crew
 
 try:
@@ -23,6 +28,10 @@ except ImportError:  # Windows
 settings.register_profile("autoaccum", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("autoaccum")
 
+# Tiny operators on several threads spend their time waiting for each other, all the more where another worker has the
+# other cores. Tests of what kernels take ask for two; processes that tests start have as many as they would have.
+torch.set_num_threads(1)
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # nohup and shells leave signals ignored for what they start in the background, and that passes on to every process that
 # a test starts.
@@ -32,6 +41,15 @@ for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signa
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
 _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
+
+
+def pytest_collection_modifyitems(items):
+    sharing_out.first_those_of_ranks(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return sharing_out.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def process_state():
@@ -98,12 +116,11 @@ def no_leaks():
 
 
 @pytest.fixture
-def one_thread():
-    """Tiny operators on several threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def two_threads():
+    """For tests of what a kernel takes: by one thread oneDNN is passed over for pointwise convolutions."""
+    torch.set_num_threads(2)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

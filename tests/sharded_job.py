@@ -8,35 +8,33 @@ from pathlib import Path
 
 import torch
 
-torch.set_num_threads(1)
-
-import autoaccum  # noqa: E402
-import rank_training  # noqa: E402
-import sharded_training  # noqa: E402
-
-folder, action = Path(sys.argv[1]), sys.argv[2]
-rank = int(os.environ["RANK"])
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+import autoaccum
+import rank_training
+import sharded_training
 
 
 class Ending(autoaccum.Callback):
+    def __init__(self, rank, action, greedy):
+        self.rank, self.action, self.greedy = rank, action, greedy
+
     def on_step(self, report, *, epoch):
-        if action == "kill" and rank == 1 and attempt == 0 and report.step == 3:
+        if self.rank != 1 or report.step != 3:
+            return
+        if self.action == "kill" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        if action == "lack" and rank == 1 and report.step == 3:
-            greedy.most = 3
+        if self.action == "lack":
+            self.greedy.most = 3
 
 
-autoaccum.join_ranks("cpu")
-loader = torch.utils.data.DataLoader(
-    rank_training.vectors(), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(7)
-)
-rank_training.seeded(rank)
-net = rank_training.net()
-greedy = sharded_training.Greedy(most=1000)
-net.insert(2, greedy)
-model = sharded_training.sharded(net)
-try:
+def train(rank, size, folder, action="nothing"):
+    loader = torch.utils.data.DataLoader(
+        rank_training.vectors(), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(7)
+    )
+    rank_training.seeded(rank)
+    net = rank_training.net()
+    greedy = sharded_training.Greedy(most=1000)
+    net.insert(2, greedy)
+    model = sharded_training.sharded(net)
     result = autoaccum.fit(
         model,
         loader,
@@ -48,11 +46,23 @@ try:
         device="cpu",
         checkpoint=folder / "checkpoints",
         checkpoint_steps=2,
-        callbacks=[Ending()],
+        callbacks=[Ending(rank, action, greedy)],
     )
-except autoaccum.StartAgainError as error:
-    (folder / "exit-code").write_text(str(error.exit_code))
-    sys.exit(error.exit_code)
-numbers = [value for parameter in model.parameters() for value in parameter.full_tensor().flatten().tolist()]
-found = {"numbers": numbers, "from": result.resumed_from, "cuts": [one.micro_batches for one in result.history]}
-(folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    numbers = [value for parameter in model.parameters() for value in parameter.full_tensor().flatten().tolist()]
+    return {"numbers": numbers, "from": result.resumed_from, "cuts": [one.micro_batches for one in result.history]}
+
+
+def main(folder, action):
+    torch.set_num_threads(1)
+    autoaccum.join_ranks("cpu")
+    rank = int(os.environ["RANK"])
+    try:
+        found = train(rank, int(os.environ["WORLD_SIZE"]), folder, action)
+    except autoaccum.StartAgainError as error:
+        (folder / "exit-code").write_text(str(error.exit_code))
+        sys.exit(error.exit_code)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -506,7 +506,7 @@ X, Y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
         ([{"image": X}, {"label": Y}], 1),
         ([(X, X), {"label": Y}], 1),
         (((X, Y), (X, Y)), 1),
-        (iter([(X, Y), (X, Y)]), 2),
+        pytest.param(iter([(X, Y), (X, Y)]), 2, id="an iterator"),
         (Window([(X, Y), (X, Y)]), 2),
         (next(stream([(X, Y), (X, Y)], 6)), 2),
     ],

@@ -28,16 +28,10 @@ from long_runs import (
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def undisturbed():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     run = Run()
     run.fit()
-    torch.set_num_threads(threads)
     return run.end
 
 

@@ -44,7 +44,7 @@ def test_without_accelerator_the_host_is_chosen_and_said(model, notices):
     assert notices.texts == ("device: cpu (device=None)",)
 
 
-@pytest.mark.parametrize("device", ["gpu", "", "cuda:x", "cpu:-2", 1.5, object()], ids=repr)
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:x", "cpu:-2", 1.5, pytest.param(object(), id="object")], ids=repr)
 def test_device_that_torch_does_not_know_is_refused_with_what_there_is(device, notices):
     with pytest.raises(InvalidInputError) as caught:
         devices.resolve(device, nn.Linear(1, 1), notices)

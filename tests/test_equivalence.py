@@ -23,9 +23,6 @@ from gradients import (
 WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 5.0, 0.5], dtype=torch.float64)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def classifier(classes=4):
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, classes)).double()
 

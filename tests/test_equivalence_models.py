@@ -74,9 +74,6 @@ MODELS = {"GPT-2": gpt2, "T5": t5, "BERT": bert}
 CUTS = [(9,), (5, 4), (4, 3, 2), (6, 2, 1), (1,) * 9]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
     torch.manual_seed(0)

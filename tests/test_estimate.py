@@ -48,7 +48,7 @@ def batch_of(shape, samples=8):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
-def test_estimate_is_what_a_real_step_allocates(name, precision):
+def test_estimate_is_what_a_real_step_allocates(name, precision, two_threads):
     make, shape = CASES[name]
     model, batch = make(), batch_of(shape, 16)
 
@@ -278,7 +278,7 @@ def test_reentrant_checkpoints_are_gone_through_for_cards_too(precision):
     assert on_card == pytest.approx(peak_of(Reentrant(), precision=precision), rel=0.05)
 
 
-def test_estimate_of_recomputed_blocks_is_what_a_real_step_allocates():
+def test_estimate_of_recomputed_blocks_is_what_a_real_step_allocates(two_threads):
     model = Blocks(recompute=True, dropout=0.1)
 
     assert peak_of(model) == pytest.approx(real_peak(model, batch_of((64,), 1024)), rel=0.01)
@@ -299,7 +299,7 @@ def test_model_is_gone_through_as_it_is_adapted(kind, precision):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates():
+def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates(two_threads):
     model = Blocks(dropout=0.1)
 
     predicted = peak_of(model, adapt=checkpointing)

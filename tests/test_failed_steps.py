@@ -14,8 +14,6 @@ from fault_sweep import Sweep
 from fault_training import play
 from faults import FailAt, differences, state_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class FailIn:
     """Raises at a call of a function, before or after it has run.

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-import torch
 
 import _failing_host
 from fault_cases import WIDE, allocating
@@ -12,13 +11,8 @@ from fault_training import warm_up
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny operators on several threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def warm():
     warm_up()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("model", WIDE)

@@ -17,8 +17,6 @@ from autoaccum.fallback import Fallbacks, check_fallback, checkpointed, offloade
 from autoaccum.memory import Host, Simulated
 from helpers import CPU
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Block(nn.Module):
     """Has everything that computing it again could get wrong."""

@@ -8,8 +8,6 @@ import autoaccum
 from autoaccum import Simulated
 from test_fallback import Wide, data, seed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # One sample does not fit the first without a fallback, and does with one.
 SCARCE, PLENTY = "2MiB", "1GiB"
 FALLBACK = ("checkpoint", "offload")

@@ -29,13 +29,8 @@ RICH = Case("own buffers", "fp16", "AdamW, loop", sizes=(4, 4, 4), clip=0.5, pie
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny operators on several threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def warm():
     warm_up()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_all_pairs_of_models_precisions_and_optimizers_are_among_the_cases():

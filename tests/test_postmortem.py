@@ -26,8 +26,6 @@ SAMPLES, WIDTH, WIDE = 200, 8, 128
 # Of one micro-batch of all samples, in bytes.
 NARROW_BYTES, WIDE_BYTES = SAMPLES * WIDTH * 4, SAMPLES * WIDE * 4
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Wide(nn.Module):
     """Makes the two largest tensors of the model: one in a layer of its own, one by itself."""
@@ -125,11 +123,20 @@ def test_report_names_the_modules_in_which_memory_ran_out(tmp_path):
     assert [place["module"] for place in only_report(tmp_path)["failed_in"]] == ["(model)", "blocks.1"]
 
 
-@pytest.mark.parametrize("capacity", [IN_FORWARD, IN_BACKWARD])
-def test_what_is_alive_adds_up_to_what_the_device_holds(tmp_path, capacity):
-    train(capacity, tmp_path)
+@pytest.fixture(scope="module")
+def in_a_process_of_its_own(tmp_path_factory):
+    """Where nothing is alive that other tests have left; the folder of each capacity's report."""
+    folders = {capacity: str(tmp_path_factory.mktemp("alone")) for capacity in (IN_FORWARD, IN_BACKWARD)}
+    script = f"import test_postmortem\nfor given in {folders}.items(): test_postmortem.train(*given)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=200, env=environment)
+    return folders
 
-    report = only_report(tmp_path)
+
+@pytest.mark.parametrize("capacity", [IN_FORWARD, IN_BACKWARD])
+def test_what_is_alive_adds_up_to_what_the_device_holds(in_a_process_of_its_own, capacity):
+    report = only_report(in_a_process_of_its_own[capacity])
+
     held = sum(
         row["bytes"] for row in report["alive"]["by_category"] if row["category"] in ("activations", "gradients")
     )

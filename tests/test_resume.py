@@ -33,11 +33,8 @@ from long_runs import (
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # torchdata 0.11 calls a function that torch 2.15 warns of.
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-]
+# torchdata 0.11 calls a function that torch 2.15 warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 def assert_goes_on_as_if_nothing_had_happened(folder, *steps, **options):
@@ -238,11 +235,8 @@ def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     run = Run()
     run.fit()
-    torch.set_num_threads(threads)
     return run.end
 
 

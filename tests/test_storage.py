@@ -298,7 +298,7 @@ class Own:
     """Something of a user's that only running code could rebuild."""
 
 
-@pytest.mark.parametrize("value", [Own(), lambda: 0, Path("x"), torch.nn.Linear(1, 1)], ids=str)
+@pytest.mark.parametrize("value", [Own(), lambda: 0, Path("x"), torch.nn.Linear(1, 1)], ids=lambda v: type(v).__name__)
 def test_what_could_not_be_loaded_safely_is_refused_before_it_replaces_anything(storage, value):
     storage.write(content_of(1), 1)
 

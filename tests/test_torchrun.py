@@ -38,8 +38,8 @@ def finished(folder, action, *options, size=2, job="torchrun_job.py"):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return finished(tmp_path_factory.mktemp("undisturbed"), "nothing")
+def undisturbed(crew, tmp_path_factory):
+    return crew.run("torchrun_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
 
 
 def test_rank_that_is_killed_is_started_again_and_the_training_ends_where_the_undisturbed_one_ends(
@@ -73,8 +73,8 @@ def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(tmp_path
 
 
 @pytest.fixture(scope="module")
-def undisturbed_spread(tmp_path_factory):
-    return finished(tmp_path_factory.mktemp("undisturbed"), "nothing", job="sharded_job.py")
+def undisturbed_spread(crew, tmp_path_factory):
+    return crew.run("sharded_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
 
 
 def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_path, undisturbed_spread):

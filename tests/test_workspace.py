@@ -26,13 +26,7 @@ wide = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def two_threads():
-    """By one thread oneDNN is passed over for pointwise convolutions."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def told(function):

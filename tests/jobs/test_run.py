@@ -326,9 +326,7 @@ def test_arguments_in_the_style_of_transformers_are_filled(tmp_path):
     assert lines_of(wrapper) == ["32 8"]
 
 
-def test_a_script_that_uses_fit_goes_on_from_its_checkpoint_and_ends_where_the_undisturbed_one_ends(
-    tmp_path, one_thread
-):
+def test_a_script_that_uses_fit_goes_on_from_its_checkpoint_and_ends_where_the_undisturbed_one_ends(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(TRAINING + RESUMING)
     for name in ("disturbed", "undisturbed"):

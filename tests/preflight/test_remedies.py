@@ -7,8 +7,6 @@ from torch import nn
 import autoaccum
 from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, are_due
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Block(nn.Module):
     def __init__(self):
