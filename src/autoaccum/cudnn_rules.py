@@ -1,12 +1,12 @@
 """What cuDNN's convolutions take for themselves on a card: one named rule for each direction.
 
 An operator's arguments come in; sizes in bytes go out. No card is asked. cuDNN chooses a kernel, and with it a
-workspace, as it runs, so this is a bound: what the kernel takes that needs most among those that PyTorch is usually
-offered first, without `torch.backends.cudnn.benchmark` (run_single_conv in aten/src/ATen/native/cudnn/Conv_v8.cpp;
-where memory does not do for a plan, the next one is tried). The workspace comes from PyTorch's allocator and goes back
-to it after the call.
+workspace, as it runs. What is told is what the one takes that needs most among those that PyTorch is usually offered
+first, without `torch.backends.cudnn.benchmark` (run_single_conv in aten/src/ATen/native/cudnn/Conv_v8.cpp; where memory
+does not do for a plan, the next one is tried). The workspace comes from PyTorch's allocator and goes back to it after
+the call. docs/estimates.md says how far whole trainings on real cards were from it.
 
-Where the bound is from:
+Where this is from:
 
 - Tensor Cores read and write channels last, in channels padded to 16 bytes; what comes in another layout is turned
   within the call. NVIDIA's "Convolutional Layers User's Guide" (docs.nvidia.com/deeplearning/performance) says both:
