@@ -62,6 +62,8 @@ ORDER = (
     "overlap",
     "joint",
     "sharded_joint",
+    "room",
+    "attempt",
     "runner",
     "finding",
     "position",
