@@ -308,18 +308,8 @@ class Runner:
         try:
             outcome = self._try_until_done(work, window, events)
         except BaseException as error:
-            if self._done > before:
-                raise  # an interrupt that waited for the update: the window is done
-            if oom.is_device_lost(error):
-                raise devices.lost(self._memory, error) from error
-            if lost := work.undo():
-                self.has_lost_parameters = True
-                error.add_note(
-                    f"autoaccum: in this window the model has written {lost} of its parameters in its forward pass for "
-                    "the first time, and they are not as they were before; load them again"
-                )
-            if isinstance(error, ValueError):
-                self._explain(error, window, of_one=self._has_shrunk and work.size == 1)
+            if self._done == before:  # else an interrupt that waited for the update: the window is done
+                self._give_up(error, work, window)
             raise
         finally:
             micro_batches, recomputed = work.sizes, work.recomputed
@@ -359,6 +349,24 @@ class Runner:
             events.append(outcome)
             self._replan(events)
         return outcome
+
+    def _give_up(self, error: BaseException, work: Accumulation, window: Window) -> None:
+        """Put everything back as it was before a window, and say what its error does not.
+
+        Raises:
+            DeviceLostError: The device can no longer be used by this process.
+            DoesNotFitError: Not even one sample at a time fits.
+        """
+        if oom.is_device_lost(error):
+            raise devices.lost(self._memory, error) from error
+        if lost := work.undo():
+            self.has_lost_parameters = True
+            error.add_note(
+                f"autoaccum: in this window the model has written {lost} of its parameters in its forward pass for "
+                "the first time, and they are not as they were before; load them again"
+            )
+        if isinstance(error, ValueError):
+            self._explain(error, window, of_one=self._has_shrunk and work.size == 1)
 
     def _explain(self, error: ValueError, window: Window, *, of_one: bool) -> None:
         """Say what a refusal of BatchNorm's, of a single value a channel, comes of.
