@@ -263,7 +263,7 @@ def test_callbacks_are_told_of_growth():
 
 
 def test_allocator_that_gives_back_its_cache_again_and_again_gets_smaller_micro_batches(monkeypatch):
-    monkeypatch.setattr("autoaccum.runner._LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("autoaccum.room._LOOK_INTERVAL_S", 0.0)
     memory = Roomy()
     _, runner = made(memory)
     runner.step(window(0))

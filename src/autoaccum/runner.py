@@ -7,34 +7,30 @@ loop would not wait for.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import devices, oom, signals
+from autoaccum import devices, oom
 from autoaccum.accumulation import Accumulation
+from autoaccum.attempt import Again, Attempts, Made, refuse_to_try_for_ever
 from autoaccum.batches import as_window
 from autoaccum.batchnorm import BatchNorms
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.evaluation import Evaluator
-from autoaccum.joint import ELSEWHERE
 from autoaccum.notices import Notices
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
+from autoaccum.room import Room
 from autoaccum.sizing import Sizing, Told, Wanted
 from autoaccum.state import RandomState
 from autoaccum.step import assemble, drop_old_gradients
-from autoaccum.update import RESERVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
-    from autoaccum.accumulation import Given
     from autoaccum.batches import Window
     from autoaccum.callbacks import Callback
     from autoaccum.joint import Joint
@@ -44,23 +40,6 @@ if TYPE_CHECKING:
     from autoaccum.records import ProbeResult, Trial
     from autoaccum.step import TrainingStep
     from autoaccum.update import Update
-
-# Asking for the peak and the allocator's retries costs as much as a small micro-step: not more often than this.
-_LOOK_INTERVAL_S = 0.25
-# One retry may be the first window's; looks in a row that find new ones show an allocator that goes on finding no room.
-_LOOKS_AT_THRASHING = 2
-
-
-# So often what the loss runs over is asked for; it takes many small steps, of which each can fail.
-_TRIES_TO_WEIGH = 4
-
-# What fails in these phases where no micro-batch is at work.
-_WITHOUT_SIZE = {
-    RESERVE: "memory for the optimizer's step",
-    "weigh": "finding out what the loss runs over",
-    "forward": "the loss over the whole window",
-    "backward": "the loss over the whole window",
-}
 
 
 class _Telling(Told):
@@ -78,17 +57,6 @@ class _Telling(Told):
 
     def settled(self, plan: Plan) -> None:
         self._runner._on_settled(plan)
-
-
-class _Again(Enum):
-    """What becomes of a window where this process did not fail."""
-
-    AGAIN = "some process has to do its part again"
-    OVER = "no process has a sample left"
-
-
-# The window's losses by name, and what became of the update.
-_Outcome = tuple[dict[str, "Tensor"], "Update"]
 
 
 class Runner:
@@ -254,13 +222,11 @@ class Runner:
         self._says_changes = False  # to be told of lack of memory: `fit` has its progress do that
         self._evaluator: Evaluator | None = None
         self._done = windows_done
-        self._checked = self._has_shrunk = False
-        self._looked_at = -math.inf
-        self._peak_bytes: int | None = None
-        self._retries: int | None = None
-        self._thrashing = 0
+        self._has_shrunk = False
+        self._room = Room(step.memory)
+        self._attempts = Attempts(step, self._accumulation, self._sizing, self._room, joint, self._note_update)
         drop_old_gradients(step, notices)
-        self._watch_peak_anew()
+        self._room.begin_anew()
 
     @property
     def plan(self) -> Plan:
@@ -342,18 +308,8 @@ class Runner:
         try:
             outcome = self._try_until_done(work, window, events)
         except BaseException as error:
-            if self._done > before:
-                raise  # an interrupt that waited for the update: the window is done
-            if oom.is_device_lost(error):
-                raise devices.lost(self._memory, error) from error
-            if lost := work.undo():
-                self.has_lost_parameters = True
-                error.add_note(
-                    f"autoaccum: in this window the model has written {lost} of its parameters in its forward pass for "
-                    "the first time, and they are not as they were before; load them again"
-                )
-            if isinstance(error, ValueError):
-                self._explain(error, window, of_one=self._has_shrunk and work.size == 1)
+            if self._done == before:  # else an interrupt that waited for the update: the window is done
+                self._give_up(error, work, window)
             raise
         finally:
             micro_batches, recomputed = work.sizes, work.recomputed
@@ -363,28 +319,28 @@ class Runner:
             return None
         if window.samples:
             self._look(clean=not events)
-        losses, update = outcome
+        update = outcome.update
         return StepReport(
             step=self._done,
             samples=window.samples if self._joint is None else self._joint.samples,
             micro_batches=micro_batches,
             oom_events=len(events),
             elapsed_s=time.perf_counter() - started,
-            peak_bytes=self._sizing.peak_bytes if learned else self._peak_bytes,
+            peak_bytes=self._sizing.peak_bytes if learned else self._room.peak_bytes,
             skipped=update.skipped,
             recomputed_samples=recomputed,
-            device_losses={name: DeviceScalar(loss) for name, loss in losses.items()},
+            device_losses={name: DeviceScalar(loss) for name, loss in outcome.losses.items()},
             device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
         )
 
-    def _try_until_done(self, work: Accumulation, window: Window, events: list[MemoryEvent]) -> _Outcome | None:
+    def _try_until_done(self, work: Accumulation, window: Window, events: list[MemoryEvent]) -> Made | None:
         """Try, in smaller and smaller cuts; return None where no process has a sample left."""
-        while not isinstance(outcome := self._try(work, window), tuple):
-            if outcome is _Again.OVER:
+        while not isinstance(outcome := self._try(work, window), Made):
+            if outcome is Again.OVER:
                 return None
             # The handler has ended: inside it the traceback would still pin the activations.
             self._memory.release()
-            if outcome is _Again.AGAIN:
+            if outcome is Again.AGAIN:
                 continue
             self._has_shrunk = True
             if outcome.size is not None and self._sizing.is_learning:
@@ -393,6 +349,24 @@ class Runner:
             events.append(outcome)
             self._replan(events)
         return outcome
+
+    def _give_up(self, error: BaseException, work: Accumulation, window: Window) -> None:
+        """Put everything back as it was before a window, and say what its error does not.
+
+        Raises:
+            DeviceLostError: The device can no longer be used by this process.
+            DoesNotFitError: Not even one sample at a time fits.
+        """
+        if oom.is_device_lost(error):
+            raise devices.lost(self._memory, error) from error
+        if lost := work.undo():
+            self.has_lost_parameters = True
+            error.add_note(
+                f"autoaccum: in this window the model has written {lost} of its parameters in its forward pass for "
+                "the first time, and they are not as they were before; load them again"
+            )
+        if isinstance(error, ValueError):
+            self._explain(error, window, of_one=self._has_shrunk and work.size == 1)
 
     def _explain(self, error: ValueError, window: Window, *, of_one: bool) -> None:
         """Say what a refusal of BatchNorm's, of a single value a channel, comes of.
@@ -429,21 +403,10 @@ class Runner:
         before.put_back()
         return loss
 
-    def _try(self, work: Accumulation, window: Window) -> _Outcome | MemoryEvent | _Again:
+    def _try(self, work: Accumulation, window: Window) -> Made | MemoryEvent | Again:
         """Make the update, or return what happened if it was lack of memory, with what must be done again put back."""
         try:
-            if self._joint is not None:
-                self._joint.prepare(window)
-            given = work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
-            if self._joint is not None:
-                return self._finish_with_others(self._joint, work, window, given)
-            losses = given.corrected_losses()
-            if not self._checked:
-                self._check_first(losses)
-            # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
-            with signals.held():
-                update = self._step.updates.make(given.correction)
-                self._note_update(update)
+            return self._attempts.make(window)
         except Exception as error:
             if self._joint is not None:
                 self._joint.failed(error, work)
@@ -461,71 +424,11 @@ class Runner:
             event = MemoryEvent(self._step.phase, work.size, oom.first_line(error))
             oom.let_go(error)
             return event
-        return losses, update
-
-    def _finish_with_others(self, joint: Joint, work: Accumulation, window: Window, given: Given) -> _Outcome | _Again:
-        """Agree with the other processes, add up what all have, and make the update."""
-        updates = self._step.updates
-        if window.samples:
-            joint.seconds = self._sizing.wait(is_timed=joint.is_timed, synchronize=joint.synchronize)
-        else:
-            joint.seconds = 0.0
-        updates.reserve(joint.expected_gradients())
-        try:
-            if not joint.agree(window, work, given):
-                return _Again.AGAIN
-            if not joint.samples:
-                return _Again.OVER
-            alone = joint.add_up(given, self._check_first if not self._checked else lambda _: None)
-            if not joint.all_ready(alone):
-                if alone.failure is not None:
-                    raise alone.failure
-                work.start_over(joint.share)
-                return _Again.AGAIN
-            with signals.held():
-                update = self._committed(alone.norm)
-                self._note_update(update)
-        finally:
-            updates.let_go()
-        return alone.losses, update
-
-    def _committed(self, norm: Tensor | None) -> Update:
-        """Step the optimizer, as all others do now: where memory lacks for it, once more, with the caches let go."""
-        try:
-            return self._step.updates.commit(norm)
-        except Exception as error:
-            if not oom.is_oom(error) or oom.is_device_lost(error):
-                raise
-            oom.let_go(error)
-        self._memory.release()
-        try:
-            return self._step.updates.commit(norm)
-        except Exception as error:
-            if not oom.is_oom(error) or oom.is_device_lost(error):
-                raise
-            # The others have made the update, so this window cannot be tried again.
-            raise DoesNotFitError(
-                f"the optimizer's step does not fit on {self._memory.name} ({oom.first_line(error)}); try an optimizer "
-                "with less state, foreach=False, or a smaller model"
-            ) from error
 
     def _note_update(self, update: Update) -> None:
         self._step.clear_gradients()
         self._done += 1
         self._after_update(update.skipped)
-
-    def _check_first(self, losses: dict[str, Tensor]) -> None:
-        """Refuse a loss that is not a number from the start, before the first update spreads it."""
-        values = {name: loss.item() for name, loss in losses.items()}
-        if not all(map(math.isfinite, values.values())):
-            found = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise InvalidInputError(
-                f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division "
-                "by 0 in the loss, or too large initial weights"
-            )
-        if not self._step.holds_gradients():
-            raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
-        self._checked = True
 
     # --- how large micro-batches are ----------------------------------------------------------------------------------
 
@@ -538,18 +441,9 @@ class Runner:
         for callback in self._callbacks:
             callback.on_oom(event, step=self._done + 1)
         if event.size is None:
-            # Unscaling, clipping and the optimizer do not depend on the cut: once more, with the caches let go.
-            tries = _TRIES_TO_WEIGH if event.phase == "weigh" else 2
-            in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(events))
-            # What another rank lacks ends its own tries, and so this training.
-            if event.phase != ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:
-                what = _WITHOUT_SIZE.get(event.phase, f"the {event.phase} step")
-                raise DoesNotFitError(
-                    f"{what} does not fit on {self._memory.name} even with no activations alive ({event.message}); try "
-                    "an optimizer with less state, foreach=False, or a smaller model"
-                )
-            return
-        self._take_less(event)
+            refuse_to_try_for_ever(events, self._memory)
+        else:
+            self._take_less(event)
 
     def _take_less(self, event: MemoryEvent) -> None:
         assert event.size is not None
@@ -557,7 +451,7 @@ class Runner:
             raise DoesNotFitError(does_not_fit_text(self._step, None, event.message))
 
     def _tell_plan(self, plan: Plan, probe: ProbeResult | None) -> None:
-        self._watch_peak_anew()
+        self._room.begin_anew()
         self._say(f"at most {plan.micro_batch} samples at once after step {self._done}")
         # What was learned has its proof in the window that is just done.
         since = self._done if probe is not None and plan.micro_batches == self._last_cut else self._done + 1
@@ -570,40 +464,9 @@ class Runner:
 
     def _look(self, *, clean: bool) -> None:
         """See from time to time how memory is doing, and grow back or shrink before it runs out."""
-        now = time.perf_counter()
-        if now - self._looked_at >= _LOOK_INTERVAL_S:
-            self._looked_at = now
-            if not self._sizing.is_learning:
-                self._peak_bytes = self._memory.peak_bytes()
-            if self._is_thrashing() and not self._sizing.is_learning:
-                self._notices.say(
-                    "the allocator finds no room without giving back its cache; micro-batches get smaller"
-                )
-                self._sizing.shrink()
-                return
-        self._sizing.end(is_clean=clean, has_room=self._is_free)
-
-    def _is_thrashing(self) -> bool:
-        retries = self._memory.alloc_retries()
-        risen = self._retries is not None and retries > self._retries
-        self._retries = retries
-        self._thrashing = self._thrashing + 1 if risen else 0
-        return self._thrashing >= _LOOKS_AT_THRASHING
-
-    def _has_room_for_gradients(self) -> bool:
-        """Whether the gradients of one micro-batch may lie beside those of the window."""
-        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self._step.parameters):
-            return False  # the user's own hooks expect the window's gradients in .grad
-        trained = (p for p in self._step.parameters if p.requires_grad)
-        return self._is_free(sum(p.numel() * p.element_size() for p in trained))
-
-    def _is_free(self, extra_bytes: int) -> bool:
-        """Whether a window could take so much more than those before it with this plan."""
-        reading = self._memory.reading()
-        needed = 0 if self._peak_bytes is None else max(0, self._peak_bytes - reading.used_bytes)
-        return reading.free_bytes >= needed + extra_bytes
-
-    def _watch_peak_anew(self) -> None:
-        self._memory.reset_peak()
-        self._peak_bytes = None
-        self._looked_at = -math.inf
+        is_learning = self._sizing.is_learning
+        if self._room.look(reads_peak=not is_learning) and not is_learning:
+            self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
+            self._sizing.shrink()
+        else:
+            self._sizing.end(is_clean=clean, has_room=self._room.is_free)

@@ -1,0 +1,206 @@
+"""One attempt at a window: what is still to be done of it in, the update that was made of it out.
+
+Where other processes have other parts of the window, all agree before any makes the update. What fails arrives as it
+is, but that the others wait for an optimizer's step: that is tried twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from autoaccum import oom, signals
+from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.joint import ELSEWHERE
+from autoaccum.update import RESERVE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from autoaccum.accumulation import Accumulation, Given
+    from autoaccum.batches import Window
+    from autoaccum.joint import Joint
+    from autoaccum.memory.base import MemoryBackend
+    from autoaccum.records import MemoryEvent
+    from autoaccum.room import Room
+    from autoaccum.sizing import Sizing
+    from autoaccum.step import TrainingStep
+    from autoaccum.update import Update
+
+# So often what the loss runs over is asked for; it takes many small steps, of which each can fail.
+_TRIES_TO_WEIGH = 4
+
+# What fails in these phases where no micro-batch is at work.
+_WITHOUT_SIZE = {
+    RESERVE: "memory for the optimizer's step",
+    "weigh": "finding out what the loss runs over",
+    "forward": "the loss over the whole window",
+    "backward": "the loss over the whole window",
+}
+
+
+class Again(Enum):
+    """What becomes of a window where this process did not fail."""
+
+    AGAIN = "some process has to do its part again"
+    OVER = "no process has a sample left"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An update that was made.
+
+    Attributes:
+        losses: The window's losses by name.
+        update: What became of the update.
+    """
+
+    losses: dict[str, Tensor]
+    update: Update
+
+
+class Attempts:
+    """Attempts at windows, by this process alone or together with others.
+
+    Args:
+        step: The training step.
+        work: Accumulates the gradients of this process's part.
+        sizing: Cuts the windows.
+        room: What room there is for a second set of gradients.
+        joint: Through which windows are made together; None where this process is the only one.
+        on_update: Called when an update is made, before an interrupt that waited for it is let through.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        work: Accumulation,
+        sizing: Sizing,
+        room: Room,
+        joint: Joint | None,
+        on_update: Callable[[Update], None],
+    ) -> None:
+        self._step = step
+        self._work = work
+        self._sizing = sizing
+        self._room = room
+        self._joint = joint
+        self._on_update = on_update
+        self._is_checked = False
+
+    def make(self, window: Window) -> Made | Again:
+        """Make the update of a window from what is still to be done of it.
+
+        Raises:
+            InvalidInputError: The first loss is no number, or nothing has a gradient.
+        """
+        if self._joint is not None:
+            self._joint.prepare(window)
+        given = self._work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
+        if self._joint is not None:
+            return self._finish_with_others(self._joint, window, given)
+        losses = given.corrected_losses()
+        self._check_first(losses)
+        # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
+        with signals.held():
+            update = self._step.updates.make(given.correction)
+            self._on_update(update)
+        return Made(losses, update)
+
+    def _finish_with_others(self, joint: Joint, window: Window, given: Given) -> Made | Again:
+        """Agree with the other processes, add up what all have, and make the update."""
+        updates = self._step.updates
+        if window.samples:
+            joint.seconds = self._sizing.wait(is_timed=joint.is_timed, synchronize=joint.synchronize)
+        else:
+            joint.seconds = 0.0
+        updates.reserve(joint.expected_gradients())
+        try:
+            if not joint.agree(window, self._work, given):
+                return Again.AGAIN
+            if not joint.samples:
+                return Again.OVER
+            alone = joint.add_up(given, self._check_first)
+            if not joint.all_ready(alone):
+                if alone.failure is not None:
+                    raise alone.failure
+                self._work.start_over(joint.share)
+                return Again.AGAIN
+            with signals.held():
+                update = self._committed(alone.norm)
+                self._on_update(update)
+        finally:
+            updates.let_go()
+        return Made(alone.losses, update)
+
+    def _committed(self, norm: Tensor | None) -> Update:
+        """Step the optimizer, as all others do now: where memory lacks for it, once more, with the caches let go."""
+        try:
+            return self._step.updates.commit(norm)
+        except Exception as error:
+            if not oom.is_oom(error) or oom.is_device_lost(error):
+                raise
+            oom.let_go(error)
+        memory = self._step.memory
+        memory.release()
+        try:
+            return self._step.updates.commit(norm)
+        except Exception as error:
+            if not oom.is_oom(error) or oom.is_device_lost(error):
+                raise
+            # The others have made the update, so this window cannot be tried again.
+            raise DoesNotFitError(
+                f"the optimizer's step does not fit on {memory.name} ({oom.first_line(error)}); try an optimizer "
+                "with less state, foreach=False, or a smaller model"
+            ) from error
+
+    def _check_first(self, losses: dict[str, Tensor]) -> None:
+        """Refuse a loss that is not a number from the start, before the first update spreads it."""
+        if self._is_checked:
+            return
+        values = {name: loss.item() for name, loss in losses.items()}
+        if not all(map(math.isfinite, values.values())):
+            found = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise InvalidInputError(
+                f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division "
+                "by 0 in the loss, or too large initial weights"
+            )
+        if not self._step.holds_gradients():
+            raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
+        self._is_checked = True
+
+    def _has_room_for_gradients(self) -> bool:
+        """Whether the gradients of one micro-batch may lie beside those of the window."""
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self._step.parameters):
+            return False  # the user's own hooks expect the window's gradients in .grad
+        trained = (p for p in self._step.parameters if p.requires_grad)
+        return self._room.is_free(sum(p.numel() * p.element_size() for p in trained))
+
+
+def refuse_to_try_for_ever(events: Sequence[MemoryEvent], memory: MemoryBackend) -> None:
+    """Give up what lacks memory again while no micro-batch is at work: a smaller cut is no help there.
+
+    Unscaling, clipping and the optimizer do not depend on the cut, so they are tried once more, with the caches let go.
+
+    Args:
+        events: What memory ran out in, in this window; the last of them of no micro-batch.
+        memory: Where it ran out.
+
+    Raises:
+        DoesNotFitError: That was the last try.
+    """
+    event = events[-1]
+    tries = _TRIES_TO_WEIGH if event.phase == "weigh" else 2
+    in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(events))
+    # What another rank lacks ends its own tries, and so this training.
+    if event.phase != ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:
+        what = _WITHOUT_SIZE.get(event.phase, f"the {event.phase} step")
+        raise DoesNotFitError(
+            f"{what} does not fit on {memory.name} even with no activations alive ({event.message}); try "
+            "an optimizer with less state, foreach=False, or a smaller model"
+        )

@@ -1,0 +1,266 @@
+"""Where a training stands: a loader's epochs in, windows and the moment after each of them out.
+
+The moment is the one after the last whole window. What moves with an update moves inside it, while interrupts are held
+back (`after_update`); what follows an epoch moves together at its end. That state is what a checkpoint holds, and where
+a run that goes on begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.batches import Window, stream
+from autoaccum.checkpoint import Moment
+from autoaccum.errors import InvalidInputError
+from autoaccum.position import Track
+from autoaccum.sharding import of_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from autoaccum.company import Company
+    from autoaccum.memory.base import MemoryBackend
+    from autoaccum.position import Position, RandomStates
+    from autoaccum.records import Evaluation
+    from autoaccum.schedule import Schedule
+    from autoaccum.state import RandomState
+
+
+class Course:
+    """Goes through a loader's epochs, window by window.
+
+    Args:
+        loader: As for `fit`.
+        target_batch: Samples a window, on all processes together.
+        epochs: Epochs after which to stop; None for no such end.
+        max_steps: Windows after which to stop; None for no such end.
+        steps_per_epoch: Windows that an epoch has, where that is known.
+        last_window: What becomes of a shorter last one.
+        memory: Its limit is lifted while a loader starts its workers.
+        random: The generators whose states belong to a moment; None where there is no way back to one.
+        company: The other processes of this training; None where this is the only one.
+
+    Attributes:
+        moment: The moment after the last whole window.
+        is_whole: Whether model, optimizer and scheduler are those of the moment: not while an update is being made.
+        schedule: Moves with updates; to be set before the first.
+    """
+
+    schedule: Schedule
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        target_batch: int,
+        *,
+        epochs: int | None,
+        max_steps: int | None,
+        steps_per_epoch: int | None,
+        last_window: str,
+        memory: MemoryBackend,
+        random: RandomState | None,
+        company: Company | None,
+    ) -> None:
+        self._loader = loader
+        self._target_batch = target_batch
+        self._epochs = epochs
+        self._max_steps = max_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._last_window = last_window
+        self._memory = memory
+        self._random = random
+        self._company = company
+        self._track = Track(loader if company is None else company.loader, random)
+        self.moment = Moment(0, 0, self._track.at_start(1), self._random_states())
+        self.is_whole = True
+        self._windows: Iterator[Window] | None = None
+        self._first: Window | None = None
+        self._coming: tuple[int, Position] = (0, self.moment.position)
+        self._has_begun = False  # the epoch, as far as other processes are asked
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to do."""
+        windows, position = self.moment.windows, self.moment.position
+        if self._epochs is not None and position.epoch > self._epochs:
+            return True
+        if self._max_steps is None or windows < self._max_steps:
+            return False
+        return position.closed or windows > self._max_steps
+
+    @property
+    def windows_ahead(self) -> int | None:
+        """Windows that are to come, where that is known."""
+        if self._max_steps is not None:
+            return self._max_steps - self.moment.windows
+        if self._steps_per_epoch is None or self._epochs is None:
+            return None
+        return self._steps_per_epoch * self._epochs - self.moment.windows
+
+    def close(self) -> None:
+        """Let go of the epoch's windows, and so of the processes that load them."""
+        self._windows = self._first = None
+        self._track.close()
+
+    # --- windows ------------------------------------------------------------------------------------------------------
+
+    def first_part(self) -> Window:
+        """Return this process's part of the first window, which is still to come.
+
+        Raises:
+            InvalidInputError: The loader gives nothing.
+        """
+        self._first = first = self._first_window()
+        if self._company is None:
+            return first
+        self._company.look_at(first)
+        return self._company.part(first)
+
+    def next_window(self) -> Window | None:
+        """Return the next window; None at the end of the epoch or of the training.
+
+        An error of the loader arrives as it is: it is never the step's.
+        """
+        windows = self._begin_epoch() if self._windows is None else self._windows
+        if self.moment.windows == self._max_steps:
+            return None
+        first, self._first = self._first, None
+        window = next(windows, None) if first is None else first
+        # Other ranks may have some of it left.
+        return Window.empty() if window is None and self._company is not None else window
+
+    def has_nothing(self, window: Window | None) -> bool:
+        """Whether an epoch has begun that has no window, this being the first."""
+        if self._company is None:
+            return window is None and not self.moment.position.batches
+        if self._has_begun or window is None:
+            return False
+        self._has_begun = True
+        return not self._company.has_anything(window.samples)
+
+    def part_to_make(self, window: Window) -> Window | None:
+        """Return this process's part of a window of which an update is to be made; None where it is to be left out."""
+        self._coming = window.samples, self._track.after(window)
+        if self._company is None:
+            return window
+        part = self._company.part(window)
+        return None if self._company.is_to_be_dropped(part) else part
+
+    def _first_window(self) -> Window:
+        first = next(self._begin_epoch(), None)
+        if first is None and self._company is not None and self._company.has_anything(0):
+            return Window.empty()  # other ranks have some
+        if first is not None and self._company is not None:
+            self._company.has_anything(1)
+        if first is None:
+            dropped = ""
+            if self._last_window == "drop":
+                dropped = (
+                    f" or less than target_batch={self._target_batch} samples, which last_window='drop' leaves out"
+                )
+            raise InvalidInputError(f"the loader gave no batch{dropped}, so there is nothing to train on")
+        return first
+
+    def _begin_epoch(self) -> Iterator[Window]:
+        # Worker processes are started here, and would inherit the limit.
+        with self._memory.lifted():
+            batches = self._track.begin(self.moment.position.epoch)
+        self._has_begun = False
+        self._windows = self._windows_of(batches, skip=0)
+        return self._windows
+
+    def _windows_of(self, batches: Track, skip: int) -> Iterator[Window]:
+        if self._company is None:
+            return stream(batches, self._target_batch, last_window=self._last_window, skip=skip)
+        return self._company.windows(batches, self._company.windows_done, skip)
+
+    # --- the moment ---------------------------------------------------------------------------------------------------
+
+    def after_update(self, skipped: bool) -> None:
+        """Move everything that moves with an update; interrupts are held back meanwhile.
+
+        Args:
+            skipped: Whether the scaler skipped it.
+        """
+        self.is_whole = False
+        self.schedule.after_update(skipped=skipped)
+        samples, position = self._coming
+        if self._company is not None and self._company.joint is not None:
+            samples = self._company.joint.samples
+            self._company.ranks.moment = self.moment.windows + 1
+        self.moment = Moment(self.moment.windows + 1, self.moment.samples + samples, position, self._random_states())
+        self.is_whole = True
+
+    def after_callbacks(self) -> None:
+        """Note what callbacks have drawn: the next window begins from there, whenever this moment is written."""
+        if self._random is not None:
+            self.moment = replace(self.moment, random=self._random_states())
+
+    def end_epoch(self, evaluation: Evaluation | None) -> None:
+        """Move everything that moves after an epoch's last window, or the last window of all.
+
+        Args:
+            evaluation: Of this epoch, where there is one.
+        """
+        self.is_whole = False
+        position = self.moment.position
+        if evaluation is not None:
+            self.schedule.after_evaluation(evaluation)
+        if not position.closed:
+            self.schedule.after_epoch()
+        if self.moment.windows == self._max_steps:  # there may be more of this epoch
+            position = replace(position, closed=True)
+        else:
+            position, self._windows = self._track.at_start(position.epoch + 1), None
+        self.moment = replace(self.moment, position=position, random=self._random_states())
+        self.is_whole = True
+
+    def go_to(self, moment: Moment) -> None:
+        """Put the loader and the random state where they were at a moment.
+
+        Raises:
+            CheckpointError: The loader is another one.
+        """
+        self.moment, self._windows, self._first = moment, None, None
+        position, before = moment.position, self._random_states()
+        if not self.is_over:
+            try:
+                with self._memory.lifted():
+                    batches = self._track.go_to(position)
+            except BaseException:
+                self._set_random(before)
+                raise
+            if position.batches:
+                self._has_begun = True
+                self._windows = self._windows_of(batches, skip=position.used)
+        self.put_random_state_back()
+
+    def put_random_state_back(self) -> None:
+        """Set the random state to that of the moment."""
+        self._set_random(self.moment.random)
+
+    def taken_over(self, moment: Moment) -> Moment:
+        """Return where this training stands at a moment of other processes.
+
+        Raises:
+            CheckpointError: The loader is another one.
+        """
+        if self._company is None:
+            return replace(moment, position=of_whole(moment.position, self._loader, self._target_batch))
+        position = self._company.taken_over(moment.position)
+        # The order of the epochs to come is drawn on the first.
+        is_first = self._company.ranks.rank == 0
+        return replace(moment, position=position, random=moment.random if is_first else self._random_states())
+
+    def _random_states(self) -> RandomStates | None:
+        if self._random is None:
+            return None
+        self._random.take()
+        return self._random.taken
+
+    def _set_random(self, states: RandomStates | None) -> None:
+        assert self._random is not None
+        assert states is not None
+        self._random.assume(states)
+        self._random.put_back()

@@ -1,0 +1,165 @@
+"""The checkpoints of one training, by all of its processes: a moment in, a file out; a file in, its moment out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autoaccum import signals
+from autoaccum.checkpoint import Contents, without_tensors
+from autoaccum.company import WHOLE, part_of
+from autoaccum.errors import CheckpointError, StateDamagedError
+from autoaccum.storage import check_that_it_can_be_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from autoaccum.checkpoint import Cutting
+    from autoaccum.company import Company
+    from autoaccum.course import Course
+    from autoaccum.memory.base import MemoryBackend
+    from autoaccum.notices import Notices
+    from autoaccum.runners import Runners
+    from autoaccum.saving import Saver
+    from autoaccum.shards import Files
+
+
+class Keeping:
+    """Writes checkpoints of where a training stands, and goes back to them.
+
+    Args:
+        saver: Writes and finds files.
+        course: Where training stands.
+        runners: Cut its windows.
+        company: The other processes of this training; None where this is the only one.
+        memory: Its limit is lifted for files.
+        notices: Where choices made for the user are said.
+
+    Attributes:
+        saver: Writes and finds files.
+        contents: What a checkpoint holds; to be set before the first is written or taken up.
+    """
+
+    contents: Contents
+
+    def __init__(
+        self,
+        saver: Saver,
+        course: Course,
+        runners: Runners,
+        company: Company | None,
+        memory: MemoryBackend,
+        notices: Notices,
+    ) -> None:
+        self.saver = saver
+        self._course = course
+        self._runners = runners
+        self._company = company
+        self._memory = memory
+        self._notices = notices
+
+    def find(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the checkpoint to begin with, its path and what is in it; None for a fresh start.
+
+        Raises:
+            CheckpointError: There are some, and none can be read; or there is none, and there must be.
+        """
+        if self._company is None:
+            return self.saver.find(self._notices)
+        return self._company.find(self.saver, self._notices)
+
+    def check(self) -> None:
+        """See that a checkpoint can be written, which is better known now than when the first one is due.
+
+        Raises:
+            InvalidInputError: It holds what no file can.
+        """
+        # No part of what training takes.
+        with self._memory.lifted():
+            kept = self.contents.take(self._course.moment, self._runners.cutting(), None)
+            check_that_it_can_be_kept(without_tensors(kept))
+
+    def write(self) -> Path:
+        """Write a checkpoint of the present moment and return its path.
+
+        Raises:
+            CheckpointError: It could not be written; those before it are as they were.
+        """
+        # Half of it is worth nothing, so interrupts wait.
+        with signals.held(), self._memory.lifted():
+            if self._company is None:
+                return self._written()
+            return self._written_with_others(self._company)
+
+    def _written(self, parts: list[dict[str, Any]] | None = None, files: tuple[str, Files] | None = None) -> Path:
+        moment = self._course.moment
+        return self.saver.write(self.contents.take(moment, self._runners.cutting(), parts, files), moment)
+
+    def _written_with_others(self, company: Company) -> Path:
+        moment = self._course.moment
+        parts = company.parts_of_all(self.contents.part(moment, self._runners.cutting()))
+        files = None
+        if self.contents.is_sharded:
+            files = company.write_shards(self.saver, moment, self.contents.spread())
+        path = company.written_by_one(lambda: self._written(parts, files))
+        self.saver.took(path, moment)
+        if files is not None and company.ranks.rank == 0:
+            self.saver.remove_others()
+        return path
+
+    def take_up(self, path: Path, content: dict[str, Any]) -> Cutting | None:
+        """Become what a checkpoint holds; return how windows were cut, where it was this process that cut them.
+
+        Raises:
+            CheckpointError: It is of something else, or cannot be gone on from.
+        """
+        self.contents.check(content, path)
+        part = self._part_of(content, path)
+        moment = self.contents.moment(content, part)
+        if part is None:
+            moment = self._course.taken_over(moment)
+            self._notices.say(
+                f"the checkpoint {path} was written by another number of processes: samples are shared out anew, and "
+                "what is drawn at random begins anew"
+            )
+        # First, since a loader may turn out to be another one: then nothing else has been changed.
+        self._course.go_to(moment)
+        self.contents.put_back(content)
+        if self.contents.is_sharded:
+            assert self._company is not None
+            self._company.read_shards(path, content, self.contents.spread())
+            self._course.put_random_state_back()  # which reading has moved
+        self.saver.note(moment)
+        self._notices.say(
+            f"going on from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
+        )
+        for callback in self._runners.callbacks:
+            callback.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
+        return None if part is None else self.contents.cutting(part)
+
+    def _part_of(self, content: dict[str, Any], path: Path) -> Mapping[str, Any] | None:
+        if self._company is not None:
+            return self._company.part_of(content, path)
+        return part_of(content, path, 0, 1, WHOLE)
+
+    def go_back(self, damage: StateDamagedError) -> None:
+        """Go back to the last checkpoint of this run.
+
+        Args:
+            damage: Why.
+
+        Raises:
+            StateDamagedError: There is none that is whole.
+            CheckpointError: It cannot be taken up.
+        """
+        self._memory.release()
+        with self._memory.lifted():
+            found = self.saver.find_again()
+        if found is None:
+            raise damage
+        windows = self._course.moment.windows
+        self._notices.say(f"step {windows + 1}: {damage}", key=f"damage {windows}")
+        try:
+            self.take_up(*found)
+        except CheckpointError as error:
+            raise error from damage

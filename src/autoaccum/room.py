@@ -1,0 +1,66 @@
+"""How memory is doing from window to window: what the device tells in, whether there is room out."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autoaccum.memory.base import MemoryBackend
+
+# Asking for the peak and the allocator's retries costs as much as a small micro-step: not more often than this.
+_LOOK_INTERVAL_S = 0.25
+# One retry may be the first window's; looks in a row that find new ones show an allocator that goes on finding no room.
+_LOOKS_AT_THRASHING = 2
+
+
+class Room:
+    """The room that windows leave on a device.
+
+    Args:
+        memory: The device.
+
+    Attributes:
+        peak_bytes: The highest use of the windows that were looked at with the present plan; None before.
+    """
+
+    def __init__(self, memory: MemoryBackend) -> None:
+        self.peak_bytes: int | None = None
+        self._memory = memory
+        self._looked_at = -math.inf
+        self._retries: int | None = None
+        self._thrashing = 0
+
+    def begin_anew(self) -> None:
+        """Forget the peak: windows are cut another way from now on."""
+        self._memory.reset_peak()
+        self.peak_bytes = None
+        self._looked_at = -math.inf
+
+    def look(self, *, reads_peak: bool) -> bool:
+        """Look after a window, from time to time; return whether the allocator goes on finding no room.
+
+        Args:
+            reads_peak: Whether nobody else counts peaks meanwhile.
+        """
+        now = time.perf_counter()
+        if now - self._looked_at < _LOOK_INTERVAL_S:
+            return False
+        self._looked_at = now
+        if reads_peak:
+            self.peak_bytes = self._memory.peak_bytes()
+        return self._is_thrashing()
+
+    def is_free(self, extra_bytes: int) -> bool:
+        """Whether a window could take so much more than those before it with this plan."""
+        reading = self._memory.reading()
+        needed = 0 if self.peak_bytes is None else max(0, self.peak_bytes - reading.used_bytes)
+        return reading.free_bytes >= needed + extra_bytes
+
+    def _is_thrashing(self) -> bool:
+        retries = self._memory.alloc_retries()
+        risen = self._retries is not None and retries > self._retries
+        self._retries = retries
+        self._thrashing = self._thrashing + 1 if risen else 0
+        return self._thrashing >= _LOOKS_AT_THRASHING

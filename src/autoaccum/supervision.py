@@ -1,0 +1,211 @@
+"""What interrupts a training: signals, errors and clocks in, a checkpoint of the last whole moment out."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from autoaccum import oom, signals
+from autoaccum.company import END, SAVE
+from autoaccum.errors import CheckpointError, DeviceLostError, RankFailedError, StartAgainError, StateDamagedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from autoaccum.company import Company
+    from autoaccum.course import Course
+    from autoaccum.keeping import Keeping
+    from autoaccum.notices import Notices
+    from autoaccum.runners import Runners
+
+
+class Supervision:
+    """Sees that a training comes to its end, or leaves a checkpoint of how far it came.
+
+    Args:
+        course: Where training stands.
+        runners: Make its windows.
+        keeping: Writes its checkpoints; None where none are asked for.
+        company: The other processes of this training; None where this is the only one.
+        notices: Where choices made for the user are said.
+    """
+
+    def __init__(
+        self, course: Course, runners: Runners, keeping: Keeping | None, company: Company | None, notices: Notices
+    ) -> None:
+        self._course = course
+        self._runners = runners
+        self._keeping = keeping
+        self._company = company
+        self._notices = notices
+        self._watch = signals.Watch()
+        self._damaged_at: int | None = None
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return a context in which signals come here; one that ends the process does so when the context ends."""
+        return nullcontext() if self._keeping is None else self._watch
+
+    def run(self, train: Callable[[], None], on_back: Callable[[], None]) -> None:
+        """Train to the end, also where that takes a second attempt from the last checkpoint.
+
+        Args:
+            train: Trains from the present moment to the end.
+            on_back: Called when training has gone back to an earlier moment.
+        """
+        while True:
+            damage: StateDamagedError | None = None
+            try:
+                self._train_or_leave_a_checkpoint(train)
+            except signals.Terminated as error:
+                damage = _damage_behind(error)
+                self._leave_a_checkpoint(error)
+                if not self._watch.terminate():
+                    raise
+            except StateDamagedError as error:
+                if not self._can_go_back(error):
+                    raise
+                damage = error
+                oom.let_go(error)
+            else:
+                return
+            # Here the handlers have ended, and their tracebacks pin nothing any more.
+            if damage is None:
+                self._course.go_to(self._course.moment)
+            else:
+                assert self._keeping is not None
+                self._keeping.go_back(damage)
+                on_back()
+
+    # --- between two windows ------------------------------------------------------------------------------------------
+
+    def wishes(self) -> int:
+        """Return what this process wishes to happen after the window that is being made, or was just made."""
+        if self._keeping is None:
+            return 0
+        windows = self._course.moment.windows + (0 if self._company is None else 1)
+        decides = self._company is None or self._company.ranks.rank == 0  # clocks differ
+        is_due = self._watch.wished or (decides and self._keeping.saver.is_due(windows))
+        return (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
+
+    def after_window(self) -> None:
+        """Do what some process wishes to happen after a window.
+
+        Raises:
+            RankFailedError: Another process was asked to end.
+        """
+        wishes = self._wishes_of_all()
+        if wishes & SAVE:
+            self._save()
+        if wishes & END:
+            self._end_for_others()
+        self._watch.look()
+
+    def _wishes_of_all(self) -> int:
+        if self._company is None:
+            return self.wishes()
+        joint = self._company.joint
+        assert joint is not None
+        self._company.share_out()
+        wishes = 0
+        for part in joint.parts:
+            wishes |= part.wishes
+        return wishes
+
+    def _end_for_others(self) -> None:
+        """End as one that SIGTERM has reached, or because another has."""
+        if self._watch.is_ending:
+            self._watch.end()
+        raise RankFailedError(
+            f"another process of this training was asked to end (SIGTERM) after step {self._course.moment.windows}; "
+            "the same call goes on from its checkpoint"
+        )
+
+    def _save(self) -> None:
+        """Write a checkpoint of this moment."""
+        assert self._keeping is not None
+        path = self._keeping.write()
+        if self._watch.wished:
+            self._watch.grant()
+        for callback in self._runners.callbacks:
+            callback.on_checkpoint(path, step=self._course.moment.windows)
+
+    # --- at the end ---------------------------------------------------------------------------------------------------
+
+    def _train_or_leave_a_checkpoint(self, train: Callable[[], None]) -> None:
+        try:
+            self._watch.raises = self._company is None
+            self._watch.defers = self._company is not None and self._keeping is not None
+            train()
+            if self._keeping is not None and not self._keeping.saver.has(self._course.moment):
+                self._save()
+        except (signals.Terminated, StateDamagedError):
+            raise
+        except StartAgainError as error:
+            if self._keeping is not None and error.micro_batch is not None:
+                self._keeping.saver.note_lack(error.micro_batch, str(error))
+            raise
+        except DeviceLostError as error:
+            if self._keeping is None or self._keeping.saver.newest is None:
+                raise
+            raise DeviceLostError(f"{error}, and go on from the checkpoint {self._keeping.saver.newest}") from error
+        except BaseException as error:
+            self._leave_a_checkpoint(error)
+            raise
+        finally:
+            self._watch.raises = self._watch.defers = False
+
+    def _leave_a_checkpoint(self, error: BaseException) -> None:
+        """Write one of the last whole moment while `error` is on its way, which a failure to do so only adds to."""
+        self._watch.raises = self._watch.defers = False
+        if self._keeping is None:
+            return
+        cannot = isinstance(error, CheckpointError) or oom.is_device_lost(error)
+        is_whole = not cannot and not self._is_damaged(error)
+        if self._company is not None:
+            is_whole = self._company.stand_together(error, is_whole=is_whole) and is_whole
+        # Before the first window there is nothing to lose.
+        step, saver = self._course.moment.windows, self._keeping.saver
+        is_worth_it = step > 0 and not saver.has(self._course.moment)
+        if not is_whole or not is_worth_it:
+            return
+        try:
+            self._save()
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the first error matters more
+            reason = oom.first_line(failure)
+            error.add_note(f"autoaccum: no checkpoint of step {step} could be written ({reason})")
+            self._notices.say(f"no checkpoint of step {step} could be written ({reason})")
+        else:
+            why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
+            self._notices.say(f"{why}: step {step} is saved in {saver.newest}; the same call goes on from there")
+
+    def _is_damaged(self, error: BaseException) -> bool:
+        """Whether what stands in memory is not the last whole moment: half an update must never become a checkpoint."""
+        has_lost = self._runners.current.has_lost_parameters
+        return not self._course.is_whole or has_lost or _damage_behind(error) is not None
+
+    def _can_go_back(self, damage: StateDamagedError) -> bool:
+        if self._company is not None:
+            return False  # the other ranks have made the update
+        if self._keeping is None:
+            damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
+            return False
+        newest, done = self._keeping.saver.newest, self._course.moment.windows
+        if newest is None:
+            damage.add_note(
+                "autoaccum: there is no checkpoint to go back to yet; checkpoint_steps=1 writes one earlier"
+            )
+            return False
+        if self._damaged_at is not None and done <= self._damaged_at:
+            damage.add_note(f"autoaccum: it happened again at the same step; the last checkpoint is {newest}")
+            return False
+        self._damaged_at = done
+        return True
+
+
+def _damage_behind(error: BaseException) -> StateDamagedError | None:
+    """Return the damage that an interrupt hides, which waited for the update to end: it is the interrupt's context."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, StateDamagedError):
+        behind = behind.__context__
+    return behind

@@ -1,0 +1,78 @@
+"""Validation data in, an `Evaluation` out, within a training that goes on as if there had been none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.evaluation import Evaluator
+from autoaccum.state import Mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from autoaccum.evaluation import Metric
+    from autoaccum.ranks import Ranks
+    from autoaccum.records import Evaluation, MemoryEvent
+    from autoaccum.state import RandomState
+    from autoaccum.step import TrainingStep
+
+
+class Validation:
+    """Evaluates in the middle of a training.
+
+    Args:
+        step: The training step.
+        val_loader: This process's validation data.
+        metrics: As for `fit`.
+        on_oom: Told when memory has run out.
+        loss_scope: As for `fit`.
+        ranks: The processes that evaluate together; None where this is the only one.
+        random: The generators that are put back afterwards.
+        is_kept: Whether a checkpoint of before may have to be written in the middle of it.
+
+    Raises:
+        InvalidInputError: A metric cannot be used.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        val_loader: Iterable[Any],
+        metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
+        on_oom: Callable[[MemoryEvent], None],
+        *,
+        loss_scope: str,
+        ranks: Ranks | None,
+        random: RandomState,
+        is_kept: bool,
+    ) -> None:
+        self._step = step
+        self._val_loader = val_loader
+        self._evaluator = Evaluator(step, metrics, on_oom, loss_scope=loss_scope, ranks=ranks)
+        self._random = random
+        self._is_kept = is_kept
+
+    def run(self, trained_size: int) -> Evaluation:
+        """Evaluate; where that fails and checkpoints are kept, put back what it has moved.
+
+        Args:
+            trained_size: Samples in a micro-batch of the training, to begin with.
+        """
+        # A loader draws a seed for its workers, and a model may draw in evaluation mode too.
+        self._random.take()
+        before = self._random.taken
+        mark = None
+        if self._is_kept:
+            mark = Mark(self._step.objective.modules, self._step.memory.device)
+            mark.take()
+        try:
+            with self._step.memory.lifted():
+                batches = iter(self._val_loader)
+            evaluation = self._evaluator.run(batches, trained_size=trained_size)
+        except BaseException:
+            if mark is not None:
+                mark.put_back()
+            raise
+        self._random.assume(before)
+        self._random.put_back()
+        return evaluation
