@@ -156,6 +156,7 @@ def _images(model, optimizer, batch, _first_tokens):
         loss = loosened(nn.functional.cross_entropy(outputs, labels))
         outputs = outputs.detach()
         loss.backward()
+        del images, labels  # the loop's names stand for the next batch before that is on the card
         _update(optimizer)
 
 
