@@ -63,3 +63,7 @@ def test_a_target_below_the_ranks_is_refused():
 @pytest.mark.parametrize(("failed", "cap"), [(34, 17), (3, 1), (2, 1), (1, None)])
 def test_without_a_target_the_cap_is_halved(failed, cap):
     assert smaller_cap(failed) == cap
+
+
+def test_a_cut_of_single_samples_is_told_as_such():
+    assert str(Cut(4, 1, 4, 1)) == "target batch 4: micro-batches of 1 sample, 4 an update"

@@ -192,6 +192,13 @@ def test_a_missing_function_is_answered_with_those_that_are_there(recipe):
     )
 
 
+def test_a_function_that_needs_arguments_is_not_advised(recipe):
+    path = recipe("def accuracy(outputs, targets): ...\ndef small(width=8): ...")
+
+    with pytest.raises(InvalidInputError, match=r"its functions: accuracy\(\), small\(\); try recipe.py:small"):
+        load_recipe(path)
+
+
 def test_a_recipe_without_any_function_is_told_to_write_one(recipe):
     with pytest.raises(InvalidInputError, match=r"its functions: none; try a function job\(\) that returns"):
         load_recipe(recipe("x = 1"))

@@ -37,7 +37,8 @@ class Cut:
 
     def __str__(self) -> str:
         ranks = "" if self.world_size == 1 else f" on each of {self.world_size} ranks"
-        steps = f"micro-batches of {self.micro_batch} samples, {self.accum_steps} an update{ranks}"
+        samples = "1 sample" if self.micro_batch == 1 else f"{self.micro_batch} samples"
+        steps = f"micro-batches of {samples}, {self.accum_steps} an update{ranks}"
         return f"target batch {self.target_batch}: {steps}"
 
 

@@ -113,22 +113,28 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[[], Any]:
     if not callable(function):
         there = _own_functions(module)
         listed = ", ".join(f"{other}()" for other in there) or "none"
-        remedy = f"{path.name}:{there[0]}" if there else f"a function {name}() that returns an autoaccum.Job"
+        fit = [other for other in there if not _needed(getattr(module, other))]
+        remedy = f"{path.name}:{fit[0]}" if fit else f"a function {name}() that returns an autoaccum.Job"
         raise InvalidInputError(
             f"the recipe {str(path)!r} has no function {name}(); its functions: {listed}; try {remedy}"
         )
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
-    ]
+    needed = _needed(function)
     if needed:
         raise InvalidInputError(
             f"{name}() of the recipe {str(path)!r} needs arguments ({', '.join(needed)}), "
             "but it is called without any; give them defaults"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+    ]
 
 
 def _own_functions(module: ModuleType) -> list[str]:
