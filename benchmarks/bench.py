@@ -122,7 +122,9 @@ def run(options, results, say, keep_results):
 def keep(path, results):
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        temporary = path.with_suffix(".part")
+        temporary.write_text(json.dumps(results, indent=1) + "\n")
+        temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench import machine
+from bench import keep, machine
 
 from allocations import real_peak
 from autoaccum.batches import Window
@@ -267,10 +266,7 @@ def main():
         row = measure(name, precision, options.device)
         results["rows"].append(row)
         print(f"{name} {precision}: {error_of(row):+.2%} in {row['seconds']:.2f} s", file=sys.stderr, flush=True)
-        if options.out is not None:
-            temporary = options.out.with_suffix(".part")
-            temporary.write_text(json.dumps(results, indent=1) + "\n")
-            temporary.replace(options.out)
+        keep(options.out, results)
     print(markdown(results["rows"]))
 
 

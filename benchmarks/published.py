@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.metadata
-import json
 import statistics
 import sys
 import time
 import warnings
 from pathlib import Path
 
-from bench import machine
+from bench import keep, machine
 from published_jobs import IMAGE_MODELS, TOKENS, timeline_of
 
 from autoaccum.caching_allocator import CachingAllocator, OutOfMemoryError, replay
@@ -146,10 +145,7 @@ def main():
             file=sys.stderr,
             flush=True,
         )
-        if options.out is not None:
-            temporary = options.out.with_suffix(".part")
-            temporary.write_text(json.dumps(results, indent=1) + "\n")
-            temporary.replace(options.out)
+        keep(options.out, results)
     print(markdown(results["rows"]))
 
 
