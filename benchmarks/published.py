@@ -79,7 +79,7 @@ def foretold(rows, tool, *, ran_out):
     """Return of how many runs that ran out, or ended, a tool said that they run out; "-" where that was not copied."""
     asked = [row for row in rows if row["ran_out"] is ran_out]
     key = f"{tool}_runs_out"
-    return f"{sum(row[key] for row in asked)} of {len(asked)}" if all(key in row for row in asked) else "-"
+    return f"{sum(row[key] for row in asked)} of {len(asked)}" if all(key in row for row in rows) else "-"
 
 
 def markdown(rows):
@@ -114,11 +114,10 @@ def markdown(rows):
                 f"{foretold(of_kind, tool, ran_out=True)} | {foretold(of_kind, tool, ran_out=False)} |"
             )
     ended = [row for row in kinds["text"] if not row["ran_out"]]
-    exact = sum(abs(row["ours_bytes"] - row["real_bytes"]) <= EXACT_BYTES for row in ended)
-    lines += [
-        "",
-        f"Of the {len(ended)} runs with text that ended, {exact} are predicted to within 2 MiB of what was seen.",
-    ]
+    if ended:
+        exact = sum(abs(row["ours_bytes"] - row["real_bytes"]) <= EXACT_BYTES for row in ended)
+        told = f"Of the {len(ended)} runs with text that ended, {exact} are predicted to within 2 MiB of what was seen."
+        lines += ["", told]
     return "\n".join(lines)
 
 
