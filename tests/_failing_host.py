@@ -1,6 +1,6 @@
 """Trains under lower and lower limits on the host, for real; `tallies` starts this file as a process of its own.
 
-Each case gets a process with a heap of its own, since what one leaves behind there comes for free for the next, and
+Each training gets a process with a heap of its own, since what one leaves behind there comes for free for the next, and
 since native code can die where it runs out of memory.
 """
 
@@ -56,16 +56,18 @@ def tallies():
     return {name: Tally(**told | {"damaged": Counter(told["damaged"])}) for name, told in found.items()}
 
 
-def under_limits(case):
-    """Train a case under lower and lower limits on this process; return the tally."""
-    sweep, host = Sweep(case), Host()
-    peak = sweep.peak_bytes()
-    limits = [int(part * peak) for part in _LIMITS if part * peak > _LEAST_LIMIT_BYTES]
-    # All trainings before the first is judged: without a limit the allocator keeps what was freed, for the next one.
-    trainings = [play(case, device=host, limit_bytes=limit) for limit in limits]
-    for limit, played in zip(limits, trainings, strict=True):
-        sweep.judge_failing(played, f"under a limit of {limit} bytes")
-    return asdict(sweep.tally)
+def under_limit(case, limit_bytes):
+    """Train a case under a limit on this process; return the tally."""
+    sweep = Sweep(case)
+    # Before the one that it is compared with, which has no limit and leaves more behind.
+    played = play(case, device=Host(), limit_bytes=limit_bytes)
+    sweep.judge_failing(played, f"under a limit of {limit_bytes} bytes")
+    return sweep.tally
+
+
+def in_a_process_of_its_own(function, *arguments):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def main():
@@ -73,9 +75,10 @@ def main():
     warm_up()
     found = {}
     for case in CASES:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
-            found[str(case)] = process.submit(under_limits, case).result()
-    print(json.dumps(found))
+        peak, found[str(case)] = in_a_process_of_its_own(Sweep(case).peak_bytes), Tally()
+        for limit_bytes in (int(part * peak) for part in _LIMITS if part * peak > _LEAST_LIMIT_BYTES):
+            found[str(case)].add(in_a_process_of_its_own(under_limit, case, limit_bytes))
+    print(json.dumps({name: asdict(tally) for name, tally in found.items()}))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,12 @@ def _read(
     name: str, architecture: str, total_bytes: int, page: str, where: str, context_mib: int | None = None
 ) -> Card:
     """A card whose memory somebody has read from its driver, in bytes."""
-    return _card(name, architecture, total_bytes, page, f"read from a card: {where}", context_mib)
+    bound = (
+        ""
+        if context_mib is None
+        else f"; CUDA takes no more than the {context_mib} MiB that the fullest run there left"
+    )
+    return _card(name, architecture, total_bytes, page, f"read from a card: {where}{bound}", context_mib)
 
 
 def _told(name: str, architecture: str, total_gib: float, page: str, where: str) -> Card:

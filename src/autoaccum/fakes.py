@@ -87,8 +87,8 @@ class Stage:
 class ValuesAssumed(TorchFunctionMode):
     """Answers with 1 where an optimizer reads a value that a fake tensor does not have.
 
-    What an update takes hangs on its tensors' sizes; the norms that one reads (Adafactor's) only scale it. Of models no
-    such thing can be said: what they read, they branch on.
+    To be entered for optimizers that are known to scale an update by what they read (Adafactor's norms). Others may
+    branch on it, as models do, and then an answer is no better than a guess.
     """
 
     def __torch_function__(

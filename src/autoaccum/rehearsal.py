@@ -147,7 +147,7 @@ class Rehearsal:
         """Make the optimizer's state, as the first update does."""
         self._make_gradients()
         optimizer = self._step.optimizer
-        with _one_of_each(optimizer, lists_too=True) as others, ValuesAssumed():
+        with _one_of_each(optimizer, lists_too=True) as others, _values_assumed(optimizer):
             optimizer.step()
         if not others:
             return
@@ -174,7 +174,7 @@ class Rehearsal:
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(step.parameters, self._clip_grad_norm)
         # Not by the scaler, which would wait for the device to say whether a gradient has overflowed.
-        with _one_of_each(step.optimizer), ValuesAssumed():
+        with _one_of_each(step.optimizer), _values_assumed(step.optimizer):
             step.optimizer.step()
         if scaler is not None:
             scaler._per_optimizer_states.clear()
@@ -199,7 +199,7 @@ def _one_of_each(
     others: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     every = [group["params"] for group in optimizer.param_groups]
     try:
-        if type(optimizer).__module__.startswith("torch.optim."):
+        if _is_of_pytorch(optimizer):
             for group in optimizer.param_groups:
                 if lists_too or not (group.get("foreach") or group.get("fused")):
                     group["params"] = _distinct(group["params"], others)
@@ -207,6 +207,16 @@ def _one_of_each(
     finally:
         for group, parameters in zip(optimizer.param_groups, every, strict=True):
             group["params"] = parameters
+
+
+def _is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
+    module = type(optimizer).__module__
+    return module == "torch.optim" or module.startswith("torch.optim.")
+
+
+def _values_assumed(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
+    """Let an optimizer read values that are not there, where all that it does with them is to scale an update."""
+    return ValuesAssumed() if _is_of_pytorch(optimizer) else nullcontext()
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
