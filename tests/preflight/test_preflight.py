@@ -204,6 +204,12 @@ def test_every_report_keeps_to_the_schema():
         jsonschema.Draft202012Validator(schema()).validate(report_on(capacity).to_dict())
 
 
+def test_a_card_by_two_names_is_told_once():
+    report = report_on(device=None, gpus=["RTX 3060", "t4", "NVIDIA GeForce RTX 3060"], measure=False)
+
+    assert [one.card.name for one in report.predicted] == ["rtx-3060", "t4"]
+
+
 def test_cards_are_asked_about_without_a_device():
     report = report_on(device=None, gpus=["h100-80gb", "t4"], device_memory="24GiB", measure=False)
 

@@ -219,7 +219,7 @@ def _of_lengths(lengths: Lengths | None) -> list[str]:
 
 def _cards(gpus: str | Sequence[str], device_memory: str | None) -> list[Card]:
     names = [gpus] if isinstance(gpus, str) else list(gpus)
-    cards = [card_named(name) for name in names]
+    cards = list(dict.fromkeys(card_named(name) for name in names))  # two names may mean the same
     return cards if device_memory is None else [*cards, custom_card(device_memory)]
 
 
