@@ -177,6 +177,9 @@ class _Job:
         cuda = self.kind == "cuda"
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         with _undisturbed(), _fake_mode():
+            # PyTorch 2.8 asks a driver before each operator on a fake of CUDA. Here that is an error that can be
+            # answered, and inside some operators the end of the process.
+            torch.empty(2, device=device)[:1]
             step = self._staged(device)
             with self._adapted(step):
                 rehearsal = Rehearsal(
