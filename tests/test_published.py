@@ -49,7 +49,8 @@ def test_a_run_that_ran_out_of_memory_is_said_to():
 def test_table_tells_every_predictor_of_each_kind():
     rows = [
         {
-            "model": "VGG16", "ran_out": ran_out, "real_bytes": 100, "ours_bytes": 99, "ours_runs_out": ran_out,
+            "model": "VGG16", "card": "t4", "ran_out": ran_out,
+            "real_bytes": 100, "ours_bytes": 99, "ours_runs_out": ran_out,
             "xmem_bytes": 110, "xmem_runs_out": True, "dnnmem_bytes": 130, "schedtune_bytes": None, "llmem_bytes": None,
         }
         for ran_out in (False, True)
@@ -60,4 +61,5 @@ def test_table_tells_every_predictor_of_each_kind():
     assert "| images | autoaccum | 1 | 1.00% | 100% | 0 | -1.0% | -1.0% | 1 of 1 | 0 of 1 |" in table
     assert "| images | xMem | 1 | 10.00% | 0% | 0 | +10.0% | +10.0% | 1 of 1 | 1 of 1 |" in table
     assert "| images | DNNMem | 1 | 30.00% | 0% | 0 | +30.0% | +30.0% | - | - |" in table
+    assert "| VGG16 | t4 | 1 | -1.0% |" in table
     assert "SchedTune" not in table
