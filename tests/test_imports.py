@@ -94,6 +94,7 @@ ORDER = (
     "fakes",
     "unrolled",
     "cudnn_rules",
+    "kernel_rules",
     "cuda_rules",
     "quick_fakes",
     "ledger",

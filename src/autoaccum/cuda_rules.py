@@ -2,8 +2,9 @@
 
 Fakes of device "cuda" go the ways of CUDA by themselves wherever the way hangs on the device alone (fused dropout,
 cuDNN's batch norm, autocast's own lists). These rules are for the rest: what is chosen by asking the card, and what
-kernels take for themselves. Their numbers are from PyTorch's sources, named at each. There is none for recurrent layers
-(LSTM, GRU), which ask the driver as they begin: `estimate.py` makes a real step for them where there is none.
+kernels take for themselves (`cudnn_rules.py`, `kernel_rules.py`). Their numbers are from PyTorch's sources, named at
+each. There is none for recurrent layers (LSTM, GRU), which ask the driver as they begin: `estimate.py` makes a real
+step for them where there is none.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoaccum import cudnn_rules
+from autoaccum import cudnn_rules, kernel_rules
 from autoaccum.unrolled import backward, backward_from
-from autoaccum.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from autoaccum.workspace import Workspace
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -30,10 +32,6 @@ _FLASH_HEAD = 256
 _FLASH_MULTIPLE = 8
 # To what the last dimension of an additive mask is padded (pad_bias in transformers/attention.cpp).
 _MASK_MULTIPLE = 16
-# To what flash attention rounds lengths in its backward pass (flash_api.cpp), and the efficient one in its log-sum-exp.
-_FLASH_ROWS = 128
-_LANES = 32
-_FLOAT = 4
 # cuBLAS's workspace by default, one for the thread of the forward pass and one for that of the backward pass
 # (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): ":4096:2:16:8", and 32 MiB on Hopper,
 # by newer versions of PyTorch on Blackwell too. cuBLASLt shares it (TORCH_CUBLASLT_UNIFIED_WORKSPACE, there).
@@ -178,31 +176,10 @@ def _casting_without_driver() -> Iterator[None]:
         torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported = asked
 
 
-def flash_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Row sums and the query's gradient in float32; those of shared keys and values a head (mha_bwd, flash_api.cpp)."""
-    query, key = args[1], args[2]
-    n, heads, length, head = query.shape
-    rows = -(-length // _FLASH_ROWS) * _FLASH_ROWS
-    multiple = _LANES if head <= _FLASH_ROWS else 2 * _LANES
-    width = -(-head // multiple) * multiple
-    shared = 2 * [n * key.shape[2] * heads * head * key.element_size()] if key.shape[1] != heads else []
-    return Workspace(beside=(n * heads * rows * _FLOAT, n * heads * rows * width * _FLOAT, *shared))
-
-
-def efficient_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Row sums; and where gradients are halves, sums of them in float32 (attention_backward.cu)."""
-    query, key = args[1], args[2]
-    n, heads, length, head = query.shape
-    rows = -(-length // _LANES) * _LANES
-    sums = n * heads * (length + 2 * key.shape[2]) * head * _FLOAT if query.dtype in _HALVES else 0
-    return Workspace(beside=(n * heads * rows * _FLOAT, sums))
-
-
 _RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
     _aten.convolution.default: cudnn_rules.convolution,
     _aten.convolution_backward.default: cudnn_rules.convolution_backward,
-    _aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    **kernel_rules.RULES,
 }
 
 
