@@ -49,11 +49,15 @@ $(VENV)/.for-bench: $(VENV)/.for-development
 	$(call install,$(VENV)) --editable '.[bench]'
 	touch $@
 
-# With the transformers of the time, whose models keep other tensors than today's.
-$(VENV)-published/.made: pyproject.toml
-	$(call new_environment,$(VENV)-published,$(PYTHON))
-	$(call install,$(VENV)-published) --editable '.[bench]' 'transformers==4.51.3'
+# With a version of transformers in which others measured, since its models keep other tensors than today's.
+$(VENV)-published-%/.made: pyproject.toml
+	$(call new_environment,$(VENV)-published-$*,$(PYTHON))
+	$(call install,$(VENV)-published-$*) --editable '.[bench]' $(OF_THE_TIME) 'transformers==$*'
 	touch $@
+
+$(VENV)-published-4.45.0/.made: OF_THE_TIME := 'peft==0.12.0'
+$(VENV)-published-4.48.1/.made: OF_THE_TIME := 'peft==0.13.2' \
+	'mmsegmentation==1.2.2' 'mmcv-lite==2.1.0' 'mmpretrain==1.2.0' ftfy regex
 
 TEST_OPTIONS ?=
 # As many workers as there are cores, but four at the most. tests/sharing_out.py says which files each gets.
@@ -118,8 +122,10 @@ estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and
 	$(BIN)/python benchmarks/estimate_speed.py --out benchmarks/results/estimate_speed-$$(nproc)-cores.json
 
 .PHONY: published
-published: $(VENV)-published/.made  ## predict training runs that others measured on real cards (some 10 minutes)
-	$(VENV)-published/bin/python benchmarks/published.py --out benchmarks/results/published.json
+published: $(foreach version,4.45.0 4.48.1 4.51.3,$(VENV)-published-$(version)/.made)  ## predict what others measured on real cards (some 40 minutes)
+	$(VENV)-published-4.51.3/bin/python benchmarks/published.py --out benchmarks/results/published.json
+	$(VENV)-published-4.45.0/bin/python benchmarks/allocated.py --sources text --out benchmarks/results/allocated.json
+	$(VENV)-published-4.48.1/bin/python benchmarks/allocated.py --out benchmarks/results/allocated.json
 
 .PHONY: scaling
 scaling: $(VENV)/.for-development  ## measure what several ranks cost and gain, and foresee it for many (some 15 minutes)

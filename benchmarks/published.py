@@ -20,9 +20,10 @@ import warnings
 from pathlib import Path
 
 from bench import keep, machine
+from fake_card import served
 from published_jobs import IMAGE_MODELS, TOKENS, timeline_of
 
-from autoaccum.caching_allocator import CachingAllocator, OutOfMemoryError, replay
+from autoaccum.caching_allocator import OutOfMemoryError
 from autoaccum.cards import card_named
 from autoaccum.cuda_rules import cublas_bytes
 
@@ -35,14 +36,11 @@ EXACT_BYTES = 2 * 2**20
 
 def reserved(timeline, card, capacity_bytes):
     """Return what the allocator takes from the card over a whole run; None where it cannot have it."""
-    allocator = CachingAllocator(capacity_bytes)
-    for _ in range(2):  # cuBLAS: for the threads of forward and backward
-        allocator.allocate(cublas_bytes(card.name))
+    cublas = 2 * [cublas_bytes(card.name)]  # for the threads of forward and backward
     try:
-        replay(allocator, timeline, timeline.events, {})
+        return served(timeline, cublas=cublas, capacity_bytes=capacity_bytes).peak_reserved_bytes
     except OutOfMemoryError:
         return None
-    return allocator.peak_reserved_bytes
 
 
 def predicted(run, first_tokens=TOKENS):

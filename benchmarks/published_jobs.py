@@ -12,17 +12,12 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from fake_card import CARD, on_fake_card, update
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoaccum.cuda_rules import CudaCalls, cuda_workspace, without_driver
 from autoaccum.estimate import take_lists
-from autoaccum.fakes import Stage, ValuesAssumed
-from autoaccum.ledger import Ledger
-from autoaccum.timeline import Category
 from autoaccum.unrolled import loosened
 
-CARD = torch.device("cuda", 0)
 PIXELS, TOKENS = 86, 128
 IMAGE_ITERATIONS, TEXT_ITERATIONS = 4, 3
 
@@ -135,16 +130,10 @@ def timeline_of(model, optimizer, batch, first_tokens=TOKENS):
     with torch.device("cpu" if model in READ_WHEN_MADE else "meta"):
         made = IMAGE_MODELS[model]() if model in IMAGE_MODELS else _language_model(model)
     loop = _images if model in IMAGE_MODELS else _text
-    with _read_as_padded(), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        fake = Stage(CARD).copied(made.train())
-        chosen = _optimizer(optimizer, fake.parameters())
-        ledger = Ledger(batch, CARD.type, cuda_workspace)
-        ledger.hold(fake.parameters(), Category.PARAMETERS)
-        ledger.hold(fake.buffers(), Category.BUFFERS)
-        ledger.enter("training")
-        with without_driver(), CudaCalls(), ledger:
-            loop(fake, chosen, batch, first_tokens)
-    return ledger.timeline
+    with _read_as_padded(), on_fake_card(made, batch) as (fake, timeline):
+        loop = _images if model in IMAGE_MODELS else _text
+        loop(fake, _optimizer(optimizer, fake.parameters()), batch, first_tokens)
+    return timeline
 
 
 def _images(model, optimizer, batch, _first_tokens):
@@ -157,7 +146,7 @@ def _images(model, optimizer, batch, _first_tokens):
         outputs = outputs.detach()
         loss.backward()
         del images, labels  # the loop's names stand for the next batch before that is on the card
-        _update(optimizer)
+        update(optimizer)
 
 
 def _text(model, optimizer, batch, first_tokens):
@@ -171,12 +160,7 @@ def _text(model, optimizer, batch, first_tokens):
         loss = loosened(outputs.loss)
         del outputs
         loss.backward()
-        _update(optimizer)
-
-
-def _update(optimizer):
-    with ValuesAssumed():
-        optimizer.step()
+        update(optimizer)
 
 
 def _optimizer(name, parameters):

@@ -1,0 +1,122 @@
+"""What autoaccum predicts of `torch.cuda.max_memory_allocated()`, beside what others measured on real cards.
+
+    python benchmarks/allocated.py [--only danet Mistral] [--sources images text] [--out FILE]
+
+`allocated_images.py` and `allocated_text.py` say which trainings these are, and where their numbers are from. Nothing
+here needs a card: a training is gone through on fake tensors and served by the model of PyTorch's caching allocator.
+Rows of FILE that are made anew replace the old ones; others stay, so that versions of transformers can take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import allocated_images
+import allocated_text
+from bench import keep, machine
+from fake_card import served
+
+SOURCES = {"images": allocated_images, "text": allocated_text}
+# What can be wrong with a training of others: it is of operators that are not here, or its file is not.
+LEFT_OUT = (RuntimeError, TypeError, ValueError, ImportError, FileNotFoundError, KeyError, AttributeError)
+FAR = 0.05
+
+
+def predicted(kind, run):
+    began_s = time.perf_counter()
+    timeline, cublas = SOURCES[kind].timeline_of(run)
+    allocator = served(timeline, cublas=cublas)
+    return {
+        "kind": kind,
+        **{key: run[key] for key in ("source", "run", "of", "card", "real_bytes")},
+        "ours_bytes": allocator.peak_allocated_bytes,
+        "seconds": time.perf_counter() - began_s,
+    }
+
+
+def error_of(row):
+    return row["ours_bytes"] / row["real_bytes"] - 1
+
+
+def markdown(rows):
+    titles = ("trainings", "number", "median error", "within 1 %", "within 5 %", "more than 5 % under", "5 % over")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for kind, names in {"all": SOURCES, "text": ("text",), "images": ("images",)}.items():
+        errors = [error_of(row) for row in rows if row["kind"] in names]
+        if errors:
+            sizes = [abs(error) for error in errors]
+            lines.append(
+                f"| {kind} | {len(errors)} | {statistics.median(sizes):.2%} | "
+                f"{sum(size <= FAR / 5 for size in sizes) / len(sizes):.0%} | "
+                f"{sum(size <= FAR for size in sizes) / len(sizes):.0%} | "
+                f"{sum(error < -FAR for error in errors)} | {sum(error > FAR for error in errors)} |"
+            )
+    texts = [row for row in rows if row["kind"] == "text"]
+    if texts:
+        lines += ["", "| text | measured | predicted | off by |", "|---|---|---|---|"]
+        lines += [
+            f"| {row['run']} | {row['real_bytes']:,} | {row['ours_bytes']:,} | {error_of(row):+.3%} |" for row in texts
+        ]
+    by_family = collections.defaultdict(list)
+    for row in rows:
+        if row["kind"] == "images":
+            by_family[row["of"]].append(error_of(row))
+    if by_family:
+        lines += ["", "| images: family | trainings | median of the errors | least | most |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {family} | {len(errors)} | {statistics.median(errors):+.1%} | {min(errors):+.1%} | {max(errors):+.1%} |"
+            for family, errors in sorted(by_family.items())
+        ]
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="trainings whose names hold one of these words")
+    parser.add_argument("--sources", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    about = machine()
+    if "images" in options.sources:
+        about["versions"]["mmsegmentation"] = importlib.metadata.version("mmsegmentation")
+    results = {"machine": about, "rows": [], "left_out": {}}
+    if options.out and options.out.exists():
+        before = json.loads(options.out.read_text())
+        results |= {key: before[key] for key in ("rows", "left_out")}
+    for kind in options.sources:
+        for run in SOURCES[kind].runs():
+            if any(word in run["run"] for word in options.only):
+                add(results, kind, run)
+                keep(options.out, results)
+    print(markdown(results["rows"]))
+    print(
+        f"\n{len(results['left_out'])} left out: {collections.Counter(results['left_out'].values())}", file=sys.stderr
+    )
+
+
+def add(results, kind, run):
+    """Predict one training, and put it into the results, or the reason why it cannot be there."""
+    results["rows"] = [row for row in results["rows"] if (row["kind"], row["run"]) != (kind, run["run"])]
+    results["left_out"].pop(run["run"], None)
+    try:
+        row = predicted(kind, run)
+    except LEFT_OUT as error:
+        results["left_out"][run["run"]] = type(error).__name__
+        print(f"{run['run']}: left out, {type(error).__name__}: {str(error)[:100]}", file=sys.stderr, flush=True)
+        return
+    results["rows"].append(row)
+    told = f"{row['real_bytes'] / 2**30:.2f} GiB measured, {row['ours_bytes'] / 2**30:.2f} predicted"
+    print(f"{run['run']}: {told}, {error_of(row):+.2%}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

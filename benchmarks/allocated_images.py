@@ -1,0 +1,179 @@
+"""Trainings of mmsegmentation's model zoo, gone through on fake tensors of the card that they ran on.
+
+What each took is in the package, "Memory (GB)" of its metafiles: the most that `torch.cuda.max_memory_allocated()` told
+of any card, with `torch.backends.cudnn.benchmark=False` (its docs/en/model_zoo.md), in GiB (for one of them in MiB). So
+are the models and their configurations. What is told here is how its runner trained in the PyTorch of the time:
+
+- with DistributedDataParallel, whose buckets are as large as the gradients, and gradients that are set to zero, not let
+  go of;
+- by optimizers that go through the parameters one by one;
+- in a PyTorch before 1.11: there the gradient of softmax held on to softmax's input, for its type alone
+  (`_softmax_backward_data` in its derivatives.yaml), and cuBLAS's workspace did not come from PyTorch's allocator. No
+  training says which PyTorch it had; the sizes of the latest ones too, of 2023, are those of such a one.
+
+Operators that mmcv compiles are not here, and models with them, or that read values, are left out, by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import sys
+import types
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from fake_card import CARD, on_fake_card, update
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.cuda_rules import autocast
+from autoaccum.unrolled import loosened
+
+ITERATIONS = 2
+# Above this a size is in MiB.
+_MOST_GIB = 1000
+_aten = torch.ops.aten
+_FORWARD = (_aten._softmax.default, _aten._log_softmax.default)
+_BACKWARD = (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
+
+
+def runs():
+    """Yield each training once whose memory is told: those that differ only in how long they went on are one."""
+    import yaml  # noqa: PLC0415 - in the environment of `make published` alone
+
+    seen = set()
+    for metafile in sorted((_package() / "configs").glob("*/metafile.yaml")):
+        for model in yaml.safe_load(metafile.read_text()).get("Models", ()):
+            run = run_of(model)
+            if run and (which := (re.sub(r"-\d+k(?=[_-])", "", run["run"]), run["real_bytes"])) not in seen:
+                seen.add(which)
+                yield run
+
+
+def run_of(model):
+    """Return what a model's entry tells of its training; None where its memory is not told."""
+    about = model["Metadata"]
+    told = about.get("Memory (GB)")
+    if not told:
+        return None
+    return {
+        "source": "mmsegmentation",
+        "run": model["Name"],
+        "of": model["Config"].split("/")[1],
+        "config": model["Config"],
+        "card": about["Training Resources"],
+        "real_bytes": int(float(told) * (2**20 if float(told) > _MOST_GIB else 2**30)),
+    }
+
+
+def timeline_of(run):
+    """Go through two iterations of a training; return their timeline, and no sizes of cuBLAS (see above)."""
+    settings = _configuration(run["config"])
+    batch, size = settings.train_dataloader.batch_size, settings.crop_size
+    chosen = dict(settings.optim_wrapper.optimizer)
+    one_by_one = {"fused": True} if chosen["type"].startswith("Adam") else {"foreach": False}
+    is_cast = settings.optim_wrapper.type == "AmpOptimWrapper" or "-amp-" in run["run"]
+    with on_fake_card(_model(settings.model), batch) as (model, timeline), InputsOfSoftmax():
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = getattr(torch.optim, chosen.pop("type"))(parameters, **one_by_one, **chosen)
+        buckets = [torch.empty_like(parameter) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        for _ in range(ITERATIONS):
+            optimizer.zero_grad(set_to_none=False)
+            images = torch.empty(batch, 3, *size, device=CARD)
+            labels = torch.zeros(batch, 1, *size, dtype=torch.long, device=CARD)
+            loss = None
+            with autocast(torch.float16) if is_cast else nullcontext():
+                loss = loosened(_loss(model, images, labels))
+            loss.backward()
+            del images, labels
+            update(optimizer)
+        del buckets
+    return timeline, []
+
+
+def _loss(model, images, labels):
+    from mmengine.structures import PixelData  # noqa: PLC0415
+    from mmseg.structures import SegDataSample  # noqa: PLC0415
+
+    samples = [
+        SegDataSample(gt_sem_seg=PixelData(data=label), metainfo={"img_shape": tuple(images.shape[2:])})
+        for label in labels
+    ]
+    losses = model.loss(images, samples)
+    return sum(sum(part) if isinstance(part, list) else part for name, part in losses.items() if "loss" in name)
+
+
+class InputsOfSoftmax(TorchDispatchMode):
+    """Holds on to what went into a softmax until its gradient is made, as PyTorch did before 1.11."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = {}
+
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in _FORWARD:
+            self.held[made.untyped_storage()._cdata] = args[0]
+        elif func in _BACKWARD:
+            self.held.pop(args[1].untyped_storage()._cdata, None)
+        return made
+
+
+def _package():
+    return Path(_mmseg().__file__).parent / ".mim"
+
+
+def _configuration(name):
+    from mmengine.config import Config  # noqa: PLC0415
+
+    settings = Config.fromfile(_package() / name)
+    settings.model.pop("data_preprocessor", None)
+    return settings
+
+
+def _model(settings):
+    from mmseg.registry import MODELS  # noqa: PLC0415
+
+    try:
+        with torch.device("meta"):
+            return MODELS.build(copy.deepcopy(settings))
+    except RuntimeError as error:
+        if "item()" not in str(error):
+            raise
+    return MODELS.build(copy.deepcopy(settings))  # reads values as it is made
+
+
+def _mmseg():
+    """Import mmseg without the operators that mmcv compiles, and without the one value that its metric reads."""
+    if "mmcv.ops" not in sys.modules:
+        sys.modules["mmcv.ops"] = _Uncompiled("mmcv.ops")
+        logging.disable(logging.CRITICAL)
+    import mmseg  # noqa: PLC0415
+    import mmseg.models.decode_heads.decode_head as heads  # noqa: PLC0415
+    from mmengine.registry import init_default_scope  # noqa: PLC0415
+
+    init_default_scope("mmseg")
+    heads.accuracy = _accuracy
+    return mmseg
+
+
+class _Uncompiled(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": _refused})
+
+
+def _refused(self, *_args, **_options):
+    raise NotImplementedError(f"{type(self).__name__} is compiled by mmcv")
+
+
+def _accuracy(scores, labels, *_args, **_options):
+    """Make what mmseg's accuracy makes where no label is to be ignored."""
+    _, chosen = scores.topk(1, dim=1)
+    right = chosen.transpose(0, 1).eq(labels.unsqueeze(0))
+    return right[:1].reshape(-1).float().sum(0, keepdim=True)

@@ -1,0 +1,49 @@
+"""A training that others ran on a card, gone through on fake tensors of one; and what it takes there."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoaccum.caching_allocator import CachingAllocator, replay
+from autoaccum.cuda_rules import CudaCalls, cuda_workspace, without_driver
+from autoaccum.fakes import Stage, ValuesAssumed
+from autoaccum.ledger import Ledger
+from autoaccum.timeline import Category
+
+CARD = torch.device("cuda", 0)
+
+
+@contextmanager
+def on_fake_card(model, batch):
+    """Yield the model on a card that is not there, and the timeline that what is done with it within is written to."""
+    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+        fake = Stage(CARD).copied(model.train())
+        ledger = Ledger(batch, CARD.type, cuda_workspace)
+        ledger.hold(fake.parameters(), Category.PARAMETERS)
+        ledger.hold(fake.buffers(), Category.BUFFERS)
+        ledger.enter("training")
+        with without_driver(), CudaCalls(), ledger:
+            yield fake, ledger.timeline
+
+
+def update(optimizer):
+    with ValuesAssumed():
+        optimizer.step()
+
+
+def served(timeline, *, cublas=(), capacity_bytes=None):
+    """Return PyTorch's allocator after it has served a timeline; it raises where the capacity does not do.
+
+    Args:
+        timeline: What comes and goes.
+        cublas: What cuBLAS takes first, a size in bytes for each handle.
+        capacity_bytes: The memory of the card; all that is asked for where there is None.
+    """
+    allocator = CachingAllocator(capacity_bytes)
+    for size_bytes in cublas:
+        allocator.allocate(size_bytes)
+    replay(allocator, timeline, timeline.events, {})
+    return allocator
