@@ -106,7 +106,15 @@ class Remedies:
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
     def _tried(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
-        ways = (self._half, self._checkpointed, self._offloaded, self._bits8, self._adafactor, self._fused)
+        ways = (
+            self._half,
+            self._half_weights,
+            self._checkpointed,
+            self._offloaded,
+            self._bits8,
+            self._adafactor,
+            self._fused,
+        )
         for way in (*ways, self._shorter, self._unlimited, self._larger):
             # One that cannot be gone through without values, where there are none, is left out: the others are of use
             # all the same.
@@ -127,6 +135,21 @@ class Remedies:
             return
         estimate = self._estimate(precision="bf16")
         yield _remedy("bf16", "precision='bf16'", "activations have 8 significant bits"), estimate, self._place
+
+    def _half_weights(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+        if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
+            return
+        try:
+            estimate = self._estimate(weights=torch.bfloat16)
+        except (RuntimeError, ValueError):
+            return  # something that it is given or makes itself stays in float32, and does not go with the rest
+        how = "model.to(torch.bfloat16) before the optimizer is made; inputs of floating point too"
+        # Of a weight's 8 significant bits the last is worth 1/256 to 1/128 of it, and half of that is rounded away.
+        cost = (
+            "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
+        )
+        cost += "so care with small learning rates"
+        yield _remedy("bf16 weights", how, cost), estimate, self._place
 
     def _checkpointed(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
         with checkpointed([self._model], torch.device("cpu")) as blocks:
