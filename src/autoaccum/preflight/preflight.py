@@ -386,7 +386,10 @@ def _further_warnings(
             "a sample"
         )
     if any(one.estimate.real_step for one in predicted):
-        warnings.say("the step could not be gone through without a device, so a real small one was made to predict it")
+        warnings.say(
+            "the step could not be gone through without memory and arithmetic, so a real small one was made to predict "
+            "it; the notes say why"
+        )
     return list(warnings.texts)
 
 
