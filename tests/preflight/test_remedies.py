@@ -1,12 +1,16 @@
 """What would make a step smaller: tried on the same step, listed only where it helps."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.estimate import estimate_step
-from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, are_due
+from autoaccum.estimate import estimate_step, trace_step
+from autoaccum.preflight.measuring import Asked
+from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due
 
 
 class Block(nn.Module):
@@ -145,6 +149,23 @@ def test_where_weights_gradients_and_state_do_not_fit_alone_bf16_weights_are_adv
     assert before.parameters_bytes + before.gradients_bytes + before.optimizer_bytes > report.predicted[0].room_bytes
     assert (report.micro_batch, said.micro_batch) == (0, 64)
     assert said.peak_bytes < 0.6 * before.reserved_bytes
+
+
+def test_what_takes_no_less_than_what_was_tried_and_failed_is_not_advised():
+    model = nn.Sequential(nn.Linear(256, 4096), nn.Tanh(), nn.Linear(4096, 4096), nn.Linear(4096, 10)).to("meta")
+    batch = (torch.zeros(2, 256), torch.zeros(2, dtype=torch.long))
+    optimizer = torch.optim.AdamW(model.parameters())
+    place = Place("cpu", None, 400 * 2**20, None, holds_model=False, precision="fp32", half=True)
+
+    def names(failed):
+        trace = partial(trace_step, model, optimizer=optimizer, loss=nn.CrossEntropyLoss())
+        asked = Asked(batch, 8192, 8192, "balanced", None, "micro_batch")
+        found = Remedies(asked, replace(place, failed=failed), trace, model, optimizer).all()
+        return {remedy.name for remedy in found}
+
+    assert {"bf16", "bf16 weights"} <= names(None)
+    assert "bf16 weights" in names(1)
+    assert "bf16" not in names(1)
 
 
 class Stubborn(nn.Linear):

@@ -285,6 +285,7 @@ def _remedies(
             holds_model=device.holds_model,
             precision=measured.precision or "fp32",
             half=True,
+            failed=1 if measured.micro_batch == 0 else measured.smallest_failed,
         )
         places.append((device.name, place))
     for one in predicted:

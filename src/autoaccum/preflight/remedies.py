@@ -50,6 +50,7 @@ class Place:
         holds_model: Whether that counts the model.
         precision: In which the step would run.
         half: Whether half precision is an answer there.
+        failed: The smallest size that was tried there and did not fit; None where none was.
     """
 
     kind: str
@@ -59,12 +60,22 @@ class Place:
     holds_model: bool
     precision: str
     half: bool
+    failed: int | None = None
 
     def largest(self, estimate: Estimate, most: int) -> int:
         """Return the largest micro-batch up to `most` that is predicted to fit; 0 where none is."""
+        return estimate.largest(self.room_bytes + self._there(estimate), most)
+
+    def as_tried(self, estimate: Estimate) -> Place:
+        """Return it with no more room than that in which the step as it is, as predicted, fits no better than tried."""
+        if self.failed is None:
+            return self
+        needed = estimate.reserved_bytes(self.failed) - self._there(estimate)
+        return replace(self, room_bytes=min(self.room_bytes, needed - 1))
+
+    def _there(self, estimate: Estimate) -> int:
         first = estimate.footprints[0]
-        there = 0 if self.holds_model else first.parameters_bytes + first.buffers_bytes
-        return estimate.largest(self.room_bytes + there, most)
+        return 0 if self.holds_model else first.parameters_bytes + first.buffers_bytes
 
 
 class Remedies:
@@ -92,6 +103,7 @@ class Remedies:
         self._model = model
         self._optimizer = optimizer
         self._as_it_is = self._estimate()
+        self._place = place.as_tried(self._as_it_is)
 
     def all(self) -> tuple[Remedy, ...]:
         """Return what would help, most first; nothing that would not."""
