@@ -229,6 +229,12 @@ def test_number_of_layers_what_differs_and_what_to_do_are_said_once(capsys):
         assert remedy in line
 
 
+def test_one_layer_is_told_as_one():
+    (text,) = said([layer()], (2, 2))
+
+    assert text.startswith("BatchNorm: 1 layer in training mode normalises by each micro-batch's own")
+
+
 def test_rescaling_is_not_proposed_where_it_is_done():
     (line,) = said([layer()], (6, 6), "rescale")
 

@@ -342,6 +342,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--max-micro-batch", "-1"], "--max-micro-batch must be at least 1"),
         (["{recipe}", "--require-micro-batch", "0"], "--require-micro-batch 0 asks for nothing"),
         (["{recipe}", "--require-micro-batch", "-3"], "--require-micro-batch -3 asks for nothing"),
+        (["{recipe}", "--require-micro-batch", "9", "--max-micro-batch", "8"], "than --max-micro-batch 8 looks for"),
         (["{recipe}", "--time", "soon"], "--time='soon' is no time"),
         (["{recipe}", "--length", "long"], "--length long is no length"),
         (["{recipe}", "--length", "512"], "--length 512: the batch holds no sequences"),

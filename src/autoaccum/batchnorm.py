@@ -72,7 +72,7 @@ class BatchNorms:
         if not count:
             return
         self._nothing_to_say = True
-        layers = f"{count} layer{'s' if count > 1 else ''} in training mode"
+        layers = f"{count} layers in training mode normalise" if count > 1 else "1 layer in training mode normalises"
         remedy = (
             "Running statistics move as far as with one batch (batchnorm='rescale'). "
             if self._rescales
@@ -80,7 +80,7 @@ class BatchNorms:
         )
         found = str(max(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
         self._notices.say(
-            f"BatchNorm: {layers} normalise by each micro-batch's own mean and variance (here of {found} samples), not "
+            f"BatchNorm: {layers} by each micro-batch's own mean and variance (here of {found} samples), not "
             f"by the window's, so the gradient is not quite the whole batch's. {remedy}GroupNorm, LayerNorm or frozen "
             "BatchNorm (eval() and requires_grad_(False)) make no difference between cuts (docs/batchnorm.md)"
         )

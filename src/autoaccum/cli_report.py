@@ -120,8 +120,7 @@ def report_command(
         lengths = _lengths(length or ())
         limit_s = left_by_slurm(os.environ) if time is None else seconds_in(time, name="--time")
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
-        if require_micro_batch is not None and require_micro_batch < 1:
-            raise InvalidInputError(f"--require-micro-batch {require_micro_batch} asks for nothing; give 1 or more")
+        _check_required(require_micro_batch, max_micro_batch)
         _check_cards(gpu or (), device_memory, no_measure=no_measure)
         _check_files(html, plot)
         with contextlib.redirect_stdout(sys.stderr):
@@ -314,6 +313,18 @@ def _check_cards(names: Sequence[str], device_memory: str | None, *, no_measure:
         raise InvalidInputError(
             "--no-measure without a card leaves nothing to report; name cards (--gpu h100-80gb), give a card's memory "
             "(--device-memory 24GiB), or measure, without --no-measure"
+        )
+
+
+def _check_required(required: int | None, most: int | None) -> None:
+    """Refuse a micro-batch that is no requirement, or that nobody would look for."""
+    if required is None:
+        return
+    if required < 1:
+        raise InvalidInputError(f"--require-micro-batch {required} asks for nothing; give 1 or more")
+    if most is not None and 1 <= most < required:
+        raise InvalidInputError(
+            f"--require-micro-batch {required} asks for more than --max-micro-batch {most} looks for; leave one out"
         )
 
 

@@ -14,9 +14,11 @@ kernel) is done in `unrolled.py` and `cuda_rules.py`.
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,7 @@ __all__ = ["Traced", "estimate_step", "trace_step"]
 
 # Samples, and tokens.
 _WITH_LENGTH = 2
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
 _OF_LENGTHS = "; lengths that vary fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
 # By the runs in docs/estimates.md, "Against real cards".
@@ -82,6 +85,7 @@ def trace_step(
     sizes: Sequence[int] | None = None,
     most: int | None = None,
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
+    weights: torch.dtype | None = None,
 ) -> Traced:
     """Go through a training step without the device, in a few sizes.
 
@@ -102,6 +106,8 @@ def trace_step(
         adapt: Makes a context, of the copy of the model that is gone through, in which that is done: what a training
             would change of its model for a while, such as `fallback.checkpointed`. The copy is on the CPU, or says that
             it is on "cuda:0"; what asks for random states has to be told the CPU, since there may be no card.
+        weights: Goes through the step as if model and loss were of this type, as by `model.to(torch.bfloat16)`: with
+            parameters, buffers, gradients, the optimizer's state and the model's inputs. None means as they are.
 
     Raises:
         InvalidInputError: An argument cannot be used, or the step cannot be gone through.
@@ -119,7 +125,7 @@ def trace_step(
     made = model if isinstance(model, nn.Module) else built_on_meta(model, notices)
     if precision == "auto":
         precision = "bf16" if kind == "cuda" else "fp32"
-    job = _Job(made, batch, loss, optimizer, precision, forward, loss_reduction, clip_grad_norm, kind, adapt)
+    job = _Job(made, batch, loss, optimizer, precision, forward, loss_reduction, clip_grad_norm, kind, adapt, weights)
     try:
         return Traced(job.on_fakes(asked), kind, notes=(*notices.texts, *job.notes()))
     except Exception as error:
@@ -171,6 +177,7 @@ class _Job:
     clip_grad_norm: float | None
     kind: str
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None
+    weights: torch.dtype | None = None
 
     def on_fakes(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
         """Go through it without memory."""
@@ -223,8 +230,10 @@ class _Job:
 
     def _staged(self, device: torch.device, *, real: bool = False) -> TrainingStep:
         notices = Notices(silent=True)
-        stage = Stage(device, real=real)
+        stage = Stage(device, real=real, weights=self.weights)
         model = stage.copied(self.model)
+        if self.weights is not None:
+            model.register_forward_pre_hook(partial(_cast, self.weights), with_kwargs=True)
         loss = stage.copied(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         kind = LooseObjective if device.type == "cuda" else Objective
         objective = kind(model, loss, forward=self.forward, loss_reduction=self.loss_reduction, notices=notices)
@@ -266,6 +275,15 @@ def take_lists(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Give a model its inputs of floating point in one type; a hook."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
 def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, high: int) -> tuple[Timeline, ...]:
@@ -314,13 +332,18 @@ def _fake_mode() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep the collector from running, and torch's warnings about a device that is not there from being shown."""
-    enabled = gc.isenabled()
+    """Keep the collector from running, and torch from showing what is no news.
+
+    That is warnings about a device that is not there, and its log of errors inside operators, which are raised too.
+    """
+    enabled, logs = gc.isenabled(), _LOG.disabled
     gc.disable()
+    _LOG.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        _LOG.disabled = logs
         if enabled:
             gc.enable()

@@ -37,11 +37,13 @@ class Stage:
     Args:
         device: Where the fakes are said to be.
         real: Make real copies there instead.
+        weights: Of which type parameters and buffers of floating point are then; None leaves theirs.
     """
 
-    def __init__(self, device: torch.device, *, real: bool = False) -> None:
+    def __init__(self, device: torch.device, *, real: bool = False, weights: torch.dtype | None = None) -> None:
         self._device = device
         self._real = real
+        self._weights = weights
         self._memo: dict[int, Any] = {}
         self._kept: list[Any] = []  # what the memo's keys stand for must stay alive
 
@@ -77,7 +79,8 @@ class Stage:
                     self._remember(buffer, self._made(buffer))
 
     def _made(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._device, copy=True) if self._real else like(tensor, self._device)
+        made = tensor.detach().to(self._device, copy=True) if self._real else like(tensor, self._device)
+        return made if self._weights is None or not made.is_floating_point() else made.to(self._weights)
 
     def _remember(self, real: Tensor, fake: Tensor) -> None:
         self._memo[id(real)] = fake

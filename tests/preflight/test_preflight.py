@@ -230,6 +230,25 @@ def test_predicted_and_measured_stand_side_by_side():
     assert report.predicted[0].footprint.parameters_bytes == report.measured.footprint.parameters_bytes
 
 
+class Branching(nn.Linear):
+    """Reads a value."""
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return outputs * 2 if outputs.sum() > 0 else outputs
+
+
+def test_a_real_step_is_warned_of_and_its_reason_noted():
+    report = autoaccum.preflight(
+        Branching(64, 4), torch.zeros(2, 64), 8, loss=lambda outputs, _: outputs.mean(), gpus="l4", measure=False
+    )
+
+    (warning,) = report.warnings
+    assert "could not be gone through without memory and arithmetic" in warning
+    assert "without a device" not in warning
+    assert any("the model branches on values" in note for note in report.notes)
+
+
 def test_a_function_makes_its_model_without_memory_where_nothing_is_measured():
     made = []
 

@@ -1,11 +1,16 @@
 """What would make a step smaller: tried on the same step, listed only where it helps."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, are_due
+from autoaccum.estimate import estimate_step, trace_step
+from autoaccum.preflight.measuring import Asked
+from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due
 
 
 class Block(nn.Module):
@@ -69,7 +74,13 @@ def test_every_remedy_takes_less_or_lets_more_samples_fit(small):
 def test_all_ways_are_named_for_a_model_that_has_all(small):
     names = {remedy.name for remedy in small.remedies}
 
-    assert {"bf16", "activation checkpointing", "offloaded activations", "inputs of length 256"} <= names
+    assert {
+        "bf16",
+        "bf16 weights",
+        "activation checkpointing",
+        "offloaded activations",
+        "inputs of length 256",
+    } <= names
     assert "a larger card" in names
     described = {remedy.name: remedy.description for remedy in small.remedies}
     assert "8 Block blocks" in described["activation checkpointing"]
@@ -110,6 +121,76 @@ def test_where_no_single_change_helps_it_is_said():
     assert any("no single change" in note for note in report.notes)
 
 
+def test_bf16_weights_are_said_to_take_what_a_model_in_bf16_is_predicted_to(small):
+    (said,) = [remedy for remedy in small.remedies if remedy.name == "bf16 weights"]
+    tokens, before = torch.zeros(4, 512, dtype=torch.long), small.predicted[0]
+
+    model = Language().to(torch.bfloat16)
+    estimate = estimate_step(model, (tokens, tokens), loss=loss, card=before.card, most=256)
+
+    assert said.peak_bytes == estimate.reserved_bytes(estimate.footprints[0].size)
+    assert said.micro_batch == estimate.largest(before.room_bytes, 256)
+
+
+def wide_report(kind=nn.Linear, of=torch.float32, memory_limit="400MiB", **where):
+    """A report on two layers of 32 million parameters."""
+    return autoaccum.preflight(
+        lambda: nn.Sequential(kind(4096, 4096), nn.Linear(4096, 4096)).to(of), torch.zeros(4, 4096, dtype=of), 64,
+        loss=lambda outputs, _: outputs.float().mean(), measure=False, memory_limit=memory_limit, **where,
+    )  # fmt: skip
+
+
+def test_where_weights_gradients_and_state_do_not_fit_alone_bf16_weights_are_advised():
+    report = wide_report(gpus="l4")
+
+    (said,) = [remedy for remedy in report.remedies if remedy.name == "bf16 weights"]
+    before = report.predicted[0].footprint
+    assert report.predicted[0].precision == "bf16"
+    assert before.parameters_bytes + before.gradients_bytes + before.optimizer_bytes > report.predicted[0].room_bytes
+    assert (report.micro_batch, said.micro_batch) == (0, 64)
+    assert said.peak_bytes < 0.6 * before.reserved_bytes
+
+
+def test_what_takes_no_less_than_what_was_tried_and_failed_is_not_advised():
+    model = nn.Sequential(nn.Linear(256, 4096), nn.Tanh(), nn.Linear(4096, 4096), nn.Linear(4096, 10)).to("meta")
+    batch = (torch.zeros(2, 256), torch.zeros(2, dtype=torch.long))
+    optimizer = torch.optim.AdamW(model.parameters())
+    place = Place("cpu", None, 400 * 2**20, None, holds_model=False, precision="fp32", half=True)
+
+    def names(failed):
+        trace = partial(trace_step, model, optimizer=optimizer, loss=nn.CrossEntropyLoss())
+        asked = Asked(batch, 8192, 8192, "balanced", None, "micro_batch")
+        found = Remedies(asked, replace(place, failed=failed), trace, model, optimizer).all()
+        return {remedy.name for remedy in found}
+
+    assert {"bf16", "bf16 weights"} <= names(None)
+    assert "bf16 weights" in names(1)
+    assert "bf16" not in names(1)
+
+
+class Stubborn(nn.Linear):
+    """Has a matrix of its own making, in float32."""
+
+    def forward(self, inputs):
+        return super().forward(torch.bmm(inputs[None], torch.ones(1, 4096, 4096, device=inputs.device))[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpus": "l4", "of": torch.bfloat16, "memory_limit": "200MiB"},
+        {"gpus": "v100-16gb", "precision": "fp32"},
+        {"gpus": "l4", "kind": Stubborn},
+    ],
+)
+def test_bf16_weights_are_not_advised_where_they_are_there_or_cannot_be(options, capfd):
+    names = [remedy.name for remedy in wide_report(**options).remedies]
+
+    assert capfd.readouterr().err == ""
+    assert "bf16 weights" not in names
+    assert "a higher memory limit" in names
+
+
 def test_nothing_is_advised_where_few_micro_batches_do():
     report = report_for("24GiB", target=64)
 
@@ -123,6 +204,21 @@ def test_nothing_is_advised_where_few_micro_batches_do():
 )
 def test_a_cut_into_many_pieces_is_worth_mending(largest, target, due):
     assert are_due(largest, target) is due
+
+
+def test_what_bf16_weights_are_said_to_let_fit_is_what_fits():
+    """On a simulated device, where every storage is counted."""
+    inputs = torch.zeros(2, 256, dtype=torch.long)
+
+    def found(model):
+        return autoaccum.preflight(
+            model, (inputs, inputs), 64, loss=loss, device=autoaccum.Simulated("40MiB"), precision="fp32"
+        )
+
+    report, half = found(Language()), found(Language().to(torch.bfloat16))
+
+    (said,) = [remedy for remedy in report.remedies if remedy.name == "bf16 weights"]
+    assert report.measured.micro_batch < said.micro_batch == half.measured.micro_batch
 
 
 def test_what_checkpointing_is_said_to_take_is_what_it_takes():

@@ -3,14 +3,51 @@ from dataclasses import replace
 import pytest
 
 from autoaccum.report.curves import apart, picture_of
-from report_examples import DEVICE, GIB, MEASURED, MIB, NOTHING_FITS, PREDICTED_ONLY, REPORT, TRIALS, predicted
+from report_examples import (
+    DEVICE,
+    GIB,
+    MEASURED,
+    MIB,
+    NOTHING_FITS,
+    PREDICTED_ONLY,
+    REPORT,
+    TRIALS,
+    estimate,
+    predicted,
+)
 
 
 def test_there_is_a_curve_for_each_place():
-    assert [curve.label for curve in picture_of(REPORT).curves] == [
+    assert [(curve.name, curve.is_measured) for curve in picture_of(REPORT).curves] == [
+        ("NVIDIA GeForce RTX 3060", True),
+        ("l4", False),
+        ("rtx-3070", False),
+    ]
+
+
+def test_predicted_lines_that_would_hide_each_other_are_one():
+    assert [line.label for line in picture_of(REPORT).lines] == [
         "NVIDIA GeForce RTX 3060, measured",
-        "l4, predicted",
-        "rtx-3070, predicted",
+        "l4, rtx-3070, predicted",
+    ]
+
+
+def test_lines_that_part_somewhere_are_two():
+    steeper = replace(predicted("steeper"), estimate=estimate(each=41 * MIB))
+    higher = replace(predicted("higher"), estimate=estimate(fixed=800 * MIB))
+    report = replace(PREDICTED_ONLY, predicted=(predicted("l4", 8 * GIB), steeper, higher))
+
+    assert [line.label for line in picture_of(report).lines] == [f"{n}, predicted" for n in ("l4", "steeper", "higher")]
+
+
+def test_plans_of_a_line_are_told_by_their_sizes():
+    cards = (predicted("a"), predicted("b", 8 * GIB, 180, (128, 128)), predicted("c"), predicted("none", GIB, 0, ()))
+
+    (line,) = picture_of(replace(PREDICTED_ONLY, predicted=cards)).lines
+
+    assert [(name, size) for name, (size, _) in line.plans] == [
+        ("a, c: the plan, 256 at once", 256),
+        ("b: the plan, 128 at once", 128),
     ]
 
 
@@ -50,7 +87,15 @@ def test_limits_that_read_the_same_are_one():
     limits = picture_of(replace(PREDICTED_ONLY, predicted=tuple(cards))).limits
 
     assert [limit.label for limit in limits] == ["b: 11.6 GiB", "a, c: 9.6 GiB"]
-    assert [limit.curve for limit in limits] == [1, None]
+
+
+def test_a_limit_belongs_to_the_line_of_all_its_places():
+    other = replace(predicted("other", 10 * GIB), estimate=estimate(fixed=800 * MIB))
+    cards = (other, predicted("a", 9 * GIB), predicted("b", 10 * GIB), predicted("c", 9 * GIB))
+
+    limits = picture_of(replace(PREDICTED_ONLY, predicted=cards)).limits
+
+    assert [(limit.names, limit.line) for limit in limits] == [(("other", "b"), None), (("a", "c"), 1)]
 
 
 def test_a_limit_of_many_places_names_some():

@@ -97,7 +97,7 @@ def test_a_browser_shows_the_tables_and_the_picture(tmp_path):
 
     assert re.search(r"<title>(.*?)</title>", seen)[1].startswith("Pre-flight report: ")
     assert seen.count("<table") == 8
-    assert seen.count("<circle") == 12
+    assert seen.count("<circle") == 8
     assert "256 in 2 micro-batches, 128+128, measured" in seen
 
 

@@ -21,7 +21,12 @@ def test_the_picture_names_places_plans_and_limits(tmp_path):
     REPORT.plot(tmp_path / "memory.svg")
 
     drawn = (tmp_path / "memory.svg").read_text()
-    for told in ("NVIDIA GeForce RTX 3060, measured", "l4, predicted", "does not fit", "the plan, 128 at once"):
+    for told in (
+        "NVIDIA GeForce RTX 3060, measured",
+        "l4, rtx-3070, predicted",
+        "does not fit",
+        "the plan, 128 at once",
+    ):
         assert f"<!-- {told}" in drawn or told in drawn
 
 

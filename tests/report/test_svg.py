@@ -18,6 +18,14 @@ def test_the_picture_is_well_formed_and_draws_inside_its_frame(report):
     assert circles or report is NOTHING_FITS
 
 
+def test_a_line_that_cards_share_is_drawn_once_with_a_plan_for_each_size():
+    drawn = ET.fromstring(svg_of(picture_of(REPORT)))  # noqa: S314 - our own
+
+    plans = [path.find("title").text for path in drawn.iter("path") if path.get("class") == "plan"]
+    assert len(list(drawn.iter("polyline"))) == 2
+    assert plans[1:] == ["l4: the plan, 256 at once", "rtx-3070: the plan, 128 at once"]
+
+
 def test_names_are_escaped():
     measured = replace(MEASURED, device=replace(DEVICE, name='<b>&"card"'))
 

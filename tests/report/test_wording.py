@@ -67,6 +67,20 @@ def test_a_verdict_tells_the_cut():
     assert verdicts_of(REPORT)[1].text == "256 or more at once, predicted"
 
 
+def test_a_verdict_tells_a_window_from_the_larger_micro_batch_that_was_asked_about():
+    capped = predicted("h100-80gb", 79 * GIB, 512)
+    full = predicted("l4", 22 * GIB, 546)
+    report = replace(PREDICTED_ONLY, predicted=(capped, full))
+
+    assert capped.is_capped
+    assert not full.is_capped
+    assert [row[1] for row in section(report, "Largest micro-batch and plan").rows] == ["512 or more", "546"]
+    assert [one.text for one in verdicts_of(report)] == [
+        "256 at once, 512 or more would fit, predicted",
+        "256 at once, 546 would fit, predicted",
+    ]
+
+
 def test_a_verdict_tells_why_nothing_fits():
     measured, foreseen = verdicts_of(NOTHING_FITS)
 

@@ -285,6 +285,7 @@ def _remedies(
             holds_model=device.holds_model,
             precision=measured.precision or "fp32",
             half=True,
+            failed=1 if measured.micro_batch == 0 else measured.smallest_failed,
         )
         places.append((device.name, place))
     for one in predicted:
@@ -386,7 +387,10 @@ def _further_warnings(
             "a sample"
         )
     if any(one.estimate.real_step for one in predicted):
-        warnings.say("the step could not be gone through without a device, so a real small one was made to predict it")
+        warnings.say(
+            "the step could not be gone through without memory and arithmetic, so a real small one was made to predict "
+            "it; the notes say why"
+        )
     return list(warnings.texts)
 
 

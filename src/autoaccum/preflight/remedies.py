@@ -50,6 +50,7 @@ class Place:
         holds_model: Whether that counts the model.
         precision: In which the step would run.
         half: Whether half precision is an answer there.
+        failed: The smallest size that was tried there and did not fit; None where none was.
     """
 
     kind: str
@@ -59,12 +60,22 @@ class Place:
     holds_model: bool
     precision: str
     half: bool
+    failed: int | None = None
 
     def largest(self, estimate: Estimate, most: int) -> int:
         """Return the largest micro-batch up to `most` that is predicted to fit; 0 where none is."""
+        return estimate.largest(self.room_bytes + self._there(estimate), most)
+
+    def as_tried(self, estimate: Estimate) -> Place:
+        """Return it with no more room than that in which the step as it is, as predicted, fits no better than tried."""
+        if self.failed is None:
+            return self
+        needed = estimate.reserved_bytes(self.failed) - self._there(estimate)
+        return replace(self, room_bytes=min(self.room_bytes, needed - 1))
+
+    def _there(self, estimate: Estimate) -> int:
         first = estimate.footprints[0]
-        there = 0 if self.holds_model else first.parameters_bytes + first.buffers_bytes
-        return estimate.largest(self.room_bytes + there, most)
+        return 0 if self.holds_model else first.parameters_bytes + first.buffers_bytes
 
 
 class Remedies:
@@ -92,6 +103,7 @@ class Remedies:
         self._model = model
         self._optimizer = optimizer
         self._as_it_is = self._estimate()
+        self._place = place.as_tried(self._as_it_is)
 
     def all(self) -> tuple[Remedy, ...]:
         """Return what would help, most first; nothing that would not."""
@@ -106,7 +118,15 @@ class Remedies:
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
     def _tried(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
-        ways = (self._half, self._checkpointed, self._offloaded, self._bits8, self._adafactor, self._fused)
+        ways = (
+            self._half,
+            self._half_weights,
+            self._checkpointed,
+            self._offloaded,
+            self._bits8,
+            self._adafactor,
+            self._fused,
+        )
         for way in (*ways, self._shorter, self._unlimited, self._larger):
             # One that cannot be gone through without values, where there are none, is left out: the others are of use
             # all the same.
@@ -127,6 +147,21 @@ class Remedies:
             return
         estimate = self._estimate(precision="bf16")
         yield _remedy("bf16", "precision='bf16'", "activations have 8 significant bits"), estimate, self._place
+
+    def _half_weights(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+        if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
+            return
+        try:
+            estimate = self._estimate(weights=torch.bfloat16)
+        except (RuntimeError, ValueError):
+            return  # something that it is given or makes itself stays in float32, and does not go with the rest
+        how = "model.to(torch.bfloat16) before the optimizer is made; inputs of floating point too"
+        # Of a weight's 8 significant bits the last is worth 1/256 to 1/128 of it, and half of that is rounded away.
+        cost = (
+            "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
+        )
+        cost += "so care with small learning rates"
+        yield _remedy("bf16 weights", how, cost), estimate, self._place
 
     def _checkpointed(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
         with checkpointed([self._model], torch.device("cpu")) as blocks:

@@ -6,6 +6,7 @@ Nothing here draws. Micro-batches are whole numbers of samples, memory is in byt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autoaccum.memory.limits import format_bytes
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _BEYOND = 1.15
 # A limit that lies higher than this many times all else would leave nothing else to see.
 _IN_SIGHT = 3
+# Lines that are nowhere further apart than this share of the picture's height would hide each other.
+_TOLD_APART = 0.01
 # So many places are named at a limit that they share; more would not fit in its line.
 _NAMED = 4
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -47,10 +50,40 @@ class Curve:
     chosen: tuple[int, int] | None
     is_measured: bool
 
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is drawn once: a place's curve, or those of several that could not be told apart.
+
+    Attributes:
+        curves: At least one.
+    """
+
+    curves: tuple[Curve, ...]
+
+    @property
+    def first(self) -> Curve:
+        """The one that is drawn."""
+        return self.curves[0]
+
     @property
     def label(self) -> str:
-        """The place and how its line is known."""
-        return f"{self.name}, {'measured' if self.is_measured else 'predicted'}"
+        """The places and how their line is known."""
+        names = ", ".join(dict.fromkeys(curve.name for curve in self.curves))
+        return f"{names}, {'measured' if self.first.is_measured else 'predicted'}"
+
+    @property
+    def plans(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """What each plan is called, and its point; those of one size are one."""
+        same: dict[int, list[Curve]] = {}
+        for curve in self.curves:
+            if curve.chosen is not None:
+                same.setdefault(curve.chosen[0], []).append(curve)
+        return tuple(
+            (f"{', '.join(dict.fromkeys(curve.name for curve in those))}: the plan, {size} at once", point)
+            for size, those in same.items()
+            if (point := those[0].chosen) is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +93,12 @@ class Limit:
     Attributes:
         names: Where.
         room_bytes: How much.
-        curve: The number of the curve whose limit it is; None where it is that of several.
+        line: The number of the line whose limit it is; None where it is that of several.
     """
 
     names: tuple[str, ...]
     room_bytes: int
-    curve: int | None
+    line: int | None
 
     @property
     def label(self) -> str:
@@ -95,17 +128,30 @@ class Picture:
         return next(((size, name) for size, name in _UNITS if self.top_bytes >= size), (1, "B"))
 
     @property
+    def lines(self) -> tuple[Line, ...]:
+        """The lines to draw, in the order of their first curves."""
+        lines: list[list[Curve]] = []
+        for curve in self.curves:
+            near = (line for line in lines if _hide(line[0], curve, self.top_bytes * _TOLD_APART))
+            if (line := next(near, None)) is None:
+                lines.append([curve])
+            else:
+                line.append(curve)
+        return tuple(Line(tuple(line)) for line in lines)
+
+    @property
     def limits(self) -> tuple[Limit, ...]:
         """The limits in sight, highest first; those that read the same are one."""
-        same: dict[str, list[int]] = {}
-        for index, curve in enumerate(self.curves):
+        line_of = {id(curve): number for number, line in enumerate(self.lines) for curve in line.curves}
+        same: dict[str, list[Curve]] = {}
+        for curve in self.curves:
             if self.shows(curve.room_bytes):
-                same.setdefault(format_bytes(curve.room_bytes), []).append(index)
+                same.setdefault(format_bytes(curve.room_bytes), []).append(curve)
         limits = (
             Limit(
-                tuple(dict.fromkeys(self.curves[index].name for index in those)),
-                max(self.curves[index].room_bytes for index in those),
-                those[0] if len(those) == 1 else None,
+                tuple(dict.fromkeys(curve.name for curve in those)),
+                max(curve.room_bytes for curve in those),
+                line_of[id(those[0])] if len({line_of[id(curve)] for curve in those}) == 1 else None,
             )
             for those in same.values()
         )
@@ -144,6 +190,22 @@ def picture_of(report: Report) -> Picture:
     highest = max(points, default=0)
     rooms = [curve.room_bytes for curve in curves if curve.room_bytes <= highest * _IN_SIGHT or curve.failed]
     return Picture(tuple(curves), most, max([highest, *rooms, 1]))
+
+
+def _hide(one: Curve, other: Curve, least: float) -> bool:
+    """Whether two lines are less than so many bytes apart wherever both have a point; only predicted ones."""
+    if one.is_measured or other.is_measured:
+        return False
+    sizes = {size for curve in (one, other) for size, _ in curve.line}
+    return all(abs(_height(one, size) - _height(other, size)) < least for size in sizes)
+
+
+def _height(curve: Curve, size: int) -> float:
+    """Return where a line is at some size."""
+    for (left, low), (right, high) in pairwise(curve.line):
+        if size <= right:
+            return low + (high - low) * (size - left) / (right - left)
+    return curve.line[-1][1]
 
 
 def _of_measured(measured: Measured, most: int) -> Curve:

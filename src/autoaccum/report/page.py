@@ -57,9 +57,9 @@ def _body(report: Report) -> Iterator[str]:
 
 def _figure(picture: Picture) -> Iterator[str]:
     yield f'<figure><div class="wide">\n{svg_of(picture)}\n</div><figcaption>'
-    for index, curve in enumerate(picture.curves):
-        kind = "measured" if curve.is_measured else "predicted"
-        yield f'<span class="key {kind}" style="--c: var(--c{index % COLOURS})">{escape(curve.label)}</span>'
+    for index, line in enumerate(picture.lines):
+        kind = "measured" if line.first.is_measured else "predicted"
+        yield f'<span class="key {kind}" style="--c: var(--c{index % COLOURS})">{escape(line.label)}</span>'
     yield "<span>Memory of a step over the micro-batch. Diamonds are the plans, crosses did not fit.</span>"
     yield "</figcaption></figure>"
 

@@ -5,6 +5,7 @@ matplotlib is an extra (`pip install 'autoaccum[report]'`) and is imported only 
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.errors import InvalidInputError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from autoaccum.report.curves import Curve, Picture
+    from autoaccum.report.curves import Line, Picture
     from autoaccum.report.report import Report
 
 try:
@@ -25,9 +26,11 @@ try:
 except ImportError:
     Figure = None  # type: ignore[assignment,misc]
 
-# Told apart by people who see few colours too (Okabe and Ito 2008), dark enough for thin lines on white.
 # From one line of text to the next, as a share of the axis.
 _LINE = 0.055
+# Letters in a line of the legend, of which two stand beside each other.
+_LABEL = 50
+# Told apart by people who see few colours too (Okabe and Ito 2008), dark enough for thin lines on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 
 
@@ -68,8 +71,8 @@ def check_plot(path: Path) -> None:
 
 def _draw(axes: Any, picture: Picture, title: str) -> None:
     unit, name = picture.unit
-    for index, curve in enumerate(picture.curves):
-        _draw_curve(axes, curve, COLOURS[index % len(COLOURS)], unit)
+    for index, line in enumerate(picture.lines):
+        _draw_line(axes, line, COLOURS[index % len(COLOURS)], unit)
     _draw_limits(axes, picture)
     axes.set(title=title, xlabel="samples in a micro-batch", ylabel=f"memory of a step ({name})")
     axes.set_xlim(0, picture.most)
@@ -84,7 +87,7 @@ def _draw_limits(axes: Any, picture: Picture) -> None:
     rooms = [limit.room_bytes / unit for limit in picture.limits]
     heights = apart(rooms, _LINE * _top(picture))
     for limit, room, height in zip(picture.limits, rooms, heights, strict=True):
-        colour = "black" if limit.curve is None else COLOURS[limit.curve % len(COLOURS)]
+        colour = "black" if limit.line is None else COLOURS[limit.line % len(COLOURS)]
         axes.axhline(room, color=colour, linewidth=1, linestyle=":")
         # On paper of its own: a label that makes room for another may stand on a line.
         paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.3}
@@ -105,19 +108,21 @@ def _top(picture: Picture) -> float:
     return picture.top_bytes / picture.unit[0] * 1.08
 
 
-def _draw_curve(axes: Any, curve: Curve, colour: str, unit: int) -> None:
+def _draw_line(axes: Any, line: Line, colour: str, unit: int) -> None:
+    curve, label = line.first, fill(line.label, _LABEL)
     sizes, heights = _scaled(curve.line, unit)
-    axes.plot(sizes, heights, "-" if curve.is_measured else "--", color=colour, linewidth=1.5, label=curve.label)
+    axes.plot(sizes, heights, "-" if curve.is_measured else "--", color=colour, linewidth=1.5, label=label)
     filling = colour if curve.is_measured else "white"
     sizes, heights = _scaled(curve.fitted, unit)
     axes.plot(sizes, heights, "o", color=colour, markersize=5, markerfacecolor=filling)
     room = curve.room_bytes / unit
     if curve.failed:
         axes.plot(curve.failed, [room] * len(curve.failed), "x", color=colour, markersize=7, label="does not fit")
-    if curve.chosen is not None:
-        size, height = curve.chosen
-        label = f"{curve.name}: the plan, {size} at once"
-        axes.plot(size, height / unit, "D", color=colour, markersize=9, markerfacecolor="none", label=label)
+    # A measured plan goes around one that is predicted at the same place.
+    width = 12 if curve.is_measured else 9
+    for name, (size, height) in line.plans:
+        told = fill(name, _LABEL)
+        axes.plot(size, height / unit, "D", color=colour, markersize=width, markerfacecolor="none", label=told)
 
 
 def _scaled(points: Sequence[tuple[int, int]], unit: int) -> tuple[list[int], list[float]]:

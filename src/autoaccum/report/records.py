@@ -203,7 +203,13 @@ class Measured:
     @property
     def is_capped(self) -> bool:
         """Whether larger micro-batches may fit, which nobody wanted to know: nothing larger was tried and failed."""
-        return self.micro_batch > 0 and all(trial.fits or trial.size < self.micro_batch for trial in self.trials)
+        return self.micro_batch > 0 and self.smallest_failed is None
+
+    @property
+    def smallest_failed(self) -> int | None:
+        """The smallest size that was tried and did not fit, of those not below the largest that does; None for none."""
+        failed = (trial.size for trial in self.trials if not trial.fits and trial.size >= self.micro_batch)
+        return min(failed, default=None)
 
     @property
     def peak_bytes(self) -> int | None:

@@ -15,7 +15,7 @@ from autoaccum.report.curves import apart
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum.report.curves import Curve, Picture
+    from autoaccum.report.curves import Line, Picture
 
 COLOURS = 6
 _WIDTH, _HEIGHT = 720, 340
@@ -32,16 +32,16 @@ def svg_of(picture: Picture) -> str:
 
 
 def _elements(picture: Picture) -> Iterator[str]:
-    names = ", ".join(curve.label for curve in picture.curves)
+    names = "; ".join(line.label for line in picture.lines)
     yield (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Memory of a step over the micro-batch: '
         f'{escape(names)}">'
     )
     yield from _axes(picture)
     yield from _limits(picture)
-    for index, curve in enumerate(picture.curves):
+    for index, line in enumerate(picture.lines):
         yield f'<g style="--c: var(--c{index % COLOURS})">'
-        yield from _curve(curve, picture)
+        yield from _line(line, picture)
         yield "</g>"
     yield "</svg>"
 
@@ -65,7 +65,7 @@ def _axes(picture: Picture) -> Iterator[str]:
 def _limits(picture: Picture) -> Iterator[str]:
     ys = [_y(limit.room_bytes, picture) for limit in picture.limits]
     bottom = _HEIGHT - _BOTTOM
-    colours = ["--ink" if limit.curve is None else f"--c{limit.curve % COLOURS}" for limit in picture.limits]
+    colours = ["--ink" if limit.line is None else f"--c{limit.line % COLOURS}" for limit in picture.limits]
     for y, colour in zip(ys, colours, strict=True):
         line = f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
         yield f'<g style="--c: var({colour})">{line}</g>'
@@ -76,7 +76,8 @@ def _limits(picture: Picture) -> Iterator[str]:
         yield f'<g style="--c: var({colour})">{text}</g>'
 
 
-def _curve(curve: Curve, picture: Picture) -> Iterator[str]:
+def _line(line: Line, picture: Picture) -> Iterator[str]:
+    curve = line.first
     points = " ".join(f"{_x(size, picture)},{_y(height, picture)}" for size, height in curve.line)
     yield f'<polyline class="{"measured" if curve.is_measured else "predicted"}" points="{points}"/>'
     for size, height in curve.fitted:
@@ -88,10 +89,11 @@ def _curve(curve: Curve, picture: Picture) -> Iterator[str]:
     for size in curve.failed:
         x, y = _x(size, picture), _y(curve.room_bytes, picture)
         yield f'<path class="failed" d="M{x - 5} {y - 5}l10 10m0 -10l-10 10"><title>{size} do not fit</title></path>'
-    if curve.chosen is not None:
-        x, y = _x(curve.chosen[0], picture), _y(curve.chosen[1], picture)
-        told = f"plan: {curve.chosen[0]} at once"
-        yield f'<path class="plan" d="M{x} {y - 8}l8 8l-8 8l-8 -8z"><title>{told}</title></path>'
+    # A measured plan goes around one that is predicted at the same place.
+    half = 12 if curve.is_measured else 8
+    for name, (size, height) in line.plans:
+        path = f"M{_x(size, picture)} {_y(height, picture) - half}l{half} {half}l-{half} {half}l-{half} -{half}z"
+        yield f'<path class="plan" d="{path}"><title>{escape(name)}</title></path>'
 
 
 def ticks(top: float, *, whole: bool = False) -> Sequence[float]:

@@ -154,6 +154,8 @@ def are_numbers(texts: Sequence[str]) -> bool:
 
 def _in_words(found: Measured | Predicted, plan: Plan) -> str:
     if plan.accum_steps == 1:
+        if found.micro_batch > plan.target_batch:  # more was asked about than a window has
+            return f"{plan.target_batch} at once, {_largest(found)} would fit"
         return f"{plan.target_batch} {'or more ' if found.is_capped else ''}at once"
     return f"{plan.target_batch} in {plan.accum_steps} micro-batches, {format_cut(plan.micro_batches)}"
 
