@@ -75,7 +75,8 @@ def timeline_of(run):
     chosen = dict(settings.optim_wrapper.optimizer)
     one_by_one = {"fused": True} if chosen["type"].startswith("Adam") else {"foreach": False}
     is_cast = settings.optim_wrapper.type == "AmpOptimWrapper" or "-amp-" in run["run"]
-    with on_fake_card(_model(settings.model), batch) as (model, timeline), InputsOfSoftmax():
+    tensor_float = "A100" in run["card"]
+    with on_fake_card(_model(settings.model), batch, tensor_float=tensor_float) as (model, timeline), InputsOfSoftmax():
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = getattr(torch.optim, chosen.pop("type"))(parameters, **one_by_one, **chosen)
         buckets = [torch.empty_like(parameter) for parameter in parameters]

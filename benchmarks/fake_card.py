@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -17,11 +18,17 @@ CARD = torch.device("cuda", 0)
 
 
 @contextmanager
-def on_fake_card(model, batch):
-    """Yield the model on a card that is not there, and the timeline that what is done with it within is written to."""
+def on_fake_card(model, batch, *, tensor_float=True):
+    """Yield the model on a card that is not there, and the timeline that what is done with it within is written to.
+
+    Args:
+        model: The model, which is left as it is.
+        batch: The samples of one iteration.
+        tensor_float: Whether the card computes float32 by Tensor Cores.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
         fake = Stage(CARD).copied(model.train())
-        ledger = Ledger(batch, CARD.type, cuda_workspace)
+        ledger = Ledger(batch, CARD.type, functools.partial(cuda_workspace, tensor_float=tensor_float))
         ledger.hold(fake.parameters(), Category.PARAMETERS)
         ledger.hold(fake.buffers(), Category.BUFFERS)
         ledger.enter("training")

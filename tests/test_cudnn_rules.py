@@ -24,18 +24,18 @@ def convolution(inputs=64, outputs=128, kernel=3, *, groups=1, dtype=torch.bfloa
     return source, weight, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups
 
 
-def forward(source, weight, *options):
+def forward(source, weight, *options, **card):
     """What a forward pass takes beside its arguments and its result."""
     result = aten.convolution(source, weight, None, *options)
-    workspace = cuda_workspace(aten.convolution.default, (source, weight, None, *options), result)
+    workspace = cuda_workspace(aten.convolution.default, (source, weight, None, *options), result, **card)
     return 0 if workspace is None else sum(workspace.beside)
 
 
-def backward(source, weight, *options, mask=(True, True)):
+def backward(source, weight, *options, mask=(True, True), **card):
     """What each half of a backward pass takes, its result included."""
     gradient = torch.empty_like(aten.convolution(source, weight, None, *options))
     args = (gradient, source, weight, None, *options, [*mask, False])
-    workspace = cuda_workspace(aten.convolution_backward.default, args, aten.convolution_backward(*args))
+    workspace = cuda_workspace(aten.convolution_backward.default, args, aten.convolution_backward(*args), **card)
     return [] if workspace is None else [sum(step) for step in workspace.steps]
 
 
@@ -73,8 +73,8 @@ def test_few_channels_are_padded_whatever_the_layout(layout):
 def test_float32_that_is_not_for_tensor_cores_is_not_turned(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
-    assert forward(*convolution(dtype=torch.float32)) == 0
-    assert forward(*convolution(dtype=torch.bfloat16)) > 0
+    assert forward(*convolution(kernel=1, dtype=torch.float32)) == 0
+    assert forward(*convolution(kernel=1, dtype=torch.bfloat16)) > 0
 
 
 def test_depthwise_convolution_has_a_kernel_of_its_own():
@@ -145,3 +145,52 @@ def test_convolutions_of_other_dimensions_have_the_same_rule(dimensions):
     options = [1] * dimensions, [0] * dimensions, [1] * dimensions, False, [0] * dimensions, 1
 
     assert forward(source, weight, *options) == 3 * source.nbytes + weight.nbytes
+
+
+# Tiles of 4 x 4 results, each of 6 x 6 numbers in float32, of what is read and of what is written; and the filters.
+WINOGRAD = 36 * 4 * (N * (PIXELS // 4) ** 2 * (64 + 128) + 64 * 128)
+
+
+def test_float32_without_tensor_cores_is_convolved_by_winograds_algorithm():
+    source, weight, *options = convolution(dtype=torch.float32)
+    assert forward(source, weight, *options, tensor_float=False) == WINOGRAD
+    assert backward(source, weight, *options, tensor_float=False) == [
+        source.nbytes + WINOGRAD,
+        source.nbytes + weight.nbytes + WINOGRAD,
+    ]
+
+
+def test_halves_are_for_tensor_cores_whatever_float32_is():
+    assert forward(*convolution(), tensor_float=False) == forward(*convolution())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"kernel": 1}, {"kernel": 5}, {"groups": 2}, {"layout": torch.channels_last}],
+    ids=str,
+)
+def test_other_filters_and_layouts_are_not_convolved_so(changed):
+    assert forward(*convolution(dtype=torch.float32, **changed), tensor_float=False) == 0
+
+
+@pytest.mark.parametrize("changed", [{2: [2, 2]}, {4: [2, 2]}], ids=["stride", "dilation"])
+def test_steps_between_pixels_are_not_convolved_so(changed):
+    arguments = [changed.get(place, argument) for place, argument in enumerate(convolution(dtype=torch.float32))]
+
+    assert forward(*arguments, tensor_float=False) == 0
+
+
+@pytest.mark.parametrize("allowed", ["ieee", "tf32"])
+def test_what_convolutions_were_told_of_float32_counts(allowed):
+    of_convolutions = getattr(torch.backends.cudnn, "conv", None)
+    if of_convolutions is None:
+        pytest.skip("this PyTorch tells all of cuDNN at once")
+    before = of_convolutions.fp32_precision
+    of_convolutions.fp32_precision = allowed
+    try:
+        taken = forward(*convolution(dtype=torch.float32))
+    finally:
+        of_convolutions.fp32_precision = before
+
+    source, weight, *_ = convolution(dtype=torch.float32)
+    assert taken == (WINOGRAD if allowed == "ieee" else 3 * source.nbytes + weight.nbytes)

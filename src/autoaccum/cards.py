@@ -59,6 +59,11 @@ class Card:
     basis: str = ""
 
     @property
+    def tensor_float(self) -> bool:
+        """Whether it computes float32 by Tensor Cores (TF32), which came with bfloat16."""
+        return self.bf16
+
+    @property
     def free_bytes(self) -> int:
         """What a process alone on the card can reserve."""
         return self.total_bytes - self.context_bytes

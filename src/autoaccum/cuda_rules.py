@@ -176,16 +176,24 @@ def _casting_without_driver() -> Iterator[None]:
         torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported = asked
 
 
-_RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
+_CONVOLUTIONS: dict[Any, Callable[..., Workspace | None]] = {
     _aten.convolution.default: cudnn_rules.convolution,
     _aten.convolution_backward.default: cudnn_rules.convolution_backward,
-    **kernel_rules.RULES,
 }
 
 
-def cuda_workspace(func: Any, args: Sequence[Any], result: Any) -> Workspace | None:
-    """Return what an operator takes for itself on a card; None where there is no rule."""
-    rule = _RULES.get(func)
+def cuda_workspace(func: Any, args: Sequence[Any], result: Any, *, tensor_float: bool = True) -> Workspace | None:
+    """Return what an operator takes for itself on a card; None where there is no rule.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        result: What it makes.
+        tensor_float: Whether the card computes float32 by Tensor Cores.
+    """
+    if (convolved := _CONVOLUTIONS.get(func)) is not None:
+        return convolved(args, result, tensor_float=tensor_float)
+    rule = kernel_rules.RULES.get(func)
     return None if rule is None else rule(args, result)
 
 

@@ -10,8 +10,12 @@ Where this is from:
 
 - Tensor Cores read and write channels last, in channels padded to 16 bytes; what comes in another layout is turned
   within the call. NVIDIA's "Convolutional Layers User's Guide" (docs.nvidia.com/deeplearning/performance) says both:
-  "Tensor Layouts In Memory: NCHW vs NHWC" and "Channels In And Out". They are used for halves, and for float32 as far
-  as `torch.backends.cudnn.allow_tf32` is left on.
+  "Tensor Layouts In Memory: NCHW vs NHWC" and "Channels In And Out". They are used for halves, and for float32 where
+  the card has them for it (TF32, from Ampere on) and `torch.backends.cudnn.allow_tf32` is left on.
+- Where they are not, filters of 3 x 3 get Winograd's algorithm in its form that is not fused: tiles of 4 x 4 results,
+  for which source, filter and result are transformed to 6 x 6, as a whole (A. Lavin and S. Gray, "Fast Algorithms for
+  Convolutional Neural Networks", arXiv 1509.09308, F(4 x 4, 3 x 3)). cuDNN tells no sizes; these are what trainings of
+  PSPNet and UPerNet took on V100s to within 0.6 % (docs/estimates.md).
 - The gradient of weights is a sum over pixels, which is split so that all multiprocessors have work; the parts are in
   float32.
 - A tensor that is not in the layout that PyTorch chooses is copied before the call (cudnn_conv_suggest_memory_format in
@@ -19,7 +23,7 @@ Where this is from:
 - Depthwise convolutions in PyTorch's usual layout have kernels of its own without workspace (DepthwiseConv2d.cu), or
   cuDNN's direct ones (use_cudnn_depthwise in Convolution.cpp).
 
-Not in it: Winograd and FFT, which float32 may get where Tensor Cores do not take it.
+Not in it: FFT, and Winograd's algorithm for other filters.
 """
 
 from __future__ import annotations
@@ -45,38 +49,57 @@ _FLOAT = 4
 _MULTIPROCESSORS = 132
 # What one multiprocessor works on at a time: the usual tile of the kernels in PyTorch's profiles ("128x128").
 _TILE = 128
+# Winograd's tiles: the filter that they are for, the results along a side, and the numbers that are transformed.
+_FILTER, _RESULTS, _TRANSFORMED = 3, 4, 6
 # MiB above which cuDNN drops a kernel (PyTorch's docs/source/cuda_environment_variables.rst).
 _CAP = "CUDNN_CONV_WSCAP_DBG"
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def convolution(args: Sequence[Any], result: Tensor) -> Workspace | None:
-    """Source, weight and result are turned into channels last where they are not."""
+def convolution(args: Sequence[Any], result: Tensor, *, tensor_float: bool = True) -> Workspace | None:
+    """Source, weight and result are turned into channels last where they are not.
+
+    Args:
+        args: The operator's arguments.
+        result: What it makes.
+        tensor_float: Whether the card computes float32 by Tensor Cores.
+    """
     source, weight, groups = args[0], args[1], args[8]
     if _is_without_workspace(source, weight, groups, transposed=args[6]):
         return None
     last = _runs_channels_last(source, weight)
-    turned = [_turned(tensor, channels_last=last) for tensor in (source, weight, result)]
-    return Workspace(beside=(*_copied((source, weight), channels_last=last), *_capped(turned)))
+    cores = tensor_float and _allows_tensor_float()
+    if not last and _is_winograd(args, source, cores=cores):
+        parts = [_winograd(source, result)]
+    else:
+        parts = [_turned(tensor, channels_last=last, cores=cores) for tensor in (source, weight, result)]
+    return Workspace(beside=(*_copied((source, weight), channels_last=last), *_capped(parts)))
 
 
-def convolution_backward(args: Sequence[Any], result: Any) -> Workspace | None:
-    """Each half turns what it reads and writes; the weight's gradient is summed in parts."""
+def convolution_backward(args: Sequence[Any], result: Any, *, tensor_float: bool = True) -> Workspace | None:
+    """Each half turns what it reads and writes; the weight's gradient is summed in parts.
+
+    Args:
+        args: The operator's arguments.
+        result: What it makes.
+        tensor_float: Whether the card computes float32 by Tensor Cores.
+    """
     gradient, source, weight, mask, groups = args[0], args[1], args[2], args[10], args[9]
     if _is_without_workspace(source, weight, groups, transposed=args[7]):
         return None
     last = _runs_channels_last(source, weight)
-    turned = {
-        name: _turned(tensor, channels_last=last)
-        for name, tensor in (("gradient", gradient), ("source", source), ("weight", weight))
-    }
+    cores = tensor_float and _allows_tensor_float()
+    if not last and _is_winograd(args[1:], source, cores=cores):
+        read = written = [_winograd(source, gradient)]
+    else:
+        read = [_turned(tensor, channels_last=last, cores=cores) for tensor in (gradient, source, weight)]
+        written = [*read, _partial_sums(weight, groups)]
     made = [tensor.nbytes for tensor, is_asked in zip(result[:2], mask[:2], strict=True) if is_asked]
     steps = []
     if mask[0]:
-        steps.append((made[0], *_copied((gradient, weight), channels_last=last), *_capped(list(turned.values()))))
+        steps.append((made[0], *_copied((gradient, weight), channels_last=last), *_capped(read)))
     if mask[1]:
-        parts = [*turned.values(), _partial_sums(weight, groups)]
-        steps.append((*made, *_copied((gradient, source), channels_last=last), *_capped(parts)))
+        steps.append((*made, *_copied((gradient, source), channels_last=last), *_capped(written)))
     return Workspace(steps=tuple(steps))
 
 
@@ -116,9 +139,36 @@ def _copied(tensors: Sequence[Tensor], *, channels_last: bool) -> list[int]:
     return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=layout)]
 
 
-def _turned(tensor: Tensor, *, channels_last: bool) -> int:
+def _allows_tensor_float() -> bool:
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # convolutions were told something of their own
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
+def _is_winograd(args: Sequence[Any], source: Tensor, *, cores: bool) -> bool:
+    """Whether float32 is convolved by Winograd's algorithm; of a backward pass, the arguments from the source on."""
+    weight, stride, dilation, transposed, groups = args[1], args[3], args[5], args[6], args[8]
+    return (
+        not cores
+        and source.dtype is torch.float32
+        and tuple(weight.shape[2:]) == (_FILTER, _FILTER)
+        and all(step == 1 for step in (*stride, *dilation))
+        and not transposed
+        and groups == 1
+    )
+
+
+def _winograd(source: Tensor, result: Tensor) -> int:
+    n, outputs, *sides = result.shape
+    inputs = source.shape[1]
+    tiles = n * math.prod(math.ceil(side / _RESULTS) for side in sides)
+    return _TRANSFORMED**2 * (inputs * tiles + outputs * tiles + inputs * outputs) * _FLOAT
+
+
+def _turned(tensor: Tensor, *, channels_last: bool, cores: bool) -> int:
     """Return what a tensor takes as Tensor Cores read it; 0 where it is so already, or is not for them."""
-    if tensor.dtype not in _HALVES and not (tensor.dtype is torch.float32 and torch.backends.cudnn.allow_tf32):
+    if tensor.dtype not in _HALVES and not (tensor.dtype is torch.float32 and cores):
         return 0
     channels = tensor.shape[1]
     padded = math.ceil(channels * tensor.element_size() / _CHANNEL_BYTES) * _CHANNEL_BYTES // tensor.element_size()

@@ -86,6 +86,7 @@ def trace_step(
     most: int | None = None,
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
     weights: torch.dtype | None = None,
+    tensor_float: bool = True,
 ) -> Traced:
     """Go through a training step without the device, in a few sizes.
 
@@ -108,6 +109,7 @@ def trace_step(
             it is on "cuda:0"; what asks for random states has to be told the CPU, since there may be no card.
         weights: Goes through the step as if model and loss were of this type, as by `model.to(torch.bfloat16)`: with
             parameters, buffers, gradients, the optimizer's state and the model's inputs. None means as they are.
+        tensor_float: With kind="cuda", whether the card computes float32 by Tensor Cores (TF32, from Ampere on).
 
     Raises:
         InvalidInputError: An argument cannot be used, or the step cannot be gone through.
@@ -125,7 +127,20 @@ def trace_step(
     made = model if isinstance(model, nn.Module) else built_on_meta(model, notices)
     if precision == "auto":
         precision = "bf16" if kind == "cuda" else "fp32"
-    job = _Job(made, batch, loss, optimizer, precision, forward, loss_reduction, clip_grad_norm, kind, adapt, weights)
+    job = _Job(
+        made,
+        batch,
+        loss,
+        optimizer,
+        precision,
+        forward,
+        loss_reduction,
+        clip_grad_norm,
+        kind,
+        adapt,
+        weights,
+        tensor_float,
+    )
     try:
         return Traced(job.on_fakes(asked), kind, notes=(*notices.texts, *job.notes()))
     except Exception as error:
@@ -153,14 +168,16 @@ def estimate_step(
         model: As for `trace_step`.
         batch: As for `trace_step`.
         card: The card that it is for; None for the CPU.
-        options: As for `trace_step`, all but `kind`.
+        options: As for `trace_step`, all but `kind` and `tensor_float`.
 
     Raises:
         InvalidInputError: As for `trace_step`.
     """
     if card is not None and options.get("precision") == "auto":
         options["precision"] = "bf16" if card.bf16 else "fp16"
-    return trace_step(model, batch, kind="cpu" if card is None else "cuda", **options).estimate(card)
+    if card is None:
+        return trace_step(model, batch, kind="cpu", **options).estimate()
+    return trace_step(model, batch, kind="cuda", tensor_float=card.tensor_float, **options).estimate(card)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +195,7 @@ class _Job:
     kind: str
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None
     weights: torch.dtype | None = None
+    tensor_float: bool = True
 
     def on_fakes(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
         """Go through it without memory."""
@@ -193,7 +211,7 @@ class _Job:
                     step,
                     device,
                     clip_grad_norm=self.clip_grad_norm,
-                    workspace_of=cuda_workspace if cuda else cpu_workspace,
+                    workspace_of=partial(cuda_workspace, tensor_float=self.tensor_float) if cuda else cpu_workspace,
                     transfers=cuda,
                 )
                 return _all_sizes(

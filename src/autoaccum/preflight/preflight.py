@@ -253,15 +253,24 @@ def _predicted(
     on_part: Callable[[str], None],
     **what: Any,
 ) -> tuple[Predicted, ...]:
-    """Go through a step once for each precision in which the cards would run it."""
-    traced: dict[str, Traced] = {}
+    """Go through a step once for each precision in which the cards would run it, and with or without TF32."""
+    traced: dict[tuple[str, bool], Traced] = {}
     predicted = []
     for card in cards:
         name = _precision_on(card, model, precision)
         on_part(f"predicting for {card.name} in {name}")
-        if name not in traced:
-            traced[name] = trace_step(model, asked.batch, precision=name, kind="cuda", most=asked.most, **what)
-        predicted.append(predict(asked, card, name, traced[name].estimate(card)))
+        kind = name, card.tensor_float
+        if kind not in traced:
+            traced[kind] = trace_step(
+                model,
+                asked.batch,
+                precision=name,
+                kind="cuda",
+                most=asked.most,
+                tensor_float=card.tensor_float,
+                **what,
+            )
+        predicted.append(predict(asked, card, name, traced[kind].estimate(card)))
     return tuple(predicted)
 
 

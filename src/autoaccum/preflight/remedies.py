@@ -139,6 +139,7 @@ class Remedies:
             "precision": self._place.precision,
             "kind": self._place.kind,
             "most": self._asked.most,
+            "tensor_float": self._place.card is None or self._place.card.tensor_float,
         }
         return self._trace(**options | changed).estimate(self._place.card)
 
