@@ -47,6 +47,14 @@ def test_sizes_of_the_model_zoo_are_gibibytes_but_one():
     assert allocated_images.run_of(ENTRY | {"Metadata": {"Training Resources": "4x V100 GPUS"}}) is None
 
 
+def test_a_training_counts_once_however_long_it_went_on_and_not_with_two_sizes():
+    told = [("fcn_4xb2-40k_a", 5), ("fcn_4xb2-80k_a", 5), ("fcn_4xb2-80k_b", 5), ("jpu", 5), ("jpu", 9)]
+
+    kept = allocated_images.once_each({"run": name, "real_bytes": size} for name, size in told)
+
+    assert [run["run"] for run in kept] == ["fcn_4xb2-40k_a", "fcn_4xb2-80k_b"]
+
+
 def test_what_went_into_a_softmax_is_held_until_its_gradient_is_made():
     source = torch.randn(4, 8, requires_grad=True)
     with allocated_images.InputsOfSoftmax() as mode:

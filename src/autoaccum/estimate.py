@@ -67,7 +67,7 @@ _OF_LENGTHS = "; lengths that vary fragment the cache (PYTORCH_CUDA_ALLOC_CONF=e
 # By the runs in docs/estimates.md, "Against real cards".
 _OF_CUDNN = (
     "cuDNN chooses its convolutions' workspace when it runs; what is usual is counted, and measured runs (in fp32, on "
-    "two cards) took from 8 % less to 20 % more than is predicted so"
+    "two cards) took from 16 % less to 20 % more than is predicted so"
 )
 
 
