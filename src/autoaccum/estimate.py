@@ -71,6 +71,21 @@ _OF_CUDNN = (
 )
 
 
+class WithoutValuesError(InvalidInputError):
+    """The model has to be gone through with values, and is on the meta device.
+
+    Attributes:
+        reason: Why it has to.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the model cannot be gone through without values ({reason}), and a real step cannot be made, since it is "
+            "on the meta device; pass the model itself, with its parameters"
+        )
+        self.reason = reason
+
+
 def trace_step(
     model: nn.Module | Callable[[], nn.Module],
     batch: Any,
@@ -149,10 +164,7 @@ def trace_step(
             raise
         if any(parameter.is_meta for parameter in made.parameters()):
             if isinstance(model, nn.Module):
-                raise InvalidInputError(
-                    f"the model cannot be gone through without values ({reason}), and a real step cannot be made, "
-                    "since it is on the meta device; pass the model itself, with its parameters"
-                ) from error
+                raise WithoutValuesError(reason) from error
             job = replace(job, model=built_for_real(model, made, reason))
     timelines = job.for_real(asked)
     real = f"a real step of {timelines[0].size} and more samples was made on the CPU: {reason}"

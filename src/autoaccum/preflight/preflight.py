@@ -18,8 +18,8 @@ from autoaccum.batches import count
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.cards import card_named, custom_card
 from autoaccum.errors import InvalidInputError
-from autoaccum.estimate import trace_step
-from autoaccum.fakes import built_on_meta
+from autoaccum.estimate import WithoutValuesError, trace_step
+from autoaccum.fakes import built_for_real, built_on_meta
 from autoaccum.finding import check_finding
 from autoaccum.memory.host import Host
 from autoaccum.notices import Notices
@@ -140,19 +140,18 @@ def preflight(
     notices = Notices(silent=True)
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, target_batch, most, strategy or "balanced", memory_limit, loss_scope)
-    objective = Objective(made, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
-    chosen = optimizers.resolve(optimizer, objective.modules, notices)
-    predicted = _predicted(
-        asked,
-        cards,
-        made,
-        precision,
-        on_part,
-        loss=loss,
-        optimizer=chosen,
-        forward=forward,
-        loss_reduction=loss_reduction,
-    )
+
+    def gone_through() -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
+        objective = Objective(made, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+        chosen = optimizers.resolve(optimizer, objective.modules, notices)
+        what = {"loss": loss, "optimizer": chosen, "forward": forward, "loss_reduction": loss_reduction}
+        return objective, chosen, _predicted(asked, cards, made, precision, on_part, **what)
+
+    try:
+        objective, chosen, predicted = gone_through()
+    except WithoutValuesError as error:
+        made = _with_values(model, made, error)
+        objective, chosen, predicted = gone_through()
     measured: Measured | None = None
     warnings: tuple[str, ...] = ()
     if measures:
@@ -243,6 +242,14 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
             f"model={model!r} is neither a torch.nn.Module nor a function without arguments that makes one"
         )
     return made
+
+
+def _with_values(
+    model: nn.Module | Callable[[], nn.Module], on_meta: nn.Module, error: WithoutValuesError
+) -> nn.Module:
+    if isinstance(model, nn.Module):
+        raise error
+    return built_for_real(model, on_meta, error.reason)
 
 
 def _predicted(
