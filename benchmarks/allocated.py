@@ -86,17 +86,23 @@ def main():
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     about = machine()
-    if "images" in options.sources:
-        about["versions"]["mmsegmentation"] = importlib.metadata.version("mmsegmentation")
+    for source, needed in {"images": "mmsegmentation", "text": "transformers"}.items():
+        if source in options.sources:
+            try:
+                about["versions"][needed] = importlib.metadata.version(needed)
+            except importlib.metadata.PackageNotFoundError:
+                sys.exit(f"{needed} is not installed here; `make published` makes environments that have it")
     results = {"machine": about, "rows": [], "left_out": {}}
     if options.out and options.out.exists():
         before = json.loads(options.out.read_text())
         results |= {key: before[key] for key in ("rows", "left_out")}
     for kind in options.sources:
-        for run in SOURCES[kind].runs():
-            if any(word in run["run"] for word in options.only):
-                add(results, kind, run)
-                keep(options.out, results)
+        asked = [run for run in SOURCES[kind].runs() if any(word in run["run"] for word in options.only)]
+        if not asked:
+            print(f"no {kind}: no training of that name ran in the versions that are installed here", file=sys.stderr)
+        for run in asked:
+            add(results, kind, run)
+            keep(options.out, results)
     print(markdown(results["rows"]))
     print(
         f"\n{len(results['left_out'])} left out: {collections.Counter(results['left_out'].values())}", file=sys.stderr

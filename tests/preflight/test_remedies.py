@@ -118,7 +118,17 @@ def test_where_no_single_change_helps_it_is_said():
     )  # fmt: skip
 
     assert report.remedies == ()
-    assert any("no single change" in note for note in report.notes)
+    assert any("no single change" in warning for warning in report.warnings)
+
+
+def test_what_would_help_is_told_for_the_first_that_needs_it_and_that_is_said():
+    report = autoaccum.preflight(
+        Language, (torch.zeros(4, 512, dtype=torch.long),) * 2, 256, loss=loss, gpus=["t4", "l4"], measure=False,
+        precision="fp32", memory_limit="40MiB",
+    )  # fmt: skip
+
+    assert report.remedies_on == "t4"
+    assert any("for t4 alone, the first that needs it; ask about l4" in warning for warning in report.warnings)
 
 
 def test_bf16_weights_are_said_to_take_what_a_model_in_bf16_is_predicted_to(small):

@@ -172,12 +172,11 @@ def preflight(
         measured, warnings = measure_on(asked, memory, put_together, on_trial)
     remedies_on: str | None = None
     remedies: tuple[Remedy, ...] = ()
+    of_remedies: tuple[str, ...] = ()
     if loss_scope == "micro_batch":
         trace = partial(trace_step, made, loss=loss, forward=forward, loss_reduction=loss_reduction)
         on_part("looking at what would help")
-        remedies_on, remedies = _remedies(asked, measured, predicted, trace, made, chosen)
-        if remedies_on is not None and not remedies:
-            notices.say(f"what would help on {remedies_on}: no single change of those that were gone through")
+        remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, trace, made, chosen)
     facts = None
     if measured is not None and loader is not None:
         on_part("listening to the loader")
@@ -198,6 +197,7 @@ def preflight(
             *warnings,
             *_further_warnings(objective.modules, batchnorm, measured, predicted, facts),
             *_of_time(measured, limit_s),
+            *of_remedies,
         ),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.estimate.notes)])),
     )
@@ -288,8 +288,8 @@ def _remedies(
     trace: Callable[..., Traced],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-) -> tuple[str | None, tuple[Remedy, ...]]:
-    """Say what would make the step smaller on the first device that needs it, and which that is."""
+) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
+    """Say what would make the step smaller on the first device that needs it, which that is, and what to know of it."""
     places: list[tuple[str, Place]] = []
     if measured is not None and are_due(measured.micro_batch, asked.target_batch):
         device = measured.device
@@ -318,13 +318,20 @@ def _remedies(
             )
             places.append((one.card.name, place))
     if not places:
-        return None, ()
-    name, place = places[0]
+        return None, (), ()
+    (name, place), *further = places
 
     def changed(*, optimizer: Any = optimizer, **options: Any) -> Traced:
         return trace(optimizer=optimizer, **options)
 
-    return name, Remedies(asked, place, changed, model, optimizer).all()
+    remedies = Remedies(asked, place, changed, model, optimizer).all()
+    said = []
+    if not remedies:
+        said.append(f"what would help on {name}: no single change of those that were gone through")
+    if further:
+        others = " and ".join(other for other, _ in further)
+        said.append(f"what would help is told for {name} alone, the first that needs it; ask about {others} without it")
+    return name, remedies, tuple(said)
 
 
 def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
