@@ -11,6 +11,7 @@ from autoaccum.fallback import checkpointed, offloaded
 from autoaccum.memory import Simulated
 
 CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
+VOLTA = Card("some-16gb", 16 * 2**30, 320 * 2**20, bf16=False, source="made up for tests")
 
 
 def mlp(width=2048):
@@ -349,6 +350,35 @@ def test_language_model_says_which_length_was_assumed():
     tokens = torch.randint(50, (4, 33))
 
     assert any("33" in note for note in estimate_step(Language(), (tokens, tokens)).notes)
+
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50_000, 64), nn.Linear(64, 10)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (Mean, (torch.zeros(8, 1000, dtype=torch.long), torch.zeros(8, dtype=torch.long))),
+        (lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.Flatten(), nn.LazyLinear(10)), batch_of((64, 30, 30))),
+    ],
+    ids=["embedding", "convolution"],
+)
+def test_one_sample_is_told_where_kernels_take_no_constant_share_a_sample(make, batch):
+    model = make()
+    model(batch[0])  # what is lazy takes its shape
+
+    several = estimate_step(model, batch, card=VOLTA)
+    alone = estimate_step(model, batch, card=VOLTA, sizes=[1])
+
+    assert [footprint.size for footprint in several.footprints] == [1, 2, 4, 8]
+    assert several.footprints[0] == alone.footprints[0]
 
 
 class Branching(nn.Module):

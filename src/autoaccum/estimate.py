@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -307,7 +307,8 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, high: int) -> tuple[Timeline, ...]:
     """Go through two sizes, and tell the others from them; go through those too that they do not tell.
 
-    Not through one sample, which can take other ways: an optional dimension is squeezed, a batch statistic refused.
+    Through one sample only where they do not tell it, and last: it can take other ways, which may be refused, as a
+    batch statistic is. Then nothing is told of it.
     """
     known = {size: run(size) for size in sorted({low, high})}
     told = dict(known) if high < asked[-1] else {}
@@ -317,6 +318,9 @@ def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, h
             timeline = run(size)
         if timeline is not None:
             told[size] = timeline
+    for size in (size for size in asked if size < low and size not in told):
+        with suppress(Exception):
+            told[size] = run(size)
     return tuple(told[size] for size in sorted(told))
 
 
