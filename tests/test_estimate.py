@@ -352,7 +352,6 @@ def test_language_model_says_which_length_was_assumed():
     assert any("33" in note for note in estimate_step(Language(), (tokens, tokens)).notes)
 
 
-
 class Mean(nn.Module):
     def __init__(self):
         super().__init__()
@@ -379,6 +378,21 @@ def test_one_sample_is_told_where_kernels_take_no_constant_share_a_sample(make, 
 
     assert [footprint.size for footprint in several.footprints] == [1, 2, 4, 8]
     assert several.footprints[0] == alone.footprints[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_inside_pytorchs_own_layers_makes_no_matrix_of_lengths_on_a_card(precision):
+    length = 2048
+    layer = nn.TransformerEncoderLayer(16, 1, 16, dropout=0.0, batch_first=True)
+    attention = nn.functional.scaled_dot_product_attention
+
+    estimate = estimate_step(
+        layer, torch.zeros(1, length, 16), loss=lambda outputs, _: outputs.sum(), precision=precision, card=CARD
+    )
+
+    (footprint,) = estimate.footprints
+    assert footprint.activations_bytes < length * length
+    assert nn.functional.scaled_dot_product_attention is attention
 
 
 class Branching(nn.Module):
