@@ -437,6 +437,38 @@ def test_operator_that_asks_for_a_driver_is_answered_by_a_real_step():
     assert estimate.footprints[-1].peak_bytes > 0
 
 
+class Penalised(nn.Linear):
+    """Looks at a gradient of its own, as WGAN-GP does."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.sum(), self.weight, create_graph=True)
+        return y + slope.square().sum()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver it can be gone through")
+def test_gradient_inside_a_model_is_answered_by_a_real_step_where_there_is_no_driver():
+    estimate = estimate_step(Penalised(64, 10), batch_of((64,)), card=CARD)
+
+    assert estimate.real_step
+    assert "CUDA driver" in estimate.notes[0]
+
+
+class Numpy(nn.Linear):
+    """Reads values outside of PyTorch, as a matcher by scipy does."""
+
+    def forward(self, x):
+        return super().forward(x) * float(x.detach().cpu().numpy().mean())
+
+
+@pytest.mark.parametrize("card", [None, CARD])
+def test_model_that_reads_values_by_numpy_is_answered_by_a_real_step(card):
+    estimate = estimate_step(Numpy(64, 10), batch_of((64,)), card=card)
+
+    assert estimate.real_step
+    assert ".numpy()" in estimate.notes[0]
+
+
 @pytest.mark.parametrize("card", [None, CARD])
 def test_branching_model_that_a_function_makes_is_made_anew_for_a_real_step(card):
     batch = batch_of((64,))

@@ -339,8 +339,12 @@ def _why_stuck(error: Exception) -> str | None:
     # Custom operators of torch.library say it in words alone.
     if isinstance(error, RuntimeError) and "no fake impl" in str(error):
         return f"a custom operator has no fake form ({first_line(error)}){unformed}"
-    # So do operators that ask CUDA for something (cuDNN's LSTM), each kind of build and machine in other ones.
-    if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and "CUDA" in str(error):
+    if isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error):
+        return "the model reads values, by .numpy()"
+    # So do operators that ask CUDA for something (cuDNN's LSTM), each kind of build and machine in other ones; and
+    # autograd's engine, which a model calls by torch.autograd.grad, for the driver's context.
+    asks = "CUDA" in str(error) or "hasPrimaryContext" in str(error)
+    if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and asks:
         return f"an operator asks for a CUDA driver, and there is none here ({first_line(error)})"
     return None
 
