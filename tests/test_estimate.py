@@ -437,6 +437,24 @@ def test_operator_that_asks_for_a_driver_is_answered_by_a_real_step():
     assert estimate.footprints[-1].peak_bytes > 0
 
 
+class Keeping(nn.Linear):
+    """Has tensors that are no buffers."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale, self.more = torch.ones(64), {"shift": [torch.zeros(64)]}
+
+    def forward(self, x):
+        return super().forward(x * self.scale.to(x.device) + self.more["shift"][0].to(x.device))
+
+
+@pytest.mark.parametrize("card", [None, CARD])
+def test_tensors_that_a_model_keeps_as_they_are_are_copied_too(card):
+    estimate = estimate_step(Keeping(64, 10), batch_of((64,)), card=card)
+
+    assert not estimate.real_step
+
+
 class Penalised(nn.Linear):
     """Looks at a gradient of its own, as WGAN-GP does."""
 
