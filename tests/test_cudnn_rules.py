@@ -160,6 +160,27 @@ def test_float32_without_tensor_cores_is_convolved_by_winograds_algorithm():
     ]
 
 
+def test_what_winograds_algorithm_transforms_is_fixed_or_grows_with_the_samples():
+    source, weight, *options = convolution(dtype=torch.float32)
+
+    def pieces(source):
+        result = aten.convolution(source, weight, None, *options)
+        args = source, weight, None, *options
+        return cuda_workspace(aten.convolution.default, args, result, tensor_float=False).beside
+
+    one, half = pieces(source), pieces(source[: N // 2])
+    assert [piece / other for piece, other in zip(one, half, strict=True)] == [2, 1]
+
+
+@pytest.mark.parametrize("tensor_float", [True, False])
+@pytest.mark.parametrize(("samples", "channels"), [(N, 0), (0, 64)])
+def test_what_is_empty_takes_nothing(samples, channels, tensor_float):
+    source, weight, *options = convolution(channels, dtype=torch.float32)
+
+    assert forward(source[:samples], weight, *options, tensor_float=tensor_float) == 0
+    assert backward(source[:samples], weight, *options, tensor_float=tensor_float) == []
+
+
 def test_halves_are_for_tensor_cores_whatever_float32_is():
     assert forward(*convolution(), tensor_float=False) == forward(*convolution())
 

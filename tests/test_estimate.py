@@ -11,6 +11,7 @@ from autoaccum.fallback import checkpointed, offloaded
 from autoaccum.memory import Simulated
 
 CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
+VOLTA = Card("some-16gb", 16 * 2**30, 320 * 2**20, bf16=False, source="made up for tests")
 
 
 def mlp(width=2048):
@@ -351,6 +352,49 @@ def test_language_model_says_which_length_was_assumed():
     assert any("33" in note for note in estimate_step(Language(), (tokens, tokens)).notes)
 
 
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50_000, 64), nn.Linear(64, 10)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (Mean, (torch.zeros(8, 1000, dtype=torch.long), torch.zeros(8, dtype=torch.long))),
+        (lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.Flatten(), nn.LazyLinear(10)), batch_of((64, 30, 30))),
+    ],
+    ids=["embedding", "convolution"],
+)
+def test_one_sample_is_told_where_kernels_take_no_constant_share_a_sample(make, batch):
+    model = make()
+    model(batch[0])  # what is lazy takes its shape
+
+    several = estimate_step(model, batch, card=VOLTA)
+    alone = estimate_step(model, batch, card=VOLTA, sizes=[1])
+
+    assert [footprint.size for footprint in several.footprints] == [1, 2, 4, 8]
+    assert several.footprints[0] == alone.footprints[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_inside_pytorchs_own_layers_makes_no_matrix_of_lengths_on_a_card(precision):
+    length = 2048
+    layer = nn.TransformerEncoderLayer(16, 1, 16, dropout=0.0, batch_first=True)
+    attention = nn.functional.scaled_dot_product_attention
+
+    estimate = estimate_step(
+        layer, torch.zeros(1, length, 16), loss=lambda outputs, _: outputs.sum(), precision=precision, card=CARD
+    )
+
+    (footprint,) = estimate.footprints
+    assert footprint.activations_bytes < length * length
+    assert nn.functional.scaled_dot_product_attention is attention
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()
@@ -391,6 +435,56 @@ def test_operator_that_asks_for_a_driver_is_answered_by_a_real_step():
     assert estimate.real_step
     assert "CUDA driver" in estimate.notes[0]
     assert estimate.footprints[-1].peak_bytes > 0
+
+
+class Keeping(nn.Linear):
+    """Has tensors that are no buffers."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale, self.more = torch.ones(64), {"shift": [torch.zeros(64)]}
+
+    def forward(self, x):
+        return super().forward(x * self.scale.to(x.device) + self.more["shift"][0].to(x.device))
+
+
+@pytest.mark.parametrize("card", [None, CARD])
+def test_tensors_that_a_model_keeps_as_they_are_are_copied_too(card):
+    estimate = estimate_step(Keeping(64, 10), batch_of((64,)), card=card)
+
+    assert not estimate.real_step
+
+
+class Penalised(nn.Linear):
+    """Looks at a gradient of its own, as WGAN-GP does."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.sum(), self.weight, create_graph=True)
+        return y + slope.square().sum()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver it can be gone through")
+def test_gradient_inside_a_model_is_answered_by_a_real_step_where_there_is_no_driver():
+    estimate = estimate_step(Penalised(64, 10), batch_of((64,)), card=CARD)
+
+    assert estimate.real_step
+    assert "CUDA driver" in estimate.notes[0]
+
+
+class Numpy(nn.Linear):
+    """Reads values outside of PyTorch, as a matcher by scipy does."""
+
+    def forward(self, x):
+        return super().forward(x) * float(x.detach().cpu().numpy().mean())
+
+
+@pytest.mark.parametrize("card", [None, CARD])
+def test_model_that_reads_values_by_numpy_is_answered_by_a_real_step(card):
+    estimate = estimate_step(Numpy(64, 10), batch_of((64,)), card=card)
+
+    assert estimate.real_step
+    assert ".numpy()" in estimate.notes[0]
 
 
 @pytest.mark.parametrize("card", [None, CARD])

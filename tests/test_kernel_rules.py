@@ -33,6 +33,11 @@ def test_a_softmax_in_float32_of_halves_takes_it_in_float32():
     assert made == [FLOATS]
 
 
+def test_that_product_is_copied_where_the_gradient_comes_turned():
+    """As from attention over the other side of the same scores: `scores.softmax(-1).mT @ values`."""
+    assert taken(lambda x: (x.softmax(-1).mT @ x).square().sum(), 2, N, WIDE) == [2 * FLOATS, 2 * FLOATS]
+
+
 def test_going_back_through_log_softmax_takes_nothing():
     assert taken(lambda x: x.log_softmax(-1).square().sum(), N, WIDE) == []
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
+# PyTorch's own, whatever stands for it while `without_driver` is entered.
+_ATTENTION = functional.scaled_dot_product_attention
 # The largest head that flash attention has a kernel for (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _FLASH_HEAD = 256
 _FLASH_MULTIPLE = 8
@@ -48,7 +50,7 @@ class CudaCalls(TorchFunctionMode):
     ) -> Any:
         """Run a function, or what stands for it."""
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
+        if func is _ATTENTION:
             return attention(*args, **kwargs)
         if func is Tensor.backward:
             # Entered anew: a checkpoint's second forward pass is made in there.
@@ -104,9 +106,7 @@ def _products(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool, scale: Any, gqa: bool
 ) -> Tensor:
     with torch._C.DisableTorchFunction():
-        return functional.scaled_dot_product_attention(
-            query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa
-        )
+        return _ATTENTION(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa)
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -142,8 +142,23 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def without_driver() -> Iterator[None]:
     """Let fakes go the ways of CUDA also where PyTorch would ask a driver, or the build, whether there is CUDA."""
-    with _casting_without_driver(), cudnn_rules.layouts_without_driver(), _recomputing_without_engine():
+    with (
+        _casting_without_driver(),
+        cudnn_rules.layouts_without_driver(),
+        _recomputing_without_engine(),
+        _attending_inside_functions(),
+    ):
         yield
+
+
+@contextmanager
+def _attending_inside_functions() -> Iterator[None]:
+    """Let functions of PyTorch that call attention come to its kernel: `CudaCalls` sees them, and nothing in them."""
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = _ATTENTION
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def convolution(args: Sequence[Any], result: Tensor, *, tensor_float: bool = Tru
     last = _runs_channels_last(source, weight)
     cores = tensor_float and _allows_tensor_float()
     if not last and _is_winograd(args, source, cores=cores):
-        parts = [_winograd(source, result)]
+        parts = _winograd(source, result)
     else:
         parts = [_turned(tensor, channels_last=last, cores=cores) for tensor in (source, weight, result)]
     return Workspace(beside=(*_copied((source, weight), channels_last=last), *_capped(parts)))
@@ -90,7 +90,7 @@ def convolution_backward(args: Sequence[Any], result: Any, *, tensor_float: bool
     last = _runs_channels_last(source, weight)
     cores = tensor_float and _allows_tensor_float()
     if not last and _is_winograd(args[1:], source, cores=cores):
-        read = written = [_winograd(source, gradient)]
+        read = written = _winograd(source, gradient)
     else:
         read = [_turned(tensor, channels_last=last, cores=cores) for tensor in (gradient, source, weight)]
         written = [*read, _partial_sums(weight, groups)]
@@ -122,7 +122,9 @@ def layouts_without_driver() -> Iterator[None]:
 
 def _is_without_workspace(source: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> bool:
     is_depthwise = groups > 1 and groups == source.shape[1] and not transposed
-    return not torch.backends.cudnn.enabled or (is_depthwise and not _runs_channels_last(source, weight))
+    if source.numel() == 0 or weight.numel() == 0 or not torch.backends.cudnn.enabled:
+        return True
+    return is_depthwise and not _runs_channels_last(source, weight)
 
 
 def _runs_channels_last(source: Tensor, weight: Tensor) -> bool:
@@ -159,11 +161,12 @@ def _is_winograd(args: Sequence[Any], source: Tensor, *, cores: bool) -> bool:
     )
 
 
-def _winograd(source: Tensor, result: Tensor) -> int:
+def _winograd(source: Tensor, result: Tensor) -> list[int]:
+    """Return what is transformed: what grows with the samples, and the filters, which do not."""
     n, outputs, *sides = result.shape
     inputs = source.shape[1]
     tiles = n * math.prod(math.ceil(side / _RESULTS) for side in sides)
-    return _TRANSFORMED**2 * (inputs * tiles + outputs * tiles + inputs * outputs) * _FLOAT
+    return [_TRANSFORMED**2 * numbers * _FLOAT for numbers in ((inputs + outputs) * tiles, inputs * outputs)]
 
 
 def _turned(tensor: Tensor, *, channels_last: bool, cores: bool) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -319,7 +319,8 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, high: int) -> tuple[Timeline, ...]:
     """Go through two sizes, and tell the others from them; go through those too that they do not tell.
 
-    Not through one sample, which can take other ways: an optional dimension is squeezed, a batch statistic refused.
+    Through one sample only where they do not tell it, and last: it can take other ways, which may be refused, as a
+    batch statistic is. Then nothing is told of it.
     """
     known = {size: run(size) for size in sorted({low, high})}
     told = dict(known) if high < asked[-1] else {}
@@ -329,6 +330,9 @@ def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, h
             timeline = run(size)
         if timeline is not None:
             told[size] = timeline
+    for size in (size for size in asked if size < low and size not in told):
+        with suppress(Exception):
+            told[size] = run(size)
     return tuple(told[size] for size in sorted(told))
 
 
@@ -347,8 +351,12 @@ def _why_stuck(error: Exception) -> str | None:
     # Custom operators of torch.library say it in words alone.
     if isinstance(error, RuntimeError) and "no fake impl" in str(error):
         return f"a custom operator has no fake form ({first_line(error)}){unformed}"
-    # So do operators that ask CUDA for something (cuDNN's LSTM), each kind of build and machine in other ones.
-    if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and "CUDA" in str(error):
+    if isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error):
+        return "the model reads values, by .numpy()"
+    # So do operators that ask CUDA for something (cuDNN's LSTM), each kind of build and machine in other ones; and
+    # autograd's engine, which a model calls by torch.autograd.grad, for the driver's context.
+    asks = "CUDA" in str(error) or "hasPrimaryContext" in str(error)
+    if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and asks:
         return f"an operator asks for a CUDA driver, and there is none here ({first_line(error)})"
     return None
 

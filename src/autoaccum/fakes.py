@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # The model, the copy of it that makes the step, its gradients, and the two numbers that Adam keeps of each.
 _COPIES_OF_A_STEP = 5
+# Where a module keeps what moves with it.
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 class Stage:
@@ -77,6 +79,15 @@ class Stage:
             for buffer in module._buffers.values():
                 if buffer is not None and id(buffer) not in self._memo:
                     self._remember(buffer, self._made(buffer))
+            if not self._real:
+                self._fake_plain(module)
+
+    def _fake_plain(self, module: nn.Module) -> None:
+        """Stand in for tensors that a module keeps as they are, which PyTorch's fakes do not let be copied."""
+        kept = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        for value in torch.utils._pytree.tree_leaves(kept):
+            if isinstance(value, Tensor) and id(value) not in self._memo:
+                self._remember(value, like(value, value.device).requires_grad_(value.requires_grad))
 
     def _made(self, tensor: Tensor) -> Tensor:
         made = tensor.detach().to(self._device, copy=True) if self._real else like(tensor, self._device)

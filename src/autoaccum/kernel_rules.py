@@ -55,10 +55,12 @@ def softmax(args: Sequence[Any], _result: Any) -> Workspace:
 
 
 def softmax_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """The gradient times the result, whole (softmax_backward_cuda_out, cuda/SoftMax.cu)."""
+    """The gradient times the result, whole (softmax_backward_cuda_out, cuda/SoftMax.cu), and a copy of one turned."""
     gradient, made = args[0], args[1]
-    kind = torch.promote_types(gradient.dtype, made.dtype)
-    return Workspace(beside=(made.numel() * kind.itemsize, *_copied(made)))
+    product = made.numel() * torch.promote_types(gradient.dtype, made.dtype).itemsize
+    # It is laid out as the gradient is, so where that is contiguous there is nothing to ask.
+    again = () if gradient.is_contiguous() or (gradient * made).is_contiguous() else (product,)
+    return Workspace(beside=(product, *again, *_copied(made)))
 
 
 def log_softmax_backward(args: Sequence[Any], _result: Any) -> Workspace:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum.cards import card_named
 from autoaccum.estimate import estimate_step, trace_step
 from autoaccum.preflight.measuring import Asked
 from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due
@@ -145,7 +146,8 @@ def test_bf16_weights_are_said_to_take_what_a_model_in_bf16_is_predicted_to(smal
 def wide_report(kind=nn.Linear, of=torch.float32, memory_limit="400MiB", **where):
     """A report on two layers of 32 million parameters."""
     return autoaccum.preflight(
-        lambda: nn.Sequential(kind(4096, 4096), nn.Linear(4096, 4096)).to(of), torch.zeros(4, 4096, dtype=of), 64,
+        lambda: nn.Sequential(kind(4096, 4096, dtype=of), nn.Linear(4096, 4096, dtype=of)),
+        torch.zeros(4, 4096, dtype=of), 64,
         loss=lambda outputs, _: outputs.float().mean(), measure=False, memory_limit=memory_limit, **where,
     )  # fmt: skip
 
@@ -185,12 +187,34 @@ class Stubborn(nn.Linear):
         return super().forward(torch.bmm(inputs[None], torch.ones(1, 4096, 4096, device=inputs.device))[0])
 
 
+class Checking(nn.Linear):
+    """Refuses inputs of another type than float32."""
+
+    def forward(self, inputs):
+        assert inputs.dtype is torch.float32
+        return super().forward(inputs)
+
+
+class Turning(nn.Linear):
+    """Turns pairs of numbers by angles that it keeps as complex numbers, which bfloat16 has not."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.register_buffer("angles", torch.ones(2048, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        pairs = torch.view_as_complex(inputs.float().unflatten(1, (2048, 2)))
+        return super().forward(torch.view_as_real(pairs * self.angles).flatten(1).to(inputs.dtype))
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"gpus": "l4", "of": torch.bfloat16, "memory_limit": "200MiB"},
         {"gpus": "v100-16gb", "precision": "fp32"},
         {"gpus": "l4", "kind": Stubborn},
+        {"gpus": "l4", "kind": Checking},
+        {"gpus": "l4", "kind": Turning},
     ],
 )
 def test_bf16_weights_are_not_advised_where_they_are_there_or_cannot_be(options, capfd):
@@ -199,6 +223,39 @@ def test_bf16_weights_are_not_advised_where_they_are_there_or_cannot_be(options,
     assert capfd.readouterr().err == ""
     assert "bf16 weights" not in names
     assert "a higher memory limit" in names
+
+
+class OfOneLength(Language):
+    def forward(self, tokens):
+        assert tokens.shape[1] == 512
+        return super().forward(tokens)
+
+
+def test_a_model_that_refuses_other_lengths_is_told_no_shorter_ones():
+    tokens = torch.zeros(4, 512, dtype=torch.long)
+    options = {"loss": loss, "device_memory": "1GiB", "measure": False, "precision": "fp32"}
+
+    names = [one.name for one in autoaccum.preflight(OfOneLength(), (tokens, tokens), 256, **options).remedies]
+
+    assert "activation checkpointing" in names
+    assert "inputs of length 256" not in names
+
+
+def test_a_larger_card_is_told_what_its_own_convolutions_take():
+    """The next larger one is without Tensor Cores for float32, and does for no more than the one before it."""
+    model, batch = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)), torch.zeros(2, 3, 256, 256)
+    options = {"loss": lambda outputs, _: outputs.mean(), "precision": "fp32"}
+    small = card_named("rtx-4080")
+    fits = estimate_step(model, batch, card=small, most=4096, **options).largest(small.free_bytes, 4096)
+
+    target = fits * MANY_MICRO_BATCHES + 1
+    report = autoaccum.preflight(model, batch, target, gpus="t4", measure=False, max_micro_batch=4096, **options)
+
+    (said,) = [remedy for remedy in report.remedies if remedy.name == "a larger card"]
+    larger = card_named(said.description.removeprefix("such as "))
+    estimate = estimate_step(model, batch, card=larger, most=4096, **options)
+    assert said.peak_bytes == estimate.reserved_bytes(estimate.footprints[0].size)
+    assert said.micro_batch == estimate.largest(larger.free_bytes, 4096)
 
 
 def test_nothing_is_advised_where_few_micro_batches_do():

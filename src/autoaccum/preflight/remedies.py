@@ -152,10 +152,15 @@ class Remedies:
     def _half_weights(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
         if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
             return
-        try:
+        if any(one.is_complex() for one in self._model.buffers()):
+            return  # they would lose what is imaginary
+        # Something that it is given or makes itself may stay in float32 and not go with the rest, or it may refuse
+        # other types in words of its own.
+        estimate = None
+        with suppress(Exception):
             estimate = self._estimate(weights=torch.bfloat16)
-        except (RuntimeError, ValueError):
-            return  # something that it is given or makes itself stays in float32, and does not go with the rest
+        if estimate is None:
+            return
         how = "model.to(torch.bfloat16) before the optimizer is made; inputs of floating point too"
         # Of a weight's 8 significant bits the last is worth 1/256 to 1/128 of it, and half of that is rounded away.
         cost = (
@@ -217,10 +222,11 @@ class Remedies:
         if half is None:
             return
         batch, length = half
-        try:
+        estimate = None
+        with suppress(Exception):  # the model may take sequences of one length only, and say so in its own words
             estimate = self._estimate(batch=batch)
-        except (InvalidInputError, RuntimeError, ValueError, IndexError):
-            return  # the model takes sequences of one length only
+        if estimate is None:
+            return
         yield _remedy(f"inputs of length {length}", "half of what the batch has", "less context"), estimate, self._place
 
     def _unlimited(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
@@ -233,13 +239,19 @@ class Remedies:
         """The smallest card that would do without many micro-batches."""
         if self._place.card is None or self._place.unlimited_bytes is not None:
             return
-        traced = self._trace(
-            batch=self._asked.batch, precision=self._place.precision, kind="cuda", most=self._asked.most
-        )
+        traced: dict[bool, Traced] = {}
         for card in sorted(known_cards(), key=lambda one: one.free_bytes):
             if card.free_bytes <= self._place.card.free_bytes or (self._place.precision == "bf16" and not card.bf16):
                 continue
-            estimate = traced.estimate(card)
+            if card.tensor_float not in traced:
+                traced[card.tensor_float] = self._trace(
+                    batch=self._asked.batch,
+                    precision=self._place.precision,
+                    kind="cuda",
+                    most=self._asked.most,
+                    tensor_float=card.tensor_float,
+                )
+            estimate = traced[card.tensor_float].estimate(card)
             place = replace(self._place, card=card, room_bytes=card.free_bytes)
             if place.largest(estimate, self._asked.most) * MANY_MICRO_BATCHES >= self._asked.target_batch:
                 yield _remedy("a larger card", f"such as {card.name}", "the card"), estimate, place
