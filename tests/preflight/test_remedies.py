@@ -11,7 +11,7 @@ import autoaccum
 from autoaccum.cards import card_named
 from autoaccum.estimate import estimate_step, trace_step
 from autoaccum.preflight.measuring import Asked
-from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due
+from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due, computes_bf16
 
 
 class Block(nn.Module):
@@ -304,3 +304,12 @@ def test_what_checkpointing_is_said_to_take_is_what_it_takes():
 
     assert report.measured.micro_batch < said.micro_batch
     assert result.steps == 1
+
+
+@pytest.mark.parametrize(("capability", "computes"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_cards_at_hand_before_ampere_are_advised_of_no_bf16(monkeypatch, capability, computes):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+
+    assert computes_bf16("cuda:0") is computes
+    assert computes_bf16("cpu")

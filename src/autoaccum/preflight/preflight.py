@@ -30,7 +30,7 @@ from autoaccum.preflight.feeding import first_batches, listen_to, samples_of
 from autoaccum.preflight.lengths import may_vary, of_length
 from autoaccum.preflight.measuring import Asked, measure_on
 from autoaccum.preflight.predicting import predict
-from autoaccum.preflight.remedies import Place, Remedies, are_due
+from autoaccum.preflight.remedies import Place, Remedies, are_due, computes_bf16
 from autoaccum.records import check_positive_int
 from autoaccum.report import Report
 from autoaccum.report.records import HostFacts, Subject
@@ -300,7 +300,7 @@ def _remedies(
             unlimited_bytes=None if device.limit_bytes is None else max(device.free_bytes, device.room_bytes),
             holds_model=device.holds_model,
             precision=measured.precision or "fp32",
-            half=True,
+            half=computes_bf16(device.device),
             failed=1 if measured.micro_batch == 0 else measured.smallest_failed,
         )
         places.append((device.name, place))

@@ -49,7 +49,7 @@ class Place:
         unlimited_bytes: What it might take without the limit that was asked for; None where there is no such limit.
         holds_model: Whether that counts the model.
         precision: In which the step would run.
-        half: Whether half precision is an answer there.
+        half: Whether it computes in bf16, and with it float32 by Tensor Cores.
         failed: The smallest size that was tried there and did not fit; None where none was.
     """
 
@@ -139,7 +139,7 @@ class Remedies:
             "precision": self._place.precision,
             "kind": self._place.kind,
             "most": self._asked.most,
-            "tensor_float": self._place.card is None or self._place.card.tensor_float,
+            "tensor_float": self._place.half,
         }
         return self._trace(**options | changed).estimate(self._place.card)
 
@@ -161,7 +161,7 @@ class Remedies:
             estimate = self._estimate(weights=torch.bfloat16)
         if estimate is None:
             return
-        how = "model.to(torch.bfloat16) before the optimizer is made; inputs of floating point too"
+        how = "model.to(torch.bfloat16), before the optimizer is made; a loss with weights and floating inputs too"
         # Of a weight's 8 significant bits the last is worth 1/256 to 1/128 of it, and half of that is rounded away.
         cost = (
             "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
@@ -256,6 +256,13 @@ class Remedies:
             if place.largest(estimate, self._asked.most) * MANY_MICRO_BATCHES >= self._asked.target_batch:
                 yield _remedy("a larger card", f"such as {card.name}", "the card"), estimate, place
                 return
+
+
+def computes_bf16(device: str) -> bool:
+    """Whether a device at hand computes in bf16; of NVIDIA's those from Ampere on do."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
 
 
 def are_due(largest: int, target_batch: int) -> bool:
