@@ -14,8 +14,8 @@ Where this is from:
   the card has them for it (TF32, from Ampere on) and `torch.backends.cudnn.allow_tf32` is left on.
 - Where they are not, filters of 3 x 3 get Winograd's algorithm in its form that is not fused: tiles of 4 x 4 results,
   for which source, filter and result are transformed to 6 x 6, as a whole (A. Lavin and S. Gray, "Fast Algorithms for
-  Convolutional Neural Networks", arXiv 1509.09308, F(4 x 4, 3 x 3)). cuDNN tells no sizes; these are what trainings of
-  PSPNet and UPerNet took on V100s to within 0.6 % (docs/estimates.md).
+  Convolutional Neural Networks", arXiv 1509.09308, F(4 x 4, 3 x 3)). cuDNN tells no sizes; with these, trainings of
+  PSPNet and UPerNet on V100s are met to 0.5 % in the median (docs/estimates.md).
 - The gradient of weights is a sum over pixels, which is split so that all multiprocessors have work; the parts are in
   float32.
 - A tensor that is not in the layout that PyTorch chooses is copied before the call (cudnn_conv_suggest_memory_format in

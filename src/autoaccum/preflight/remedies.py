@@ -165,8 +165,8 @@ class Remedies:
         # Of a weight's 8 significant bits the last is worth 1/256 to 1/128 of it, and half of that is rounded away.
         cost = (
             "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
+            "so care with small learning rates"
         )
-        cost += "so care with small learning rates"
         yield _remedy("bf16 weights", how, cost), estimate, self._place
 
     def _checkpointed(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
