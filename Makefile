@@ -136,6 +136,10 @@ scaling: $(VENV)/.for-development  ## measure what several ranks cost and gain, 
 faults: $(VENV)/.for-development  ## let every operator of a step fail in turn, and compare (one to two hours; scripts/faults.py --sample 18: some 15 minutes)
 	$(BIN)/python scripts/faults.py
 
+.PHONY: attack
+attack: $(VENV)/.for-development  ## kill, damage, starve and misuse a training, and count what was lost (some 10 minutes)
+	$(BIN)/python scripts/attack.py
+
 .PHONY: gpu
 gpu: $(VENV)/.for-development  ## run what only a card can show (some 8 minutes; nothing where there is none)
 	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/

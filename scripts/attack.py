@@ -1,0 +1,45 @@
+"""Attacks autoaccum: kills, damaged files, lack of memory at odd moments, full disks, bad input.
+
+Each module of scripts/attacks is one kind of attack, with a function `attack(folder, seed, share)` that returns its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from attacks.row import Row
+
+ATTACKS: tuple[str, ...] = ()
+
+
+def main() -> int:
+    """Run the attacks that are asked for; return 1 where one broke a promise."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="ATTACK", help=f"any of {', '.join(ATTACKS)}; none: all of them")
+    parser.add_argument("--share", type=float, default=1.0, help="part of the tries to make (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in ATTACKS]:
+        parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(ATTACKS)}")
+    rows: list[Row] = []
+    for name in options.names or ATTACKS:
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="autoaccum-attack-") as folder:
+            found = importlib.import_module(f"attacks.{name}").attack(Path(folder), options.seed, options.share)
+        rows += found
+        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        for loss in (loss for row in found for loss in row.losses):
+            print(f"  {loss}", file=sys.stderr, flush=True)
+    print("| attack | tries | losses | |\n|---|---|---|---|")
+    for row in rows:
+        print(f"| {row.attack} | {row.tries} | {len(row.losses)} | {row.note} |")
+    return 1 if any(row.losses for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
