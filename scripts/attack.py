@@ -1,6 +1,6 @@
 """Attacks autoaccum: kills, damaged files, lack of memory at odd moments, full disks, bad input.
 
-Each module of scripts/attacks is one kind of attack, with a function `attack(folder, seed, share)` that returns its rows.
+Each module of scripts/attacks is one kind of attack; its function `attack(folder, seed, share)` returns rows.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from attacks.row import Row
+if TYPE_CHECKING:
+    from attacks.row import Row
 
 ATTACKS: tuple[str, ...] = ()
 
