@@ -11,7 +11,13 @@ from torch import nn
 
 import autoaccum
 from autoaccum import checkpoint as checkpoint_module
-from autoaccum.errors import CheckpointError, DeviceLostError, InvalidInputError, StateDamagedError
+from autoaccum.errors import (
+    CheckpointError,
+    DeviceLostError,
+    InvalidInputError,
+    StateDamagedError,
+    UpdateCompleteError,
+)
 from long_runs import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -245,7 +251,7 @@ def test_half_an_update_is_never_left_behind(tmp_path):
                 raise ValueError("the scheduler's")
             super().step(*arguments)
 
-    with pytest.raises(ValueError, match="the scheduler's"):
+    with pytest.raises(UpdateCompleteError, match="update 6 is made.*ValueError: the scheduler's"):
         Run(checkpoint=tmp_path, checkpoint_steps=3, scheduler=lambda it: Broken(it, 4)).fit()
 
     assert checkpoints(tmp_path) == ["step-00000003.pt"]

@@ -64,6 +64,7 @@ ORDER = (
     "sharded_joint",
     "room",
     "attempt",
+    "afterwards",
     "runner",
     "finding",
     "position",

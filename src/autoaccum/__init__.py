@@ -15,6 +15,7 @@ from autoaccum.errors import (
     RankFailedError,
     StartAgainError,
     StateDamagedError,
+    UpdateCompleteError,
 )
 from autoaccum.fit import fit
 from autoaccum.jobs.job import Job
@@ -63,6 +64,7 @@ __all__ = [
     "StepReport",
     "TensorBoardLog",
     "Trial",
+    "UpdateCompleteError",
     "Window",
     "find_micro_batch",
     "fit",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from autoaccum import oom, signals
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 from autoaccum.joint import ELSEWHERE
 from autoaccum.update import RESERVE
 
@@ -51,17 +51,17 @@ class Again(Enum):
     OVER = "no process has a sample left"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Made:
     """An update that was made.
 
     Attributes:
         losses: The window's losses by name.
-        update: What became of the update.
+        update: What became of the update; set when it is made, since nothing new may be needed from then on.
     """
 
     losses: dict[str, Tensor]
-    update: Update
+    update: Update = field(init=False)
 
 
 class Attempts:
@@ -73,7 +73,11 @@ class Attempts:
         sizing: Cuts the windows.
         room: What room there is for a second set of gradients.
         joint: Through which windows are made together; None where this process is the only one.
+        before_update: Called when all but the optimizer's step is done, while there still is a way back.
         on_update: Called when an update is made, before an interrupt that waited for it is let through.
+
+    Attributes:
+        is_decided: Whether the others make, or have made, the update of the present window, whatever happens here.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Attempts:
         sizing: Sizing,
         room: Room,
         joint: Joint | None,
+        before_update: Callable[[], None],
         on_update: Callable[[Update], None],
     ) -> None:
         self._step = step
@@ -90,7 +95,9 @@ class Attempts:
         self._sizing = sizing
         self._room = room
         self._joint = joint
+        self._before_update = before_update
         self._on_update = on_update
+        self.is_decided = False
         self._is_checked = False
 
     def make(self, window: Window) -> Made | Again:
@@ -104,13 +111,14 @@ class Attempts:
         given = self._work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
         if self._joint is not None:
             return self._finish_with_others(self._joint, window, given)
-        losses = given.corrected_losses()
-        self._check_first(losses)
+        made = Made(given.corrected_losses())
+        self._check_first(made.losses)
+        self._before_update()
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         with signals.held():
-            update = self._step.updates.make(given.correction)
-            self._on_update(update)
-        return Made(losses, update)
+            made.update = self._step.updates.make(given.correction)
+            self._on_update(made.update)
+        return made
 
     def _finish_with_others(self, joint: Joint, window: Window, given: Given) -> Made | Again:
         """Agree with the other processes, add up what all have, and make the update."""
@@ -126,32 +134,40 @@ class Attempts:
             if not joint.samples:
                 return Again.OVER
             alone = joint.add_up(given, self._check_first)
+            alone.run(self._before_update)
+            made = Made(alone.losses)
+            # From here on this rank cannot know whether the others have heard from it and make the update. Where the
+            # model adds up gradients they all meet once more.
+            self.is_decided = joint.adds_up_gradients
             if not joint.all_ready(alone):
+                self.is_decided = False
                 if alone.failure is not None:
                     raise alone.failure
                 self._work.start_over(joint.share)
                 return Again.AGAIN
+            self.is_decided = True
             with signals.held():
-                update = self._committed(alone.norm)
-                self._on_update(update)
+                made.update = self._committed(alone.norm)
+                self._on_update(made.update)
         finally:
             updates.let_go()
-        return Made(alone.losses, update)
+        return made
 
     def _committed(self, norm: Tensor | None) -> Update:
         """Step the optimizer, as all others do now: where memory lacks for it, once more, with the caches let go."""
+        updates, memory = self._step.updates, self._step.memory
+        before = updates.made
         try:
-            return self._step.updates.commit(norm)
+            return updates.commit(norm)
         except Exception as error:
-            if not oom.is_oom(error) or oom.is_device_lost(error):
+            if updates.made != before or not oom.is_oom(error) or oom.is_device_lost(error):
                 raise
             oom.let_go(error)
-        memory = self._step.memory
         memory.release()
         try:
-            return self._step.updates.commit(norm)
+            return updates.commit(norm)
         except Exception as error:
-            if not oom.is_oom(error) or oom.is_device_lost(error):
+            if updates.made != before or not oom.is_oom(error) or oom.is_device_lost(error):
                 raise
             # The others have made the update, so this window cannot be tried again.
             raise DoesNotFitError(
@@ -180,6 +196,21 @@ class Attempts:
             return False  # the user's own hooks expect the window's gradients in .grad
         trained = (p for p in self._step.parameters if p.requires_grad)
         return self._room.is_free(sum(p.numel() * p.element_size() for p in trained))
+
+
+def left_behind(error: Exception, rank: int, step: int) -> StartAgainError:
+    """Return what is raised where one rank lacked memory while the others began to make an update.
+
+    Args:
+        error: The lack.
+        rank: This rank.
+        step: The number of the update.
+    """
+    return StartAgainError(
+        f"rank {rank} ran out of memory ({oom.first_line(error)}) where the others make update {step}, and it cannot "
+        "make it after them; every process has to be started again, as torchrun does with --max-restarts, and goes on "
+        "from the last checkpoint where fit has a checkpoint="
+    )
 
 
 def refuse_to_try_for_ever(events: Sequence[MemoryEvent], memory: MemoryBackend) -> None:

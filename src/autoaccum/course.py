@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoaccum import oom
 from autoaccum.batches import Window, stream
 from autoaccum.checkpoint import Moment
 from autoaccum.errors import InvalidInputError
@@ -77,6 +78,7 @@ class Course:
         self._windows: Iterator[Window] | None = None
         self._first: Window | None = None
         self._coming: tuple[int, Position] = (0, self.moment.position)
+        self._next = self.moment
         self._has_begun = False  # the epoch, as far as other processes are asked
 
     @property
@@ -177,23 +179,55 @@ class Course:
 
     # --- the moment ---------------------------------------------------------------------------------------------------
 
+    def before_update(self) -> None:
+        """Make the moment that an update leads to, while it can still be given up: later there may be no memory."""
+        samples, position = self._coming
+        if self._company is not None and self._company.joint is not None:
+            samples = self._company.joint.samples
+        now = self.moment
+        self._next = Moment(now.windows + 1, now.samples + samples, position, now.random)
+
     def after_update(self, skipped: bool) -> None:
         """Move everything that moves with an update; interrupts are held back meanwhile.
+
+        Only the user's scheduler can fail here. What an optimizer or a scheduler may have drawn is read last; where no
+        memory is left for that, the moment is not whole before `after_callbacks` has read it.
 
         Args:
             skipped: Whether the scaler skipped it.
         """
         self.is_whole = False
         self.schedule.after_update(skipped=skipped)
-        samples, position = self._coming
-        if self._company is not None and self._company.joint is not None:
-            samples = self._company.joint.samples
-            self._company.ranks.moment = self.moment.windows + 1
-        self.moment = Moment(self.moment.windows + 1, self.moment.samples + samples, position, self._random_states())
-        self.is_whole = True
+        self.moment = self._next
+        if self._company is not None:
+            self._company.ranks.moment = self._next.windows
+        try:
+            self._note_random_state()
+        except Exception as error:
+            if not oom.is_oom(error):
+                raise
+            oom.let_go(error)
+        else:
+            self.is_whole = True
 
     def after_callbacks(self) -> None:
         """Note what callbacks have drawn: the next window begins from there, whenever this moment is written."""
+        if self._random is not None:
+            try:
+                self._note_random_state()
+            except Exception as error:
+                if not oom.is_oom(error):
+                    raise
+                oom.let_go(error)
+            else:
+                self.is_whole = True
+                return
+            # Once more, after the handler: inside it the traceback still pins what the update took.
+            self._memory.release()
+            self._note_random_state()
+        self.is_whole = True
+
+    def _note_random_state(self) -> None:
         if self._random is not None:
             self.moment = replace(self.moment, random=self._random_states())
 

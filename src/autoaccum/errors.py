@@ -1,7 +1,8 @@
 """The exceptions that autoaccum raises itself.
 
 Every message says what was asked, what was found and what to try next. An exception from the user's own model,
-loss, loader or callback is never wrapped: it arrives as it was raised.
+loss, loader or callback is never wrapped: it arrives as it was raised. The exception is what fails after the optimizer
+has stepped, where whoever catches it has to know that the update is made: `UpdateCompleteError`, raised from it.
 """
 
 
@@ -30,6 +31,23 @@ class StateDamagedError(AutoaccumError):
 
     Training must not go on from here: load a checkpoint. With `checkpoint=`, `fit` goes back to its last one by itself.
     """
+
+
+class UpdateCompleteError(AutoaccumError):
+    """The optimizer has stepped, and something that follows the update failed; `__cause__` is what failed.
+
+    It may be an optimizer's hook, the scheduler, or memory that ran out in either or in what the library notes after an
+    update. The window must not be given again: its update is made. Where the message says that what moves with the
+    update has not all moved, no checkpoint is written of this moment, and the last one is where to go on from.
+
+    Attributes:
+        step: The update that was made, counted as `StepReport.step`; None where none counts (a trial of
+            `find_micro_batch`, which is put back).
+    """
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class CheckpointError(AutoaccumError):

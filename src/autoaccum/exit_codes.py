@@ -23,6 +23,7 @@ from autoaccum.errors import (
     RankFailedError,
     StartAgainError,
     StateDamagedError,
+    UpdateCompleteError,
 )
 from autoaccum.jobs import load_recipe
 
@@ -67,6 +68,8 @@ def errors_as_exit_codes() -> Iterator[None]:
         complain("interrupted")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except AutoaccumError as error:
+        if isinstance(error, UpdateCompleteError):  # it is the user's scheduler, mostly: show where
+            traceback.print_exception(error, file=sys.stderr)
         complain(f"error: {error}")
         for note in getattr(error, "__notes__", ()):
             complain(note.removeprefix("autoaccum: "))
@@ -86,7 +89,7 @@ def code_for(error: AutoaccumError) -> ExitCode:
         return ExitCode.DOES_NOT_FIT
     if isinstance(error, StartAgainError):
         return ExitCode.START_AGAIN
-    if isinstance(error, DeviceLostError | StateDamagedError | RankFailedError):
+    if isinstance(error, DeviceLostError | StateDamagedError | UpdateCompleteError | RankFailedError):
         return ExitCode.DAMAGED
     return ExitCode.UNEXPECTED
 

@@ -188,6 +188,12 @@ class Ranks:
             return distributed.all_gather(self._received, self._sent, group=self.hosts, async_op=True)
 
     def _hear(self, begun: Any, said: bytes) -> list[Any]:
+        try:
+            return self._heard(begun, said)
+        except MemoryError as error:
+            raise self._out_of_memory(error) from error
+
+    def _heard(self, begun: Any, said: bytes) -> list[Any]:
         with self._told():
             self._wait(begun)
             heads: list[_Head] = [_HEAD.unpack(one[: _HEAD.size].numpy().tobytes()) for one in self._received]
@@ -240,6 +246,15 @@ class Ranks:
                 f"another process of this training is gone, or has not answered in time ({first_line(error)}); its own "
                 "output says why"
             ) from error
+        except MemoryError as error:
+            raise self._out_of_memory(error) from error
+
+    def _out_of_memory(self, error: MemoryError) -> RankFailedError:
+        """Return what is raised where an exchange fails here: the others may have heard it, so it is never repeated."""
+        return RankFailedError(
+            f"rank {self.rank} ran out of memory in what it exchanges with the others ({first_line(error)}); start "
+            "all processes again, with a smaller cut or more memory"
+        )
 
 
 class Asked:

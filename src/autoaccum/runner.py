@@ -1,5 +1,8 @@
 """One window in, exactly one optimizer update out; or an error, with everything as it was before the window.
 
+Once the optimizer has stepped there is no way back: what fails then is raised as `UpdateCompleteError`, and the window
+is not made again.
+
 The cut may change under way when memory runs out; the gradient does not. Nothing is copied for this but buffers and
 random state (and the optimizer's, once, before its first step), and nothing waits for the device that a hand-written
 loop would not wait for.
@@ -10,12 +13,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import devices, oom
+from autoaccum import afterwards, devices, oom
 from autoaccum.accumulation import Accumulation
-from autoaccum.attempt import Again, Attempts, Made, refuse_to_try_for_ever
+from autoaccum.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
 from autoaccum.batches import as_window
 from autoaccum.batchnorm import BatchNorms
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
 from autoaccum.evaluation import Evaluator
 from autoaccum.notices import Notices
 from autoaccum.probe import does_not_fit_text
@@ -138,6 +141,7 @@ class Runner:
         wanted: Wanted = Wanted(),  # noqa: B008 - frozen
         bytes_per_sample: int | None = None,
         sample_bytes: int | None = None,
+        before_update: Callable[[], None] = lambda: None,
         after_update: Callable[[bool], None] = lambda _: None,
         on_settled: Callable[[Plan], None] = lambda _: None,
         windows_done: int = 0,
@@ -156,6 +160,8 @@ class Runner:
             bytes_per_sample: What a sample takes while it is worked on, where a probe has found it: then memory is
                 asked for before each micro-batch on devices that cannot fail cleanly.
             sample_bytes: The size of the samples in which the plan counts, where an earlier call has found it.
+            before_update: Called when all but the optimizer's step is done: what takes memory to be moved with an
+                update gets it here, where a failure can still be taken back. It may be called again for one window.
             after_update: Called with whether the scaler skipped it as soon as an update is made, before an interrupt
                 that waited for it is let through: what has to move with every update moves here.
             on_settled: Called with the plan that the clock has chosen.
@@ -173,6 +179,7 @@ class Runner:
             wanted=wanted,
             bytes_per_sample=bytes_per_sample,
             sample_bytes=sample_bytes,
+            before_update=before_update,
             after_update=after_update,
             on_settled=on_settled,
             windows_done=windows_done,
@@ -192,6 +199,7 @@ class Runner:
         wanted: Wanted = Wanted(),  # noqa: B008 - frozen
         bytes_per_sample: int | None = None,
         sample_bytes: int | None = None,
+        before_update: Callable[[], None] = lambda: None,
         after_update: Callable[[bool], None] = lambda _: None,
         on_settled: Callable[[Plan], None] = lambda _: None,
         windows_done: int = 0,
@@ -222,9 +230,14 @@ class Runner:
         self._says_changes = False  # to be told of lack of memory: `fit` has its progress do that
         self._evaluator: Evaluator | None = None
         self._done = windows_done
+        self._made_before = step.updates.made
+        self._coming = windows_done + 1
+        self._has_moved = True
         self._has_shrunk = False
         self._room = Room(step.memory)
-        self._attempts = Attempts(step, self._accumulation, self._sizing, self._room, joint, self._note_update)
+        self._attempts = Attempts(
+            step, self._accumulation, self._sizing, self._room, joint, before_update, self._note_update
+        )
         drop_old_gradients(step, notices)
         self._room.begin_anew()
 
@@ -262,6 +275,16 @@ class Runner:
         """Whether nothing about the cut is left to the clock."""
         return self._sizing.is_timed
 
+    @property
+    def windows_done(self) -> int:
+        """Windows that have become an update so far, those before this runner included."""
+        return self._done
+
+    @property
+    def is_past_return(self) -> bool:
+        """Whether the update of the window that was begun last is made, here or by other processes."""
+        return self._step.updates.made != self._made_before or self._attempts.is_decided
+
     def shrink_to(self, plan: Plan) -> None:
         """Begin with a plan that an earlier run had come to by failures; the one that was set stays to be reached."""
         self._sizing.shrink_to(plan)
@@ -281,6 +304,9 @@ class Runner:
             DoesNotFitError: Not even one sample at a time fits.
             DeviceLostError: The device can no longer be used by this process.
             StateDamagedError: The optimizer failed after it had begun to write.
+            UpdateCompleteError: The optimizer has stepped, and what follows failed, be it a hook of the optimizer's or
+                memory that ran out: the update is made, and this window must not be given again. Other errors of
+                callbacks, and interrupts, that come after the update arrive as they are, with a note that says so.
         """
         report = self._step_with(as_window(window))
         assert report is not None
@@ -298,7 +324,30 @@ class Runner:
         return self._step_with(part)
 
     def _step_with(self, window: Window) -> StepReport | None:
-        started, before = time.perf_counter(), self._done
+        updates = self._step.updates
+        self._made_before, self._coming = updates.made, self._done + 1
+        self._attempts.is_decided, self._has_moved = False, False
+        try:
+            return self._report_of(window)
+        except BaseException as error:
+            if updates.made == self._made_before:
+                raise
+            # An assignment alone: whatever else fails, this window counts as done.
+            self._done = self._coming
+            self._step.clear_gradients()
+            if oom.is_device_lost(error):
+                raise devices.lost(self._memory, error) from error
+            said = afterwards.told(error, self._done, has_moved=self._has_moved)
+            if said is error:
+                raise
+            try:
+                raise said from (error.__cause__ if isinstance(error, UpdateCompleteError) else error)
+            finally:
+                del said  # else it and this frame, which holds the runner, would hold each other
+
+    def _report_of(self, window: Window) -> StepReport | None:
+        """Make a window's update, and return what was done."""
+        started = time.perf_counter()
         work = self._accumulation
         if window.samples:
             self._sizing.begin(window)
@@ -308,7 +357,7 @@ class Runner:
         try:
             outcome = self._try_until_done(work, window, events)
         except BaseException as error:
-            if self._done == before:  # else an interrupt that waited for the update: the window is done
+            if self._step.updates.made == self._made_before:  # else it came after the update: the window is done
                 self._give_up(error, work, window)
             raise
         finally:
@@ -408,6 +457,11 @@ class Runner:
         try:
             return self._attempts.make(window)
         except Exception as error:
+            if self._step.updates.made != self._made_before:
+                raise
+            is_late = self._attempts.is_decided and oom.is_oom(error)
+            if self._joint is not None and is_late and not self._joint.ranks.is_in_pass:
+                raise left_behind(error, self._joint.ranks.rank, self._done + 1) from error
             if self._joint is not None:
                 self._joint.failed(error, work)
             if not (oom.is_oom(error) or oom.is_too_large(error)) or oom.is_device_lost(error):
@@ -426,9 +480,10 @@ class Runner:
             return event
 
     def _note_update(self, update: Update) -> None:
+        self._done = self._coming
         self._step.clear_gradients()
-        self._done += 1
         self._after_update(update.skipped)
+        self._has_moved = True
 
     # --- how large micro-batches are ----------------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ class Runners(Callback):
             wanted=self._finding.wanted(self._course.windows_ahead, is_found=self._is_found, is_timed=self._is_timed),
             bytes_per_sample=self._bytes_per_sample,
             sample_bytes=self._sample_bytes,
+            before_update=self._course.before_update,
             after_update=self._course.after_update,
             on_settled=self._note_fastest,
             windows_done=self._course.moment.windows,
@@ -178,7 +179,8 @@ class Runners(Callback):
         try:
             return self.current.step(part) if self._company is None else self.current.step_with_others(part)
         except DoesNotFitError as error:
-            if not self._falls_back(error):
+            # Of an update that is made, here or by the others, there is nothing left to try with less memory.
+            if self.current.is_past_return or not self._falls_back(error):
                 raise
             oom.let_go(error)
         # After the handler: inside it the traceback still pins the activations.

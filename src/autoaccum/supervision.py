@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from autoaccum import oom, signals
 from autoaccum.company import END, SAVE
-from autoaccum.errors import CheckpointError, DeviceLostError, RankFailedError, StartAgainError, StateDamagedError
+from autoaccum.errors import (
+    CheckpointError,
+    DeviceLostError,
+    RankFailedError,
+    StartAgainError,
+    StateDamagedError,
+    UpdateCompleteError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +25,9 @@ if TYPE_CHECKING:
     from autoaccum.keeping import Keeping
     from autoaccum.notices import Notices
     from autoaccum.runners import Runners
+
+
+_E = TypeVar("_E", bound=BaseException)
 
 
 class Supervision:
@@ -62,6 +72,9 @@ class Supervision:
                 self._leave_a_checkpoint(error)
                 if not self._watch.terminate():
                     raise
+                half = _behind(error, UpdateCompleteError)
+                if half is not None and not self._is_whole():
+                    raise half from half.__cause__  # there is no whole moment in memory to go on from
             except StateDamagedError as error:
                 if not self._can_go_back(error):
                     raise
@@ -167,6 +180,8 @@ class Supervision:
         # Before the first window there is nothing to lose.
         step, saver = self._course.moment.windows, self._keeping.saver
         is_worth_it = step > 0 and not saver.has(self._course.moment)
+        if isinstance(error, UpdateCompleteError) and not is_whole and saver.newest is not None:
+            error.add_note(f"autoaccum: no checkpoint of that moment is written; the last one is {saver.newest}")
         if not is_whole or not is_worth_it:
             return
         try:
@@ -182,7 +197,11 @@ class Supervision:
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether what stands in memory is not the last whole moment: half an update must never become a checkpoint."""
         has_lost = self._runners.current.has_lost_parameters
-        return not self._course.is_whole or has_lost or _damage_behind(error) is not None
+        return not self._is_whole() or has_lost or _damage_behind(error) is not None
+
+    def _is_whole(self) -> bool:
+        """Whether all that moves with an update has moved as often as the optimizer."""
+        return self._course.is_whole and self._course.moment.windows == self._runners.current.windows_done
 
     def _can_go_back(self, damage: StateDamagedError) -> bool:
         if self._company is not None:
@@ -205,7 +224,12 @@ class Supervision:
 
 def _damage_behind(error: BaseException) -> StateDamagedError | None:
     """Return the damage that an interrupt hides, which waited for the update to end: it is the interrupt's context."""
+    return _behind(error, StateDamagedError)
+
+
+def _behind(error: BaseException, kind: type[_E]) -> _E | None:
+    """Return the error of a kind in whose handler this one was raised, or itself."""
     behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, StateDamagedError):
+    while behind is not None and not isinstance(behind, kind):
         behind = behind.__context__
     return behind

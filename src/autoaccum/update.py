@@ -7,16 +7,18 @@ and every step that makes the optimizer's state, works on parameters of which a 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from autoaccum.errors import StateDamagedError
+from autoaccum.errors import StateDamagedError, UpdateCompleteError
 from autoaccum.memory._storages import Transients
 from autoaccum.oom import first_line, is_oom
 from autoaccum.state import OptimizerSnapshot
@@ -84,6 +86,10 @@ class Updates:
         parameters: Those whose gradients make the norm that is clipped.
         clip_grad_norm: Norm to which the gradient is clipped; None leaves it.
         entering: Called with the name of each phase as it begins: "reserve", "unscale", "clip" or "optimizer".
+
+    Attributes:
+        made: Updates made so far. It rises as soon as the optimizer has stepped, whatever fails after that: a window
+            for which it has risen must never be tried again.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class Updates:
         self._entering = entering
         self._need: _Need | None = None
         self._ready: _Ready | None = None
+        self.made = 0
 
     def make(self, correction: float | Tensor = 1.0) -> Update:
         """Make one update from the accumulated gradients.
@@ -115,12 +122,13 @@ class Updates:
 
         Raises:
             StateDamagedError: The optimizer failed after it had begun to write.
+            UpdateCompleteError: It has stepped, and a hook that the user gave it failed.
         """
         try:
             self.reserve(sum(parameter.grad is not None for parameter in self._parameters))
             return self.commit(self.prepare(correction))
         finally:
-            self.let_go()
+            self._ready = None
 
     def reserve(self, gradients: int) -> None:
         """See that the optimizer's step will have what it takes, and touch nothing.
@@ -183,16 +191,37 @@ class Updates:
 
         Raises:
             StateDamagedError: The optimizer failed after it had begun to write.
+            UpdateCompleteError: It has stepped, and a hook that the user gave it failed; this must not be tried again.
         """
         assert self._ready is not None
         self._entering("optimizer")
         ready, device = self._ready, self._memory.device.type
         watch = Transients(device) if ready.is_measured else nullcontext()
-        skipped = self._guarded(_Written(self._optimizer) if ready.copy is None else ready.copy, watch)
-        if isinstance(watch, Transients) and not skipped:
+        written = _Written(self._optimizer) if ready.copy is None else ready.copy
+        # Whatever is needed after the step is made before it: from there on there is no way back.
+        update, skipped, coming = Update(norm, skipped=False), Update(norm, skipped=True), self.made + 1
+        hooks = _Hooks(self._optimizer)
+        is_skipped = self._guarded(written, watch, hooks)
+        self.made = coming
+        failure, hooks.failure = hooks.failure, None
+        if failure is not None:
+            raise UpdateCompleteError(
+                "the optimizer has stepped, and a hook of it (register_step_post_hook) failed "
+                f"({type(failure).__name__}: {first_line(failure)})"
+            ) from failure
+        if is_skipped:
+            return skipped
+        if isinstance(watch, Transients):
+            self._note_need(ready, watch)
+        return update
+
+    def _note_need(self, ready: _Ready, watch: Transients) -> None:
+        """Note what the step took; where no memory is left for that, the next step is measured instead."""
+        try:
             left = bool(self._optimizer.state)
             self._need = _Need(ready.gradients, left, watch.left_bytes(), watch.transient_bytes())
-        return Update(norm, skipped)
+        except MemoryError:
+            self._need = None
 
     def let_go(self) -> None:
         """Let go of what a step was made ready with."""
@@ -208,11 +237,11 @@ class Updates:
                 raise
         return None
 
-    def _guarded(self, written: _Written | OptimizerSnapshot, watch: Any) -> bool:
+    def _guarded(self, written: _Written | OptimizerSnapshot, watch: Any, hooks: _Hooks) -> bool:
         """Step, and take back what a failed step did; return whether the scaler skipped it."""
         try:
             with watch:
-                return self._step()
+                return self._step(hooks)
         except BaseException as error:
             if not written.undo():
                 remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
@@ -222,22 +251,62 @@ class Updates:
                 ) from error
             raise
 
-    def _step(self) -> bool:
+    def _step(self, hooks: _Hooks) -> bool:
         """Step the optimizer; return whether the scaler skipped it."""
         scaler = self._scaler
         if scaler is None:
-            self._optimizer.step()
+            if not hooks.are_there:
+                self._optimizer.step()
+                return False
+            with hooks:
+                self._optimizer.step()
             return False
-        stepped: list[bool] = []
-        hook = self._optimizer.register_step_post_hook(lambda *_: stepped.append(True))
         before = scaler.get_scale() if _handles_scale_itself(self._optimizer) else None
-        try:
+        with hooks:
             scaler.step(self._optimizer)
-        finally:
-            hook.remove()
+        if hooks.failure is not None:
+            for name in ("grad_scale", "found_inf"):  # which a fused step was given, and is to be given only once
+                vars(self._optimizer).pop(name, None)
         scaler.update()
         # A fused optimizer is always called and skips inside its kernel; then only the lowered scale tells.
-        return not stepped if before is None else scaler.get_scale() < before
+        return not hooks.stepped if before is None else scaler.get_scale() < before
+
+
+class _Hooks:
+    """Tells an optimizer's own step, which is done or not, from the hooks that the user has had follow it.
+
+    As a context it tells when the optimizer has stepped, and keeps what a hook raises after that.
+
+    Args:
+        optimizer: The optimizer.
+
+    Attributes:
+        are_there: Whether any hook follows its steps.
+        stepped: Whether it has stepped.
+        failure: What a hook has raised.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.are_there = bool(getattr(optimizer, "_optimizer_step_post_hooks", True) or _global_optimizer_post_hooks)
+        self.stepped = False
+        self.failure: Exception | None = None
+
+    def __enter__(self) -> None:
+        self._handle = self._optimizer.register_step_post_hook(self._note)
+        # Before the user's: what fails then is no longer the optimizer's.
+        hooks = getattr(self._optimizer, "_optimizer_step_post_hooks", None)
+        if isinstance(hooks, OrderedDict) and self._handle.id in hooks:
+            hooks.move_to_end(self._handle.id, last=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self._handle.remove()
+        if self.stepped and isinstance(error, Exception):
+            self.failure = error
+        return self.failure is not None
+
+    def _note(self, *_: object) -> None:
+        self.stepped = True
 
 
 class _Written:

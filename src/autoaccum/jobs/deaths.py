@@ -202,7 +202,10 @@ def _endings(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     for exception, block in reversed(found):
         if follows or has_launcher or any(_DIRECT_CAUSE in line for line in block):
             yield exception
+            # What followed an update has no part in how it was cut: `oom.is_oom` stops there too.
             follows = False
+            if exception[0].endswith("UpdateCompleteError"):
+                break
         else:
             break
     # C++ has no traceback: the runtime says what the exception says, and aborts.

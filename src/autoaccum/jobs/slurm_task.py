@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autoaccum.errors import AutoaccumError, DeviceLostError, StartAgainError, StateDamagedError
+from autoaccum.errors import (
+    AutoaccumError,
+    DeviceLostError,
+    StartAgainError,
+    StateDamagedError,
+    UpdateCompleteError,
+)
 from autoaccum.fit import fit
 from autoaccum.jobs import slurm_preflight
 from autoaccum.jobs.recipe import load_recipe
@@ -29,7 +35,7 @@ from autoaccum.jobs.slurm_progress import ProgressFile
 from autoaccum.jobs.slurm_stop import Stop, Stopped
 from autoaccum.loggers import JSONLinesLog
 from autoaccum.notices import Notices
-from autoaccum.oom import first_line
+from autoaccum.oom import first_line, is_oom
 from autoaccum.sharded_model import is_sharded
 
 if TYPE_CHECKING:
@@ -112,6 +118,10 @@ class _Run:
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             needs_new_process = isinstance(error, DeviceLostError | StateDamagedError | StartAgainError)
+            # A new process may have the memory; the cut has no part in what follows an update. A scheduler that fails
+            # for another reason would fail there again.
+            if isinstance(error, UpdateCompleteError) and error.__cause__ is not None:
+                needs_new_process = is_oom(error.__cause__)
             self._folder.note_failure(self._rank, text, needs_new_process=needs_new_process)
             self._end("failed", text)
             raise

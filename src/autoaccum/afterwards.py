@@ -1,0 +1,45 @@
+"""What is raised where something fails after the optimizer has stepped: an error that says that the update is made.
+
+Nothing here decides whether it is made, and nothing is put back.
+"""
+
+from __future__ import annotations
+
+from autoaccum.errors import UpdateCompleteError
+from autoaccum.oom import first_line, is_oom
+
+
+def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
+    """Return what is to be raised instead of an error that came after an update; the error itself where nothing is.
+
+    An interrupt arrives as it is, and so does an error of a callback once all that moves with the update has moved;
+    a note on it says that the update is made. Lack of memory never does: it would be taken for the window's.
+
+    Args:
+        error: What failed.
+        step: The number of the update.
+        has_moved: Whether all that moves with the update (the scheduler) has moved.
+    """
+    if isinstance(error, UpdateCompleteError):
+        if error.step is not None:
+            return error
+        return UpdateCompleteError(_text(str(error), step, has_moved=has_moved), step)
+    if isinstance(error, Exception) and (not has_moved or is_oom(error)):
+        what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
+        return UpdateCompleteError(_text(what, step, has_moved=has_moved), step)
+    error.add_note(f"autoaccum: update {step} is made, {_REST[has_moved]}")
+    return error
+
+
+_REST = {
+    True: "and everything that moves with it has moved",
+    False: "and not all that moves with it (the scheduler) has moved",
+}
+_NEXT = {
+    True: "go on with the next window",
+    False: "do not make this window again; mend what failed, and go on from the last checkpoint",
+}
+
+
+def _text(what: str, step: int, *, has_moved: bool) -> str:
+    return f"update {step} is made, {_REST[has_moved]}: {what}; {_NEXT[has_moved]}"
