@@ -73,7 +73,6 @@ class Attempts:
         sizing: Cuts the windows.
         room: What room there is for a second set of gradients.
         joint: Through which windows are made together; None where this process is the only one.
-        on_update: Called when an update is made, before an interrupt that waited for it is let through.
     """
 
     def __init__(
@@ -83,18 +82,24 @@ class Attempts:
         sizing: Sizing,
         room: Room,
         joint: Joint | None,
-        on_update: Callable[[Update], None],
     ) -> None:
         self._step = step
         self._work = work
         self._sizing = sizing
         self._room = room
         self._joint = joint
-        self._on_update = on_update
         self._is_checked = False
 
-    def make(self, window: Window) -> Made | Again:
+    def check_again(self) -> None:
+        """Look at the next window as at the first: what is trained has changed."""
+        self._is_checked = False
+
+    def make(self, window: Window, on_update: Callable[[Update], None]) -> Made | Again:
         """Make the update of a window from what is still to be done of it.
+
+        Args:
+            window: The window, or this process's part of it.
+            on_update: Called when the update is made, before an interrupt that waited for it is let through.
 
         Raises:
             InvalidInputError: The first loss is no number, or nothing has a gradient.
@@ -103,16 +108,18 @@ class Attempts:
             self._joint.prepare(window)
         given = self._work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
         if self._joint is not None:
-            return self._finish_with_others(self._joint, window, given)
+            return self._finish_with_others(self._joint, window, given, on_update)
         losses = given.corrected_losses()
         self._check_first(losses)
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         with signals.held():
             update = self._step.updates.make(given.correction)
-            self._on_update(update)
+            on_update(update)
         return Made(losses, update)
 
-    def _finish_with_others(self, joint: Joint, window: Window, given: Given) -> Made | Again:
+    def _finish_with_others(
+        self, joint: Joint, window: Window, given: Given, on_update: Callable[[Update], None]
+    ) -> Made | Again:
         """Agree with the other processes, add up what all have, and make the update."""
         updates = self._step.updates
         if window.samples:
@@ -133,7 +140,7 @@ class Attempts:
                 return Again.AGAIN
             with signals.held():
                 update = self._committed(alone.norm)
-                self._on_update(update)
+                on_update(update)
         finally:
             updates.let_go()
         return Made(alone.losses, update)
