@@ -363,7 +363,7 @@ def test_old_gradients_are_dropped_and_said_once(capsys):
 
     autoaccum.fit(model, loader_of(*classification()), 32, micro_batch=32, device="cpu")
 
-    assert capsys.readouterr().err.count("gradients from before this call are dropped") == 1
+    assert capsys.readouterr().err.count("gradients that were there before a window are dropped") == 1
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

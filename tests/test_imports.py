@@ -47,6 +47,7 @@ ORDER = (
     "optimizers",
     "transfer",
     "update",
+    "inventory",
     "step",
     "scope",
     "trial",

@@ -38,7 +38,7 @@ def one_parameter():
 
 
 def updates_of(model, optimizer, memory, scaler=None):
-    return Updates(optimizer, scaler, memory, list(model.parameters()), clip_grad_norm=None, entering=lambda _: None)
+    return Updates(optimizer, scaler, memory, clip_grad_norm=None, entering=lambda _: None)
 
 
 def test_what_a_piece_of_work_takes_is_told_apart_from_what_it_leaves():

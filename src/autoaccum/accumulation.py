@@ -124,22 +124,37 @@ class Accumulation:
         self._step = step
         self._norms = norms
         self._sizing = sizing
+        self._takes_whole = loss_scope == "window"
+        self._kept: list[nn.Parameter] = []
+        self.take_stock()
+
+    def take_stock(self) -> None:
+        """Take up what the step's modules and parameters are now; not within a window.
+
+        The next window is the first of its kind: what the model turns out to write in it is not known before.
+        """
+        step = self._step
         modules, device = step.objective.modules, step.memory.device
         # As it was before the window, and before the micro-batch that is being worked on.
         self._at_window = Mark(modules, device)
         self._at_micro_batch = Mark(modules, device, earlier=self._at_window)
-        self._whole = WholeWindow(step, self._at_window) if loss_scope == "window" else None
+        self._whole = WholeWindow(step, self._at_window) if self._takes_whole else None
         # Parameters that the model may turn out to write itself: all of them in the first window, then the frozen ones.
-        self._frozen = [parameter for parameter in step.parameters if not parameter.requires_grad]
-        self._watched = step.parameters
+        present = set(step.parameters)
+        self._kept = [parameter for parameter in self._kept if parameter in present]
+        unknown = [parameter for parameter in step.parameters if parameter not in set(self._kept)]
+        self._frozen = [parameter for parameter in unknown if not parameter.requires_grad]
+        self._watched = unknown
         self._versions: list[int] = []
         self._sums: list[Tensor] | None = None
         self._is_first = True
-        self._kept: list[nn.Parameter] = []
         if self._whole is not None:
             # Every forward pass is made twice, the first window's too, so a momentum encoder has to go back at once.
-            self._at_window.keep_also(self._frozen)
-            self._watched = [parameter for parameter in step.parameters if parameter.requires_grad]
+            self._at_window.keep_also([*self._kept, *self._frozen])
+            self._watched = [parameter for parameter in unknown if parameter.requires_grad]
+        elif self._kept:
+            self._at_window.keep_also(self._kept)
+            self._at_micro_batch.keep_also(self._kept)
 
     def begin(self, window: Window, share: SharedWeights | None = None) -> None:
         """Set aside what a window moves before it can fail.

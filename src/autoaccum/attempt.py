@@ -74,7 +74,6 @@ class Attempts:
         room: What room there is for a second set of gradients.
         joint: Through which windows are made together; None where this process is the only one.
         before_update: Called when all but the optimizer's step is done, while there still is a way back.
-        on_update: Called when an update is made, before an interrupt that waited for it is let through.
 
     Attributes:
         is_decided: Whether the others make, or have made, the update of the present window, whatever happens here.
@@ -88,7 +87,6 @@ class Attempts:
         room: Room,
         joint: Joint | None,
         before_update: Callable[[], None],
-        on_update: Callable[[Update], None],
     ) -> None:
         self._step = step
         self._work = work
@@ -96,12 +94,19 @@ class Attempts:
         self._room = room
         self._joint = joint
         self._before_update = before_update
-        self._on_update = on_update
         self.is_decided = False
         self._is_checked = False
 
-    def make(self, window: Window) -> Made | Again:
+    def check_again(self) -> None:
+        """Look at the next window as at the first: what is trained has changed."""
+        self._is_checked = False
+
+    def make(self, window: Window, on_update: Callable[[Update], None]) -> Made | Again:
         """Make the update of a window from what is still to be done of it.
+
+        Args:
+            window: The window, or this process's part of it.
+            on_update: Called when the update is made, before an interrupt that waited for it is let through.
 
         Raises:
             InvalidInputError: The first loss is no number, or nothing has a gradient.
@@ -110,17 +115,19 @@ class Attempts:
             self._joint.prepare(window)
         given = self._work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
         if self._joint is not None:
-            return self._finish_with_others(self._joint, window, given)
+            return self._finish_with_others(self._joint, window, given, on_update)
         made = Made(given.corrected_losses())
         self._check_first(made.losses)
         self._before_update()
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         with signals.held():
             made.update = self._step.updates.make(given.correction)
-            self._on_update(made.update)
+            on_update(made.update)
         return made
 
-    def _finish_with_others(self, joint: Joint, window: Window, given: Given) -> Made | Again:
+    def _finish_with_others(
+        self, joint: Joint, window: Window, given: Given, on_update: Callable[[Update], None]
+    ) -> Made | Again:
         """Agree with the other processes, add up what all have, and make the update."""
         updates = self._step.updates
         if window.samples:
@@ -148,7 +155,7 @@ class Attempts:
             self.is_decided = True
             with signals.held():
                 made.update = self._committed(alone.norm)
-                self._on_update(made.update)
+                on_update(made.update)
         finally:
             updates.let_go()
         return made

@@ -37,7 +37,7 @@ class BatchNorms:
     """The BatchNorm layers of a training step.
 
     Args:
-        modules: Searched for layers, once.
+        modules: Searched for layers.
         mode: "keep": the running statistics move by the layer's momentum with every micro-batch, so that they forget
             faster than with the whole batch; "rescale": over a window they forget what one update would.
         notices: Where it is said that micro-batches are normalised one by one.
@@ -48,12 +48,17 @@ class BatchNorms:
 
     def __init__(self, modules: Iterable[nn.Module], mode: str, notices: Notices) -> None:
         check_batchnorm(mode)
-        parts = dict.fromkeys(part for module in modules for part in module.modules())
-        self._layers = [part for part in parts if isinstance(part, _BatchNorm)]
+        self._modules = list(modules)
         self._rescales = mode == "rescale"
         self._notices = notices
-        self._nothing_to_say = not self._layers
+        self._has_spoken = False
         self._own: list[tuple[_BatchNorm, float]] = []
+        self.search()
+
+    def search(self) -> None:
+        """Search the modules for layers, which may have changed since; not within a window."""
+        parts = dict.fromkeys(part for module in self._modules for part in module.modules())
+        self._layers = [part for part in parts if isinstance(part, _BatchNorm)]
 
     @property
     def need_several(self) -> bool:
@@ -66,12 +71,12 @@ class BatchNorms:
         Args:
             sizes: Sizes of the window's micro-batches.
         """
-        if self._nothing_to_say or len(sizes) == 1:
+        if self._has_spoken or not self._layers or len(sizes) == 1:
             return
         count = sum(map(_uses_batch_statistics, self._layers))
         if not count:
             return
-        self._nothing_to_say = True
+        self._has_spoken = True
         layers = f"{count} layers in training mode normalise" if count > 1 else "1 layer in training mode normalises"
         remedy = (
             "Running statistics move as far as with one batch (batchnorm='rescale'). "

@@ -142,6 +142,20 @@ class Joint:
         own = sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None)
         return (own | self._present).bit_count()
 
+    def check_parameters(self) -> None:
+        """See that all that is trained now was trained from the start.
+
+        Raises:
+            InvalidInputError: Parameters have come since, of which the other ranks know nothing.
+        """
+        known = set(self._trained)
+        if come := [parameter for parameter in trained(self._step) if parameter not in known]:
+            raise InvalidInputError(
+                f"{len(come)} parameters are trained now that were not when training began (shapes "
+                f"{', '.join(str(tuple(parameter.shape)) for parameter in come[:3])}), and several ranks add up the "
+                "gradients of those they began with; end this call of fit, and go on with the changed model in another"
+            )
+
     def begin(self, window: Window) -> Share | None:
         """Begin a window; return what its parts weigh together, where they cannot be added up afterwards.
 

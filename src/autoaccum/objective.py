@@ -85,9 +85,12 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One forward pass and what it gives: a mapping of raw losses by name, and the model's outputs if there are any."""
+    """One forward pass and what it gives: a mapping of raw losses by name, and the model's outputs if there are any.
 
-    run: Callable[[Any], tuple[dict[str, Any], Any]]
+    It is asked with the objective, which holds it, and a batch.
+    """
+
+    run: Callable[[Objective, Any], tuple[dict[str, Any], Any]]
 
 
 class Objective:
@@ -123,7 +126,7 @@ class Objective:
             raise InvalidInputError(f"loss={loss!r} cannot be called; pass a torch.nn loss, a function or a list")
         self.model = model
         self._loss = loss
-        self._forward = forward or self._by_convention
+        self._forward = forward
         self._notices = notices
         self._accepted = _accepted_names(model)
         self._default: Over | None = None
@@ -132,8 +135,8 @@ class Objective:
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
         else:
-            self.sources = (Source(self._forward_and_loss),)
-        self._settler = Settler(self, said=self._said, notices=notices)
+            self.sources = (Source(Objective._forward_and_loss),)
+        self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
         self._read_module(loss, loss_reduction)
 
     @property
@@ -161,12 +164,12 @@ class Objective:
         Raises:
             InvalidInputError: What came out is no loss.
         """
-        raw, outputs = source.run(batch)
+        raw, outputs = source.run(self, batch)
         return self._terms(raw, samples), outputs
 
     def outputs(self, batch: Any) -> Any:
         """Return the model's outputs for a batch, without its loss."""
-        return self._forward(self.model, batch)
+        return self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
 
     def terms_of(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
         """Return the loss terms of outputs that are there already; not for a list of losses, which make their own.
@@ -335,19 +338,10 @@ class Objective:
         for loss in losses:
             name = getattr(loss, "__name__", type(loss).__name__)
             names.append(name if name not in names else f"{name} {len(names) + 1}")
-        return tuple(Source(self._one_of_several(name, loss)) for name, loss in zip(names, losses, strict=True))
-
-    def _one_of_several(self, name: str, loss: Loss) -> Callable[[Any], tuple[dict[str, Any], Any]]:
-        def run(batch: Any) -> tuple[dict[str, Any], Any]:
-            raw = loss(self.model, batch)
-            return (
-                {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}
-            ), None
-
-        return run
+        return tuple(Source(_one_of_several(name, loss)) for name, loss in zip(names, losses, strict=True))
 
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
-        outputs = self._forward(self.model, batch)
+        outputs = self.outputs(batch)
         return self._losses_of(outputs, batch), outputs
 
     def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
@@ -388,7 +382,8 @@ class Objective:
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
         return loss(outputs, batch[1])
 
-    def _by_convention(self, model: nn.Module, batch: Any) -> Any:
+    def _by_convention(self, batch: Any) -> Any:
+        model = self.model
         if is_pair(batch):
             return model(batch[0])
         if isinstance(batch, Mapping):
@@ -396,6 +391,16 @@ class Objective:
                 return model(**batch)
             return model(**{name: value for name, value in batch.items() if name in self._accepted})
         return model(batch)
+
+
+def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
+    def run(objective: Objective, batch: Any) -> tuple[dict[str, Any], Any]:
+        raw = loss(objective.model, batch)
+        return (
+            {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}
+        ), None
+
+    return run
 
 
 def check_graph(total: Tensor, names: Iterable[str]) -> None:

@@ -11,9 +11,10 @@ loop would not wait for.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import afterwards, devices, oom
+from autoaccum import afterwards, devices, oom, optimizers
 from autoaccum.accumulation import Accumulation
 from autoaccum.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
 from autoaccum.batches import as_window
@@ -45,21 +46,72 @@ if TYPE_CHECKING:
     from autoaccum.update import Update
 
 
-class _Telling(Told):
-    """Passes on what a runner's sizing tells."""
+# What can be set on a runner; everything else would be ignored in silence.
+_SETTABLE = ("plan", "optimizer")
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+
+@dataclass(slots=True)
+class _Standing:
+    """Where a runner stands: what it and what tells of it both know, so that neither has to hold the other.
+
+    Attributes:
+        windows: Windows done.
+        oom_events: How often memory has run out.
+        last_cut: Sizes of the last window's micro-batches.
+        says_changes: Whether the user is told of lack of memory here: `fit` has its progress do that.
+    """
+
+    windows: int
+    oom_events: int = 0
+    last_cut: tuple[int, ...] = ()
+    says_changes: bool = False
+
+
+class _Telling(Told):
+    """Passes on what a runner's sizing tells.
+
+    Args:
+        standing: Where the runner stands.
+        callbacks: Told of trials and plans.
+        notices: Where changes are said.
+        room: Forgets what it has seen with another plan.
+        on_settled: As for `Runner.of`.
+    """
+
+    def __init__(
+        self,
+        standing: _Standing,
+        callbacks: Sequence[Callback],
+        notices: Notices,
+        room: Room,
+        on_settled: Callable[[Plan], None],
+    ) -> None:
+        self._standing = standing
+        self._callbacks = callbacks
+        self._notices = notices
+        self._room = room
+        self._on_settled = on_settled
 
     def trial(self, trial: Trial) -> None:
-        for callback in self._runner._callbacks:
+        for callback in self._callbacks:
             callback.on_trial(trial)
 
     def planned(self, plan: Plan, probe: ProbeResult | None) -> None:
-        self._runner._tell_plan(plan, probe)
+        done = self._standing.windows
+        self._room.begin_anew()
+        self.say(f"at most {plan.micro_batch} samples at once after step {done}")
+        # What was learned has its proof in the window that is just done.
+        since = done if probe is not None and plan.micro_batches == self._standing.last_cut else done + 1
+        for callback in self._callbacks:
+            callback.on_plan(plan, step=since, probe=probe)
 
     def settled(self, plan: Plan) -> None:
-        self._runner._on_settled(plan)
+        self._on_settled(plan)
+
+    def say(self, text: str) -> None:
+        """Say what has changed, unless others do."""
+        if self._standing.says_changes:
+            self._notices.say(text, key=f"{text} {self._standing.oom_events}")
 
 
 class Runner:
@@ -84,10 +136,10 @@ class Runner:
         callbacks: Told when memory runs out and when the plan changes.
         notices: Where choices made for the user are said; None says them on stderr.
 
-    Attributes:
-        optimizer: The optimizer, also where it was made here.
-        oom_events: How often memory has run out so far.
-        has_lost_parameters: Whether a window that was given up has left parameters changed, which its error tells.
+    Between two windows the model may change: which parameters there are, and which of them need a gradient, is looked
+    at as each window begins. Its update is made from its own gradients: those that others have left in `.grad` before
+    it (a backward pass of your own, another Runner whose loss goes through this one's model) are dropped, which is said
+    once. Of the arguments, only `plan` and `optimizer` can be set afterwards.
 
     Raises:
         InvalidInputError: An argument cannot be used.
@@ -111,8 +163,7 @@ class Runner:
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise InvalidInputError(f"plan={plan!r} is no autoaccum.Plan; autoaccum.plan(target, limit) makes one")
+        _check_plan(plan)
         notices = notices or Notices()
         step = assemble(
             model,
@@ -126,7 +177,20 @@ class Runner:
             notices=notices,
         )
         self._begin(step, plan, callbacks, notices, loss_scope=loss_scope, batchnorm=batchnorm)
-        self._says_changes = True
+        self._standing.says_changes = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set `plan` or `optimizer`.
+
+        Raises:
+            InvalidInputError: It is something else, which would be ignored.
+        """
+        if not name.startswith("_") and name not in _SETTABLE:
+            raise InvalidInputError(
+                f"runner.{name} cannot be set, only {' and '.join(_SETTABLE)} can; make another Runner with what it is "
+                "to be"
+            )
+        super().__setattr__(name, value)
 
     @classmethod
     def of(
@@ -205,19 +269,18 @@ class Runner:
         windows_done: int = 0,
         joint: Joint | None = None,
     ) -> None:
-        self.oom_events = 0
-        self.has_lost_parameters = False
-        self.optimizer = step.optimizer
         self._step = step
         self._memory = step.memory
         self._callbacks = tuple(callbacks)
         self._notices = notices
         self._loss_scope = loss_scope
-        self._on_settled = on_settled
         self._after_update = after_update
-        norms = self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
+        self._standing = _Standing(windows_done)
+        self._room = Room(step.memory)
+        self._telling = _Telling(self._standing, self._callbacks, notices, self._room, on_settled)
+        self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._sizing = Sizing(
-            step, plan, wanted, bytes_per_sample=bytes_per_sample, sample_bytes=sample_bytes, told=_Telling(self)
+            step, plan, wanted, bytes_per_sample=bytes_per_sample, sample_bytes=sample_bytes, told=self._telling
         )
         self._joint = joint
         if joint is not None:
@@ -225,21 +288,38 @@ class Runner:
         is_part = joint is not None
         sending = None if joint is None else joint.overlap
         self._accumulation = Accumulation(
-            step, self._sizing, loss_scope=loss_scope, norms=norms, is_part=is_part, sending=sending
+            step, self._sizing, loss_scope=loss_scope, norms=self._norms, is_part=is_part, sending=sending
         )
-        self._says_changes = False  # to be told of lack of memory: `fit` has its progress do that
         self._evaluator: Evaluator | None = None
-        self._done = windows_done
         self._made_before = step.updates.made
         self._coming = windows_done + 1
         self._has_moved = True
-        self._has_shrunk = False
-        self._room = Room(step.memory)
-        self._attempts = Attempts(
-            step, self._accumulation, self._sizing, self._room, joint, before_update, self._note_update
-        )
+        self._has_lost_parameters = self._has_shrunk = self._is_at_work = False
+        self._attempts = Attempts(step, self._accumulation, self._sizing, self._room, joint, before_update)
         drop_old_gradients(step, notices)
         self._room.begin_anew()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, also where it was made here. Between two windows another one can be set, or what makes one."""
+        return self._step.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer | MakesOptimizer) -> None:
+        if optimizer is None or self._is_at_work:
+            why = "within a window" if self._is_at_work else "to None"
+            raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
+        self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
+
+    @property
+    def oom_events(self) -> int:
+        """How often memory has run out so far."""
+        return self._standing.oom_events
+
+    @property
+    def has_lost_parameters(self) -> bool:
+        """Whether a window that was given up has left parameters changed, which its error tells."""
+        return self._has_lost_parameters
 
     @property
     def plan(self) -> Plan:
@@ -248,6 +328,7 @@ class Runner:
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
+        _check_plan(plan)
         self._sizing.set(plan)
 
     @property
@@ -278,7 +359,7 @@ class Runner:
     @property
     def windows_done(self) -> int:
         """Windows that have become an update so far, those before this runner included."""
-        return self._done
+        return self._standing.windows
 
     @property
     def is_past_return(self) -> bool:
@@ -325,7 +406,7 @@ class Runner:
 
     def _step_with(self, window: Window) -> StepReport | None:
         updates = self._step.updates
-        self._made_before, self._coming = updates.made, self._done + 1
+        self._made_before, self._coming = updates.made, self._standing.windows + 1
         self._attempts.is_decided, self._has_moved = False, False
         try:
             return self._report_of(window)
@@ -333,11 +414,11 @@ class Runner:
             if updates.made == self._made_before:
                 raise
             # An assignment alone: whatever else fails, this window counts as done.
-            self._done = self._coming
+            self._standing.windows = self._coming
             self._step.clear_gradients()
             if oom.is_device_lost(error):
                 raise devices.lost(self._memory, error) from error
-            said = afterwards.told(error, self._done, has_moved=self._has_moved)
+            said = afterwards.told(error, self._standing.windows, has_moved=self._has_moved)
             if said is error:
                 raise
             try:
@@ -349,11 +430,13 @@ class Runner:
         """Make a window's update, and return what was done."""
         started = time.perf_counter()
         work = self._accumulation
+        self._look_at_parameters()
         if window.samples:
             self._sizing.begin(window)
         work.begin(window, None if self._joint is None else self._joint.begin(window))
         events: list[MemoryEvent] = []
         self._has_shrunk, learned = False, self._sizing.is_learning
+        self._is_at_work = True
         try:
             outcome = self._try_until_done(work, window, events)
         except BaseException as error:
@@ -362,7 +445,8 @@ class Runner:
             raise
         finally:
             micro_batches, recomputed = work.sizes, work.recomputed
-            self._last_cut = micro_batches
+            self._standing.last_cut = micro_batches
+            self._is_at_work = False
             work.end()
         if outcome is None:
             return None
@@ -370,7 +454,7 @@ class Runner:
             self._look(clean=not events)
         update = outcome.update
         return StepReport(
-            step=self._done,
+            step=self._standing.windows,
             samples=window.samples if self._joint is None else self._joint.samples,
             micro_batches=micro_batches,
             oom_events=len(events),
@@ -381,6 +465,32 @@ class Runner:
             device_losses={name: DeviceScalar(loss) for name, loss in outcome.losses.items()},
             device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
         )
+
+    def _look_at_parameters(self) -> None:
+        """See which parameters there are in this window, and that none has a gradient yet.
+
+        Raises:
+            InvalidInputError: There are others than at the start, where several processes train.
+        """
+        step = self._step
+        if step.look():
+            if self._joint is not None:
+                self._joint.check_parameters()
+            self._norms.search()
+            self._accumulation.take_stock()
+            self._attempts.check_again()
+            self._say_what_stays()
+        drop_old_gradients(step, self._notices)
+
+    def _say_what_stays(self) -> None:
+        """Say, once, that parameters which need a gradient are not the optimizer's, where they may have come since."""
+        held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        if left := sum(p.requires_grad and p not in held for p in self._step.parameters):
+            self._notices.say(
+                f"the model or the optimizer has changed: {left} parameters that need a gradient are not in the "
+                "optimizer, so they stay as they are; optimizer.add_param_group(...) adds them",
+                key="parameters that stay",
+            )
 
     def _try_until_done(self, work: Accumulation, window: Window, events: list[MemoryEvent]) -> Made | None:
         """Try, in smaller and smaller cuts; return None where no process has a sample left."""
@@ -409,7 +519,7 @@ class Runner:
         if oom.is_device_lost(error):
             raise devices.lost(self._memory, error) from error
         if lost := work.undo():
-            self.has_lost_parameters = True
+            self._has_lost_parameters = True
             error.add_note(
                 f"autoaccum: in this window the model has written {lost} of its parameters in its forward pass for "
                 "the first time, and they are not as they were before; load them again"
@@ -455,13 +565,13 @@ class Runner:
     def _try(self, work: Accumulation, window: Window) -> Made | MemoryEvent | Again:
         """Make the update, or return what happened if it was lack of memory, with what must be done again put back."""
         try:
-            return self._attempts.make(window)
+            return self._attempts.make(window, self._note_update)
         except Exception as error:
             if self._step.updates.made != self._made_before:
                 raise
             is_late = self._attempts.is_decided and oom.is_oom(error)
             if self._joint is not None and is_late and not self._joint.ranks.is_in_pass:
-                raise left_behind(error, self._joint.ranks.rank, self._done + 1) from error
+                raise left_behind(error, self._joint.ranks.rank, self._standing.windows + 1) from error
             if self._joint is not None:
                 self._joint.failed(error, work)
             if not (oom.is_oom(error) or oom.is_too_large(error)) or oom.is_device_lost(error):
@@ -471,7 +581,7 @@ class Runner:
                     error,
                     phase=self._step.phase,
                     size=work.size,
-                    step=self._done + 1,
+                    step=self._standing.windows + 1,
                     is_trial=self._sizing.is_learning,
                 )
             work.keep()
@@ -480,7 +590,7 @@ class Runner:
             return event
 
     def _note_update(self, update: Update) -> None:
-        self._done = self._coming
+        self._standing.windows = self._coming
         self._step.clear_gradients()
         self._after_update(update.skipped)
         self._has_moved = True
@@ -490,11 +600,11 @@ class Runner:
     def _replan(self, events: list[MemoryEvent]) -> None:
         """Take a smaller cut after memory ran out, or give up."""
         event = events[-1]
-        self.oom_events += 1
+        self._standing.oom_events += 1
         what = "" if event.size is None else f" of {event.size} samples"
-        self._say(f"out of memory in step {self._done + 1}, {event.phase}{what}: {event.message}")
+        self._telling.say(f"out of memory in step {self._standing.windows + 1}, {event.phase}{what}: {event.message}")
         for callback in self._callbacks:
-            callback.on_oom(event, step=self._done + 1)
+            callback.on_oom(event, step=self._standing.windows + 1)
         if event.size is None:
             refuse_to_try_for_ever(events, self._memory)
         else:
@@ -505,18 +615,6 @@ class Runner:
         if not self._sizing.fail(event.size):
             raise DoesNotFitError(does_not_fit_text(self._step, None, event.message))
 
-    def _tell_plan(self, plan: Plan, probe: ProbeResult | None) -> None:
-        self._room.begin_anew()
-        self._say(f"at most {plan.micro_batch} samples at once after step {self._done}")
-        # What was learned has its proof in the window that is just done.
-        since = self._done if probe is not None and plan.micro_batches == self._last_cut else self._done + 1
-        for callback in self._callbacks:
-            callback.on_plan(plan, step=since, probe=probe)
-
-    def _say(self, text: str) -> None:
-        if self._says_changes:
-            self._notices.say(text, key=f"{text} {self.oom_events}")
-
     def _look(self, *, clean: bool) -> None:
         """See from time to time how memory is doing, and grow back or shrink before it runs out."""
         is_learning = self._sizing.is_learning
@@ -525,3 +623,8 @@ class Runner:
             self._sizing.shrink()
         else:
             self._sizing.end(is_clean=clean, has_room=self._room.is_free)
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise InvalidInputError(f"plan={plan!r} is no autoaccum.Plan; autoaccum.plan(target, limit) makes one")

@@ -24,15 +24,53 @@ if TYPE_CHECKING:
     from autoaccum.step import TrainingStep
 
 
-class Runners(Callback):
-    """Makes a runner to begin with, and another where a step is to take less memory, or training goes back.
+class _Noting(Callback):
+    """Notes what becomes of plans: a callback apart from the runners, which hold it and whose runners call it.
 
-    As a callback of its own it notes the plans.
+    Args:
+        finding: Keeps what was found for the next run.
+        compiling: Compiles the model when sizes are known; None where that is not asked for.
+        notices: Where choices made for the user are said.
+
+    Attributes:
+        plans: Every plan so far, each with the step from which on it holds.
+    """
+
+    def __init__(self, finding: Finding, compiling: Compiling | None, notices: Notices) -> None:
+        self.plans: list[tuple[int, Plan]] = []
+        self._finding = finding
+        self._compiling = compiling
+        self._notices = notices
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+        """Note the plan."""
+        self.plans.append((step, plan))
+        if probe is not None:
+            self._finding.note(probe)
+            self.compile()
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
+        """Forget a plan that does not hold."""
+        self._finding.forget()
+
+    def note_fastest(self, fastest: Plan) -> None:
+        """Note the plan that the clock has chosen."""
+        self._finding.note_fastest(fastest)
+        self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
+
+    def compile(self) -> None:
+        """Compile the model, now that the sizes are known."""
+        if self._compiling is not None:
+            self._compiling.begin()
+
+
+class Runners:
+    """Makes a runner to begin with, and another where a step is to take less memory, or training goes back.
 
     Args:
         step: The training step.
         course: Where training stands; it moves with every update.
-        callbacks: Told what happens, after this one.
+        callbacks: Told what happens.
         notices: Where choices made for the user are said.
         finding: Finds how windows are to be cut.
         fallbacks: Make a step take less memory where not even one sample fits.
@@ -42,7 +80,7 @@ class Runners(Callback):
         batchnorm: As for `fit`.
 
     Attributes:
-        callbacks: All that are told, this one first.
+        callbacks: All that are told, first the one that notes the plans.
         current: The runner in force, from `begin` on.
     """
 
@@ -62,7 +100,8 @@ class Runners(Callback):
         loss_scope: str,
         batchnorm: str,
     ) -> None:
-        self.callbacks: tuple[Callback, ...] = (self, *callbacks)
+        self._noting = _Noting(finding, compiling, notices)
+        self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
         self._course = course
         self._notices = notices
@@ -72,7 +111,6 @@ class Runners(Callback):
         self._company = company
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
-        self._plans: list[tuple[int, Plan]] = []
         self._largest: Plan | None = None  # to grow back to, where a runner begins with a smaller plan
         # Whether an earlier runner has found how windows are to be cut.
         self._is_found = self._is_timed = False
@@ -83,7 +121,7 @@ class Runners(Callback):
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
         """Every plan, each with the step from which on it held."""
-        return tuple(self._plans) or ((self._course.moment.windows + 1, self.current.plan),)
+        return tuple(self._noting.plans) or ((self._course.moment.windows + 1, self.current.plan),)
 
     @property
     def oom_events(self) -> int:
@@ -115,7 +153,7 @@ class Runners(Callback):
         """
         if cutting is None:
             return self._finding.plan()
-        self._plans, self._earlier_oom_events = list(cutting.plans), cutting.oom_events
+        self._noting.plans, self._earlier_oom_events = list(cutting.plans), cutting.oom_events
         self._bytes_per_sample, self._sample_bytes = cutting.bytes_per_sample, cutting.sample_bytes
         self._is_found, self._is_timed = cutting.is_found, cutting.is_timed
         if self._finding.asked not in ("auto", cutting.asked):
@@ -138,7 +176,7 @@ class Runners(Callback):
             sample_bytes=self._sample_bytes,
             before_update=self._course.before_update,
             after_update=self._course.after_update,
-            on_settled=self._note_fastest,
+            on_settled=self._noting.note_fastest,
             windows_done=self._course.moment.windows,
             joint=None if self._company is None else self._company.joint,
         )
@@ -148,8 +186,8 @@ class Runners(Callback):
         """Tell of the plan that training begins with, unless the first windows are to find a better one."""
         if self.current.is_learning:
             return
-        self._compile()
-        for callback in self.callbacks[1:] if self._plans else self.callbacks:
+        self._noting.compile()
+        for callback in self.callbacks[1:] if self._noting.plans else self.callbacks:
             callback.on_plan(plan, step=self._course.moment.windows + 1, probe=probed)
 
     def _probe(self, first: Window) -> ProbeResult | None:
@@ -195,7 +233,7 @@ class Runners(Callback):
         return Cutting(
             self.current.plan,
             self.current.set_plan,
-            tuple(self._plans),
+            tuple(self._noting.plans),
             self._finding.asked,
             self.current.bytes_per_sample,
             self.oom_events,
@@ -212,8 +250,8 @@ class Runners(Callback):
         self._is_found, self._is_timed = not former.is_learning, former.is_timed
         self._bytes_per_sample, self._sample_bytes = former.bytes_per_sample, former.sample_bytes
         next_step = self._course.moment.windows + 1
-        self._plans = [(since, earlier) for since, earlier in self._plans if since <= next_step]
-        if not self._plans or self._plans[-1][1] != former.plan:
+        self._noting.plans = [(since, earlier) for since, earlier in self._noting.plans if since <= next_step]
+        if not self._noting.plans or self._noting.plans[-1][1] != former.plan:
             self._noted(former.plan)
         self.begin(former.plan)
 
@@ -238,27 +276,7 @@ class Runners(Callback):
 
     # --- what is noted ------------------------------------------------------------------------------------------------
 
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """Note the plan."""
-        self._plans.append((step, plan))
-        if probe is not None:
-            self._finding.note(probe)
-            self._compile()
-
-    def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
-        """Forget a plan that does not hold."""
-        self._finding.forget()
-
     def _noted(self, plan: Plan) -> Plan:
         """Note a plan that holds from the next window on, and return it."""
-        self._plans.append((self._course.moment.windows + 1, plan))
+        self._noting.plans.append((self._course.moment.windows + 1, plan))
         return plan
-
-    def _note_fastest(self, fastest: Plan) -> None:
-        self._finding.note_fastest(fastest)
-        self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
-
-    def _compile(self) -> None:
-        """Compile the model, now that the sizes are known."""
-        if self._compiling is not None:
-            self._compiling.begin()

@@ -108,7 +108,7 @@ class Settler:
     """Knows what the losses of an objective run over, as far as it can be known.
 
     Args:
-        objective: What is run.
+        takes_outputs: Whether the loss is a function of outputs, whose rows it can be asked about without the model.
         said: What the user said that every loss runs over; None where it is to be found out.
         notices: Where it is said what was found.
 
@@ -116,9 +116,8 @@ class Settler:
         known: What each loss runs over, by name.
     """
 
-    def __init__(self, objective: Objective, *, said: Weighting | None, notices: Notices) -> None:
+    def __init__(self, *, takes_outputs: bool, said: Weighting | None, notices: Notices) -> None:
         self.known: dict[str, Weighting] = {}
-        self._objective = objective
         self._said = said
         self._notices = notices
         self._questions: dict[str, Question] = {}
@@ -127,7 +126,7 @@ class Settler:
         self._voids: dict[frozenset[tuple[str, float]], set[str]] = {}
         # The first that works is kept to. The loss of outputs is exact in float64 whatever the model is in, and cheap;
         # a function with tensors of its own may want them in single precision.
-        types = (torch.float64, torch.float32, None) if objective.takes_outputs else (None,)
+        types = (torch.float64, torch.float32, None) if takes_outputs else (None,)
         self._ways = [_Way(outputs, casts) for casts in (False, True) for outputs in types]
         self._has_lacked_memory = False
 
@@ -160,7 +159,7 @@ class Settler:
 
     def _ask_all(self, window: Window, sizes: Sequence[int], run: Run) -> None:
         chance, in_vain = None, 0
-        while self._ways and in_vain < _AT_ONCE and (question := self._next_question(window, sizes)) is not None:
+        while self._ways and in_vain < _AT_ONCE and (question := self._next_question(window, sizes, run)) is not None:
             chance = chance or random.Random(window.samples)  # noqa: S311 - no secret, and the same in every run
             before = len(question.candidates)
             self._ask(question, window, max(sizes), run, chance)
@@ -168,9 +167,9 @@ class Settler:
         if chance is not None:
             self._say_what_cannot_be_told()
 
-    def _next_question(self, window: Window, sizes: Sequence[int]) -> Question | None:
+    def _next_question(self, window: Window, sizes: Sequence[int], run: Run) -> Question | None:
         if not self.known:
-            return self._first_question(window, sizes)
+            return self._first_question(window, sizes, run)
         if max(window.groups()) == 1:
             return None  # a sample alone cannot be split
         if self._unchecked:
@@ -180,10 +179,10 @@ class Settler:
             question.watch(pieces)
         return next((question for question in self._questions.values() if question.matters(window, sizes)), None)
 
-    def _first_question(self, window: Window, sizes: Sequence[int]) -> Question | None:
+    def _first_question(self, window: Window, sizes: Sequence[int], run: Run) -> Question | None:
         # Uncut, every loss is its own window's. Then all that matters is whether anything counts, and whether the pairs
         # that were seen are pairs.
-        doubtful = self._objective.returns_pairs and window.samples > 1
+        doubtful = run.objective.returns_pairs and window.samples > 1
         if len(sizes) > 1 or doubtful or not all(_all_count(target_tensors(part)) for part in window):
             return _question_of(window)
         return None
@@ -194,7 +193,7 @@ class Settler:
         known = dict(self.known)
         for name in observed[0].whole if observed else ():
             if name not in known or name in self._questions or name in self._unchecked:
-                known[name] = self._concluded(name, observed, window)
+                known[name] = self._concluded(name, observed, window, run)
         self.known = known  # of all losses or of none: memory may run out on the way
 
     def _observe(self, sample: Any, splits: Sequence[Rows], run: Run) -> list[_Observed]:
@@ -222,8 +221,8 @@ class Settler:
         )
         return []
 
-    def _concluded(self, name: str, observed: Sequence[_Observed], window: Window) -> Weighting:
-        over, chosen = observed[0].whole[name].over, self._objective.weighting_by_default
+    def _concluded(self, name: str, observed: Sequence[_Observed], window: Window, run: Run) -> Weighting:
+        over, chosen = observed[0].whole[name].over, run.objective.weighting_by_default
         complete = all(one.holds(name) for one in observed)
         if chosen is not None:
             return chosen
@@ -318,6 +317,9 @@ class Run:
         place: Moves a batch to the device.
         mark: Taken before and put back afterwards.
         autocast: In which the model runs where it does not without.
+
+    Attributes:
+        objective: As the argument.
     """
 
     def __init__(
@@ -327,7 +329,7 @@ class Run:
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._objective = objective
+        self.objective = objective
         self._place = place
         self._mark = mark
         self._autocast = autocast
@@ -336,7 +338,7 @@ class Run:
         """Return what comes out for splits of a sample; where each takes forward passes, for the first split only."""
         self._mark.take()
         try:
-            with evaluation_mode(self._objective.modules), torch.no_grad(), self._as_written():
+            with evaluation_mode(self.objective.modules), torch.no_grad(), self._as_written():
                 if way.outputs is None:
                     return [self._anew(sample, splits[0], way)]
                 return self._on_outputs(sample, splits, way.outputs, way)
@@ -345,13 +347,13 @@ class Run:
                 self._mark.put_back()
 
     def _as_written(self) -> AbstractContextManager[object]:
-        is_compiled = any(module._compiled_call_impl is not None for module in self._objective.modules)
+        is_compiled = any(module._compiled_call_impl is not None for module in self.objective.modules)
         return uncompiled() if is_compiled else nullcontext()
 
     def _on_outputs(self, sample: Any, splits: Sequence[Rows], dtype: torch.dtype, way: _Way) -> list[_Observed]:
         batch = self._place(batches.copied(sample))
         with self._autocast() if way.casts else nullcontext():
-            outputs = self._objective.outputs(batch)
+            outputs = self.objective.outputs(batch)
         rows = batches.Piece(outputs)
         if rows.samples != batches.count(sample):
             raise InvalidInputError(f"outputs with {rows.samples} rows for {batches.count(sample)} samples")
@@ -363,13 +365,13 @@ class Run:
             # Copies: the loss may write to both.
             of_rows, of_batch = (batches.copied(batches.chosen(both, rows)) for both in (outputs, batch))
             of_rows = batches.map_tensors(lambda tensor: _widened(tensor, dtype), of_rows)
-            return {term.name: term for term in self._objective.terms_of(of_rows, of_batch, len(rows))}
+            return {term.name: term for term in self.objective.terms_of(of_rows, of_batch, len(rows))}
 
         affordable = splits[: max(1, _ELEMENTS // max(elements, 1))]
         return [_observed(terms, sample, split, in_half=False, widened=widened) for split in affordable]
 
     def _anew(self, sample: Any, split: Rows, way: _Way) -> _Observed:
-        objective = self._objective
+        objective = self.objective
 
         def terms(rows: list[int]) -> dict[str, Term]:
             batch = self._place(batches.copied(batches.chosen(sample, rows)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 from autoaccum import devices, optimizers, precision
 from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.inventory import Inventory
 from autoaccum.memory.limits import format_bytes
 from autoaccum.objective import Objective, check_graph
 from autoaccum.oom import first_line, is_oom
-from autoaccum.sharded_model import refuse_sharded
+from autoaccum.sharded_model import is_sharded, refuse_sharded
 from autoaccum.transfer import Transfer
 from autoaccum.update import Updates
 from autoaccum.weighting import Over
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from autoaccum.objective import Factors, Loss, Source, Term
     from autoaccum.postmortem import PostMortem
     from autoaccum.precision import Precision
+
+_GRADIENT = attrgetter("grad")
 
 
 class Passes(Protocol):
@@ -75,6 +79,18 @@ class Accumulated:
             self.pair_weights.setdefault(name, []).extend(weights)
 
 
+class _Phase:
+    """What is being done, apart from the step, so that its parts can say so without holding all of it."""
+
+    __slots__ = ("name",)
+
+    def __init__(self) -> None:
+        self.name = "transfer"
+
+    def enter(self, name: str) -> None:
+        self.name = name
+
+
 class TrainingStep:
     """A model, what to minimise, an optimizer and a precision on one device.
 
@@ -86,8 +102,7 @@ class TrainingStep:
         clip_grad_norm: Norm to which the window's gradient is clipped; None leaves it.
 
     Attributes:
-        parameters: Every parameter of the objective's modules.
-        phase: What is being done: "transfer", "forward", "backward", "reserve", "unscale", "clip" or "optimizer".
+        parameters: Every parameter of the objective's modules and of the optimizer, as of the last `look`.
         has_added: Whether gradients may have been added to since this was last set to False.
         sources_left: Losses with forward passes of their own that the present micro-batch has yet to go through.
         updates: Makes updates from the gradients that accumulate here.
@@ -109,20 +124,37 @@ class TrainingStep:
         self.precision = precision
         self.memory = memory
         self.transfer = Transfer(memory.device)
-        self.phase = "transfer"
         self.has_added = False
         self.sources_left = 0
         self.witness: PostMortem | None = None
         self.passes: Passes | None = None
-        self.parameters = list(dict.fromkeys(p for module in objective.modules for p in module.parameters()))
+        modules = objective.modules
+        self._inventory = Inventory(modules, optimizer, is_fixed=is_sharded(modules))
+        self.parameters = self._inventory.parameters
+        self._at = _Phase()
         self.updates = Updates(
-            optimizer,
-            precision.scaler,
-            memory,
-            self.parameters,
-            clip_grad_norm=clip_grad_norm,
-            entering=self._enter,
+            optimizer, precision.scaler, memory, clip_grad_norm=clip_grad_norm, entering=self._at.enter
         )
+
+    @property
+    def phase(self) -> str:
+        """What is being done: "transfer", "forward", "backward", "reserve", "unscale", "clip" or "optimizer"."""
+        return self._at.name
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._at.name = name
+
+    def look(self) -> bool:
+        """See which parameters there are now; return whether anything has changed since the last look."""
+        has_changed = self._inventory.look(self.optimizer)
+        self.parameters = self._inventory.parameters
+        return has_changed
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with another optimizer from now on."""
+        self.optimizer = optimizer
+        self.updates.use(optimizer)
 
     def clear_gradients(self) -> None:
         """Let every gradient go, those of parameters that the optimizer does not hold included."""
@@ -138,10 +170,7 @@ class TrainingStep:
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self.parameters)
-
-    def _enter(self, phase: str) -> None:
-        self.phase = phase
+        return any(map(is_not, map(_GRADIENT, self.parameters), itertools.repeat(None)))
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.
@@ -266,9 +295,12 @@ def check_clip(clip_grad_norm: object) -> None:
 
 
 def drop_old_gradients(step: TrainingStep, notices: Notices) -> None:
-    """Let go of gradients from before the call, and say so: they belong to no window."""
+    """Let go of gradients that are there before a window, whoever has left them, and say so: they belong to none."""
     if step.holds_gradients():
-        notices.say("gradients from before this call are dropped (.grad was not None)")
+        notices.say(
+            "gradients that were there before a window are dropped (.grad was not None): an update is made from its "
+            "window alone"
+        )
         step.clear_gradients()
 
 

@@ -19,7 +19,7 @@ from autoaccum.supervision import Supervision
 from autoaccum.validation import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from autoaccum.batches import Window
@@ -128,7 +128,7 @@ class Training:
                 step,
                 val_loader if company is None else company.part_of_validation(val_loader),
                 metrics,
-                self._evaluation_ran_out,
+                _evaluation_ran_out(self._callbacks, self._course),
                 loss_scope=loss_scope,
                 ranks=None if company is None else company.ranks,
                 random=self._random,
@@ -177,8 +177,7 @@ class Training:
         return result
 
     def _end(self, result: FitResult | None) -> None:
-        # The runners are part of a cycle (they are a callback of their own), and a loader's workers must not live on
-        # with what hangs on it until it is collected.
+        # A loader's workers must not live on with what holds this training: a traceback, say.
         self._course.close()
         self._runners.end()
         with ExitStack() as ends:  # every callback is told, also when one of them raises
@@ -298,10 +297,6 @@ class Training:
             callback.on_evaluation(evaluation, epoch=epoch, step=self._course.moment.windows)
         return evaluation
 
-    def _evaluation_ran_out(self, event: MemoryEvent) -> None:
-        for callback in self._callbacks:
-            callback.on_oom(event, step=self._course.moment.windows)
-
     def _went_back(self) -> None:
         """Forget what is still to come once more, and go on as before."""
         moment = self._course.moment
@@ -313,3 +308,13 @@ class Training:
             if epoch < position.epoch or (epoch == position.epoch and position.closed)
         ]
         self._runners.begin_anew()
+
+
+def _evaluation_ran_out(callbacks: Sequence[Callback], course: Course) -> Callable[[MemoryEvent], None]:
+    """Return what tells callbacks that an evaluation has run out of memory."""
+
+    def tell(event: MemoryEvent) -> None:
+        for callback in callbacks:
+            callback.on_oom(event, step=course.moment.windows)
+
+    return tell

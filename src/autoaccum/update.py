@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,15 +51,21 @@ class _Need:
 
     Attributes:
         gradients: Parameters with a gradient when it was measured; with others the step is another one.
+        held: The parameters that the optimizer held then.
         keeps_state: Whether it leaves anything behind.
         state_bytes: What the measured step left behind.
         transient_bytes: What every step takes and gives back.
     """
 
     gradients: int
+    held: Sequence[nn.Parameter]
     keeps_state: bool
     state_bytes: int
     transient_bytes: int
+
+    def is_of(self, gradients: int, held: Sequence[nn.Parameter]) -> bool:
+        """Whether this is what a step over these parameters takes, so many of which have a gradient."""
+        return self.gradients == gradients and len(self.held) == len(held) and all(map(is_, self.held, held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +90,8 @@ class Updates:
         optimizer: The optimizer.
         scaler: Its gradient scaler, if there is one.
         memory: The device.
-        parameters: Those whose gradients make the norm that is clipped.
-        clip_grad_norm: Norm to which the gradient is clipped; None leaves it.
+        clip_grad_norm: Norm to which the gradient is clipped, of all parameters that the optimizer holds; None leaves
+            it. Others are not its to step: the scaler does not unscale them, and they do not count.
         entering: Called with the name of each phase as it begins: "reserve", "unscale", "clip" or "optimizer".
 
     Attributes:
@@ -97,7 +104,6 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None,
         memory: MemoryBackend,
-        parameters: Sequence[nn.Parameter],
         *,
         clip_grad_norm: float | None,
         entering: Callable[[str], None],
@@ -105,12 +111,16 @@ class Updates:
         self._optimizer = optimizer
         self._scaler = scaler
         self._memory = memory
-        self._parameters = parameters
         self._clip_grad_norm = clip_grad_norm
         self._entering = entering
         self._need: _Need | None = None
         self._ready: _Ready | None = None
         self.made = 0
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with another optimizer from now on, of which nothing is known yet."""
+        self._optimizer = optimizer
+        self._need = self._ready = None
 
     def make(self, correction: float | Tensor = 1.0) -> Update:
         """Make one update from the accumulated gradients.
@@ -125,7 +135,7 @@ class Updates:
             UpdateCompleteError: It has stepped, and a hook that the user gave it failed.
         """
         try:
-            self.reserve(sum(parameter.grad is not None for parameter in self._parameters))
+            self.reserve(len(self._gradients()))
             return self.commit(self.prepare(correction))
         finally:
             self._ready = None
@@ -138,7 +148,7 @@ class Updates:
         """
         self._entering(RESERVE)
         self._ready = None
-        need = self._need if self._need is not None and self._need.gradients == gradients else None
+        need = self._need if self._need is not None and self._need.is_of(gradients, self._held()) else None
         makes_state = need is not None and need.keeps_state and not self._optimizer.state
         if need is not None:
             self._memory.reserve(need.transient_bytes + (need.state_bytes if makes_state else 0))
@@ -156,7 +166,8 @@ class Updates:
         """
         if not isinstance(correction, float) or correction != 1.0:
             self._entering("unscale")
-            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], correction)
+            if gradients := self._gradients():
+                torch._foreach_mul_(gradients, correction)
         norm = self.norm()
         if norm is not None:
             self.clip(norm)
@@ -175,13 +186,13 @@ class Updates:
             self._entering("unscale")
             self._scaler.unscale_(self._optimizer)
         self._entering("clip")
-        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]).detach()
+        return nn.utils.get_total_norm(self._gradients()).detach()
 
     def clip(self, norm: Tensor) -> None:
         """Clip the gradients, of which this is the norm."""
         assert self._clip_grad_norm is not None
         self._entering("clip")
-        nn.utils.clip_grads_with_norm_(self._parameters, self._clip_grad_norm, norm)
+        nn.utils.clip_grads_with_norm_(self._held(), self._clip_grad_norm, norm)
 
     def commit(self, norm: Tensor | None) -> Update:
         """Step the optimizer; where it fails without having written, this can be tried again.
@@ -219,13 +230,20 @@ class Updates:
         """Note what the step took; where no memory is left for that, the next step is measured instead."""
         try:
             left = bool(self._optimizer.state)
-            self._need = _Need(ready.gradients, left, watch.left_bytes(), watch.transient_bytes())
+            self._need = _Need(ready.gradients, self._held(), left, watch.left_bytes(), watch.transient_bytes())
         except MemoryError:
             self._need = None
 
     def let_go(self) -> None:
         """Let go of what a step was made ready with."""
         self._ready = None
+
+    def _held(self) -> list[nn.Parameter]:
+        """Return what the optimizer holds now, which can be more than at the last update."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._held() if parameter.grad is not None]
 
     def _copy(self) -> OptimizerSnapshot | None:
         """Copy what the optimizer will write to host memory; None where only that memory lacks."""

@@ -1,0 +1,347 @@
+"""Models, optimizers and flags that change between two windows: the next window is of what there is then."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import InvalidInputError
+from autoaccum.inventory import Inventory
+from autoaccum.joint import Joint
+from autoaccum.notices import Notices
+from autoaccum.step import TrainingStep
+from faults import FailAt
+from helpers import assert_bitwise, classifier, labelled, training_step
+
+SAMPLES = 12
+
+
+class Scores(nn.Module):
+    """A classifier whose parts can be exchanged; without dropout, so that every cut has the same gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, features):
+        return self.head(self.body(features))
+
+
+def append(model, optimizer):
+    torch.manual_seed(5)
+    model.body.append(nn.Linear(8, 8).double())
+    optimizer.add_param_group({"params": list(model.body[-1].parameters())})
+
+
+def append_without_the_optimizer(model, optimizer):
+    torch.manual_seed(5)
+    model.body.append(nn.Linear(8, 8).double())
+
+
+def append_statistics(model, optimizer):
+    torch.manual_seed(5)
+    model.body.append(nn.BatchNorm1d(8).double())
+    optimizer.add_param_group({"params": list(model.body[-1].parameters())})
+
+
+def replace_head(model, optimizer):
+    torch.manual_seed(5)
+    model.head = nn.Linear(8, 3).double()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def unfreeze(model, optimizer):
+    model.body.requires_grad_(requires_grad=True)
+
+
+def freeze(model, optimizer):
+    model.head.requires_grad_(requires_grad=False)
+
+
+def add_a_scale(model, optimizer):
+    """A parameter that no module holds."""
+    scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    model.body.register_forward_hook(lambda module, inputs, outputs: outputs * scale)
+    optimizer.add_param_group({"params": [scale]})
+
+
+CHANGES = [append, append_without_the_optimizer, append_statistics, replace_head, unfreeze, freeze, add_a_scale]
+
+
+def begun(change):
+    torch.manual_seed(0)
+    model = Scores().double()
+    if change is unfreeze:
+        model.body.requires_grad_(requires_grad=False)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def windows_of(count):
+    torch.manual_seed(1)
+    return [labelled(SAMPLES) for _ in range(count)]
+
+
+def by_hand(change, clip):
+    model, optimizer = begun(change)
+    for number, (inputs, targets) in enumerate(windows_of(5)):
+        if number == 2:
+            change(model, optimizer)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        optimizer.step()
+        model.zero_grad()
+    return model.state_dict()
+
+
+def by_runner(change, clip=None, *, sizes=(5, 4, 3), late_sizes=None, point=None, notices=None):
+    model, optimizer = begun(change)
+    runner = autoaccum.Runner(
+        model,
+        optimizer,
+        autoaccum.Plan(SAMPLES, sizes),
+        loss=nn.CrossEntropyLoss(),
+        device="cpu",
+        clip_grad_norm=clip,
+        notices=notices or Notices(silent=True),
+    )
+    counting = FailAt(*([] if point is None else [point]))
+    for number, window in enumerate(windows_of(5)):
+        if number == 2:
+            change(model, optimizer)
+        runner.plan = autoaccum.Plan(SAMPLES, sizes)
+        if number == 3:
+            runner.plan = autoaccum.Plan(SAMPLES, late_sizes or sizes)
+            with counting:
+                counting.cut = runner.step(window).micro_batches
+        else:
+            runner.step(window)
+    assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return model.state_dict(), counting
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_between_windows_trains_as_the_loop_written_by_hand(change, clip):
+    sizes = (SAMPLES,) if change is append_statistics else (5, 4, 3)
+    found, _ = by_runner(change, clip, sizes=sizes)
+
+    torch.testing.assert_close(found, by_hand(change, clip), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", [append_statistics, add_a_scale])
+def test_what_has_come_is_put_back_where_memory_runs_out(change):
+    _, counting = by_runner(change, sizes=(6, 6))
+
+    for point in range(2, counting.count, 11):
+        found, failing = by_runner(change, sizes=(6, 6), point=point)
+        expected, _ = by_runner(change, sizes=(6, 6), late_sizes=failing.cut)
+        assert failing.hits == 1
+        assert_bitwise(found, expected)
+
+
+def test_momentum_rescaled_for_cuts_is_that_of_layers_that_have_come_too():
+    model, window = Scores().double(), labelled(SAMPLES)
+    runner = autoaccum.Runner(
+        model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), batchnorm="rescale", device="cpu"
+    )
+    runner.step(window)
+    model.body.append(nn.BatchNorm1d(8).double())
+    seen = []
+    model.body[-1].register_forward_pre_hook(lambda module, _: seen.append(module.momentum))
+
+    runner.step(window)
+
+    assert 0.1 not in seen
+    assert model.body[-1].momentum == 0.1
+
+
+def test_parameters_that_are_left_out_of_the_optimizer_are_named_once():
+    notices = Notices(silent=True)
+    by_runner(append_without_the_optimizer, notices=notices)
+
+    (text,) = (text for text in notices.texts if "not in the optimizer" in text)
+    assert "2 parameters" in text
+    assert "add_param_group" in text
+
+
+def test_unchanged_model_is_taken_stock_of_once(monkeypatch):
+    taken = []
+    monkeypatch.setattr(Inventory, "_take_stock", lambda self, optimizer: taken.append(1) or stock(self, optimizer))
+    by_runner(lambda *_: None)
+
+    assert taken == [1]
+
+
+stock = Inventory._take_stock
+
+
+def test_optimizer_that_is_set_makes_the_next_updates():
+    def train(take):
+        torch.manual_seed(0)
+        model = classifier()
+        runner = autoaccum.Runner(
+            model,
+            torch.optim.Adam(model.parameters(), lr=1e-2),
+            autoaccum.plan(SAMPLES, SAMPLES),
+            loss=nn.CrossEntropyLoss(),
+            clip_grad_norm=0.1,
+            device="cpu",
+        )
+        torch.manual_seed(1)
+        runner.step(labelled(SAMPLES))
+        take(model, runner)
+        for _ in range(2):
+            runner.step(labelled(SAMPLES))
+        return model, runner
+
+    def set_it(model, runner):
+        runner.optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    def make_another_runner(model, runner):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        other = autoaccum.Runner(
+            model,
+            optimizer,
+            autoaccum.plan(SAMPLES, SAMPLES),
+            loss=nn.CrossEntropyLoss(),
+            clip_grad_norm=0.1,
+            device="cpu",
+        )
+        runner.step = other.step
+
+    found, runner = train(set_it)
+    with pytest.raises(InvalidInputError, match="step cannot be set"):
+        train(make_another_runner)
+    torch.manual_seed(0)
+    expected = classifier()
+    torch.manual_seed(1)
+    adam = torch.optim.Adam(expected.parameters(), lr=1e-2)
+    sgd = torch.optim.SGD(expected.parameters(), lr=0.5, momentum=0.9)
+    for optimizer in (adam, sgd, sgd):
+        inputs, targets = labelled(SAMPLES)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        optimizer.step()
+
+    assert_bitwise(found.state_dict(), expected.state_dict())
+    assert isinstance(runner.optimizer, torch.optim.SGD)
+
+
+def test_optimizer_that_is_set_is_scaled_and_taken_back_like_the_first():
+    torch.manual_seed(0)
+    model, window = classifier().float(), [half.float() if half.is_floating_point() else half for half in labelled(8)]
+    runner = autoaccum.Runner(
+        model,
+        None,
+        autoaccum.plan(8, 4),
+        loss=nn.CrossEntropyLoss(),
+        precision="fp16",
+        clip_grad_norm=0.1,
+        device="cpu",
+    )
+    runner.step(tuple(window))
+    runner.optimizer = other = torch.optim.Adam(model.parameters(), lr=0.1)
+    fails = [True, False]
+    step = other.step
+
+    def failing(*arguments, **named):
+        result = step(*arguments, **named)
+        if fails.pop(0):
+            raise torch.OutOfMemoryError("out of memory (injected)")
+        return result
+
+    other.step = failing
+    before = copy.deepcopy(model.state_dict())
+
+    report = runner.step(tuple(window))
+
+    assert (report.oom_events, report.skipped, fails) == (1, False, [])
+    assert {int(state["step"]) for state in other.state.values()} == {1}
+    # Adam's first step moves each number by its learning rate; twice would be more.
+    moved = max(float((model.state_dict()[name] - before[name]).abs().max()) for name, _ in model.named_parameters())
+    assert moved == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("optimizer", None, "runner.optimizer cannot be set to None"),
+        ("optimizer", 3, "optimizer=3 is no torch.optim.Optimizer"),
+        ("optimizer", torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "1 of them not the model's"),
+        ("plan", 7, "plan=7 is no autoaccum.Plan"),
+        ("oom_events", 0, "runner.oom_events cannot be set"),
+        ("model", nn.Linear(2, 2), "runner.model cannot be set"),
+        ("clip_grad_norm", 1.0, "only plan and optimizer can"),
+    ],
+)
+def test_what_cannot_be_set_on_a_runner_is_refused_and_nothing_changes(name, value, text):
+    model = classifier()
+    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    before = runner.plan, runner.optimizer
+
+    with pytest.raises(InvalidInputError, match=text):
+        setattr(runner, name, value)
+
+    assert (runner.plan, runner.optimizer) == before
+    assert runner.step(labelled(SAMPLES)).micro_batches == (6, 6)
+
+
+def test_optimizer_cannot_be_set_within_a_window():
+    model = classifier()
+    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+
+    def set_it(*_):
+        runner.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    hook = model.register_forward_pre_hook(set_it)
+    with pytest.raises(InvalidInputError, match="within a window"):
+        runner.step(labelled(SAMPLES))
+    hook.remove()
+    set_it()
+
+    assert runner.step(labelled(SAMPLES)).step == 1
+
+
+def test_several_ranks_refuse_parameters_that_have_come_and_bear_those_that_have_gone():
+    model = Scores().double()
+    step = training_step(model, nn.CrossEntropyLoss())
+    joint = object.__new__(Joint)
+    joint._step, joint._trained = step, [parameter for parameter in step.parameters if parameter.requires_grad]
+
+    freeze(model, None)
+    assert step.look()
+    joint.check_parameters()
+    append_without_the_optimizer(model, None)
+    assert step.look()
+    with pytest.raises(InvalidInputError, match=r"2 parameters are trained now .*\(8, 8\)"):
+        joint.check_parameters()
+
+
+def test_parameters_that_fully_shard_exchanges_during_a_pass_are_no_change():
+    model = Scores().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inventory, changing = Inventory([model], optimizer, is_fixed=True), Inventory([model], optimizer)
+    model.head.weight = nn.Parameter(torch.zeros(3, 8, dtype=torch.float64))
+
+    assert not inventory.look(optimizer)
+    assert changing.look(optimizer)
+    assert not changing.look(optimizer)
+
+
+def test_step_knows_of_parameters_after_a_look_only():
+    model = Scores().double()
+    step = training_step(model)
+    assert isinstance(step, TrainingStep)
+    count = len(step.parameters)
+    append_without_the_optimizer(model, None)
+
+    assert len(step.parameters) == count
+    assert step.look()
+    assert len(step.parameters) == count + 2
