@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from autoaccum import oom, signals
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.joint import ELSEWHERE
+from autoaccum.reported import means
 from autoaccum.update import RESERVE
 
 if TYPE_CHECKING:
@@ -58,10 +59,12 @@ class Made:
     Attributes:
         losses: The window's losses by name.
         update: What became of the update.
+        reported: What is reported beside the losses, by name.
     """
 
     losses: dict[str, Tensor]
     update: Update
+    reported: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Attempts:
@@ -104,13 +107,13 @@ class Attempts:
         given = self._work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
         if self._joint is not None:
             return self._finish_with_others(self._joint, window, given)
-        losses = given.corrected_losses()
+        losses, reported = given.corrected_losses(), means(given.slots)
         self._check_first(losses)
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         with signals.held():
             update = self._step.updates.make(given.correction)
             self._on_update(update)
-        return Made(losses, update)
+        return Made(losses, update, reported)
 
     def _finish_with_others(self, joint: Joint, window: Window, given: Given) -> Made | Again:
         """Agree with the other processes, add up what all have, and make the update."""
@@ -136,7 +139,7 @@ class Attempts:
                 self._on_update(update)
         finally:
             updates.let_go()
-        return Made(alone.losses, update)
+        return Made(alone.losses, update, alone.reported)
 
     def _committed(self, norm: Tensor | None) -> Update:
         """Step the optimizer, as all others do now: where memory lacks for it, once more, with the caches let go."""
