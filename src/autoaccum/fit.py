@@ -32,7 +32,7 @@ from autoaccum.progress import OtherRank, progress_for
 from autoaccum.ranks import joined, own_rank
 from autoaccum.records import check_positive_int
 from autoaccum.saving import saver_for
-from autoaccum.schedule import check_scheduler
+from autoaccum.schedule import check_made_scheduler, check_scheduler
 from autoaccum.scope import check_loss_scope
 from autoaccum.sharded_model import check_sharded
 from autoaccum.shares import check_shares
@@ -113,8 +113,8 @@ def fit(
             is the total and the others are only reported; without it, the entries with a gradient are added up and
             detached ones are reported (docs/recipes.md).
         optimizer: An optimizer over the model's parameters, or a function of them that makes one. None: AdamW(lr=1e-3).
-        scheduler: A learning-rate scheduler, or a function of the optimizer that makes one. ReduceLROnPlateau moves
-            with each evaluation's loss.
+        scheduler: A learning-rate scheduler over the optimizer in use, or a function of it that makes one.
+            ReduceLROnPlateau moves with each evaluation's loss.
         scheduler_interval: "step": the scheduler moves after every update; "epoch": after every epoch.
         epochs: Times to go through the loader. None: 1, or as many as `max_steps` takes.
         max_steps: Windows after which to stop.
@@ -219,6 +219,8 @@ def fit(
     if options is not None:
         check_that_it_can_be_limited(memory, limit_bytes)
     fallbacks = check_fallback(fallback, memory, compiles=options is not None)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_made_scheduler(scheduler, optimizer)
     with joined(memory) as ranks:
         if seed is not None:
             _seed(seed + rank)
@@ -234,6 +236,7 @@ def fit(
             notices=notices,
             is_one_of_several=ranks is not None,
         )
+        check_made_scheduler(scheduler, step.optimizer)  # of one that was made just now
         company = None
         grows_from = None
         if ranks is not None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.errors import InvalidInputError
+from autoaccum.optimizers import parts_of_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import torch
 
     from autoaccum.records import Evaluation
 
@@ -24,15 +25,20 @@ class Schedule:
     Args:
         scheduler: A scheduler, a function of the optimizer that makes one, or None.
         interval: "step" or "epoch".
-        optimizer: Given to the function.
+        optimizer: The one in use; given to the function.
+        is_evaluated: Whether there are evaluations.
 
     Attributes:
         scheduler: The scheduler, also where it was made here.
+
+    Raises:
+        InvalidInputError: It is no scheduler, or one that does not move this optimizer.
     """
 
-    def __init__(self, scheduler: Any, interval: str, optimizer: torch.optim.Optimizer) -> None:
-        is_one = scheduler is None or hasattr(scheduler, "step")
-        self.scheduler = scheduler if is_one else scheduler(optimizer)
+    def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
+        self.scheduler = _made(scheduler, optimizer) if _is_maker(scheduler) else scheduler
+        if self.scheduler is not None:
+            check_made_scheduler(self.scheduler, optimizer, is_evaluated=is_evaluated)
         self._interval = interval
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
@@ -79,5 +85,80 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
         raise InvalidInputError(f"scheduler_interval={interval!r} is unknown; choose 'step' or 'epoch'")
     if scheduler is not None and not (hasattr(scheduler, "step") or callable(scheduler)):
         raise InvalidInputError(f"scheduler={scheduler!r} has no step(), nor is it a function that makes one")
-    if isinstance(scheduler, ReduceLROnPlateau) and val_loader is None:
-        raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
+    if not _is_maker(scheduler):
+        _check_steps(scheduler, is_evaluated=val_loader is not None)
+
+
+def check_made_scheduler(scheduler: Any, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
+    """Refuse a scheduler that does not move the learning rates of the optimizer in use.
+
+    A scheduler of one's own that does not tell its optimizer is taken as it is.
+
+    Args:
+        scheduler: One that is made already; a function that makes one, and None, are passed over.
+        optimizer: The one in use.
+        is_evaluated: Whether there are evaluations.
+
+    Raises:
+        InvalidInputError: It moves another optimizer, or cannot be moved here.
+    """
+    if scheduler is None or _is_maker(scheduler):
+        return
+    _check_steps(scheduler, is_evaluated=is_evaluated)
+    used = {id(group) for group in optimizer.param_groups}
+    for part in parts_of_scheduler(scheduler):
+        other = getattr(part, "optimizer", getattr(part, "_optimizer", None))
+        # One that wraps another shares its groups, and the scheduler writes to those.
+        if not isinstance(other, Optimizer) or other is optimizer or used & {id(group) for group in other.param_groups}:
+            continue
+        inner = "" if part is scheduler else f" in it a {type(part).__name__},"
+        raise InvalidInputError(
+            f"scheduler=, a {type(scheduler).__name__},{inner} moves the learning rates of another optimizer (a "
+            f"{type(other).__name__} of {len(other.param_groups)} groups) than the {type(optimizer).__name__} in use, "
+            "which would stay as they are; make it from the optimizer that is passed as optimizer=, or pass a function: "
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+        )
+
+
+def _is_maker(scheduler: Any) -> bool:
+    """Whether this makes a scheduler from an optimizer: a function, or a class, which has a step() too."""
+    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
+
+
+def _made(maker: Any, optimizer: Optimizer) -> Any:
+    try:
+        made = maker(optimizer)
+    except TypeError as error:
+        if not isinstance(maker, type):
+            raise
+        raise InvalidInputError(
+            f"scheduler={maker.__name__} is a class that cannot be made from the optimizer alone ({error}); pass one "
+            f"that is made, or a function: scheduler=lambda optimizer: {maker.__name__}(optimizer, ...)"
+        ) from error
+    if isinstance(made, type) or not callable(getattr(made, "step", None)):
+        raise InvalidInputError(
+            f"scheduler={maker!r} returned {made!r}, which has no step(); return the scheduler: scheduler=lambda "
+            "optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+        )
+    return made
+
+
+def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if not is_evaluated:
+            raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
+        return
+    step = getattr(scheduler, "step", None)
+    if scheduler is None:
+        return
+    if not callable(step):
+        raise InvalidInputError(f"scheduler={scheduler!r} has no step() that can be called")
+    try:
+        inspect.signature(step).bind()
+    except ValueError:  # it does not tell what it takes
+        return
+    except TypeError as error:
+        raise InvalidInputError(
+            f"scheduler=, a {type(scheduler).__name__}, cannot be moved by step() alone ({error}); wrap it in an object "
+            "whose step() takes no argument"
+        ) from error
