@@ -32,7 +32,7 @@ from autoaccum.progress import OtherRank, progress_for
 from autoaccum.ranks import joined, own_rank
 from autoaccum.records import check_positive_int
 from autoaccum.saving import saver_for
-from autoaccum.schedule import check_made_scheduler, check_scheduler
+from autoaccum.schedule import check_scheduler
 from autoaccum.scope import check_loss_scope
 from autoaccum.sharded_model import check_sharded
 from autoaccum.shares import check_shares
@@ -193,7 +193,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_finding(micro_batch, probe, strategy)
     cap = max_micro_batch()
-    check_scheduler(scheduler, scheduler_interval, val_loader)
+    check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, metrics)
     _check_callbacks(callbacks)
     check_loss_scope(loss_scope)
@@ -219,8 +219,6 @@ def fit(
     if options is not None:
         check_that_it_can_be_limited(memory, limit_bytes)
     fallbacks = check_fallback(fallback, memory, compiles=options is not None)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        check_made_scheduler(scheduler, optimizer)
     with joined(memory) as ranks:
         if seed is not None:
             _seed(seed + rank)
@@ -236,7 +234,6 @@ def fit(
             notices=notices,
             is_one_of_several=ranks is not None,
         )
-        check_made_scheduler(scheduler, step.optimizer)  # of one that was made just now
         company = None
         grows_from = None
         if ranks is not None:

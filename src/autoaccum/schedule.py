@@ -38,7 +38,8 @@ class Schedule:
     def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
         self.scheduler = _made(scheduler, optimizer) if _is_maker(scheduler) else scheduler
         if self.scheduler is not None:
-            check_made_scheduler(self.scheduler, optimizer, is_evaluated=is_evaluated)
+            _check_steps(self.scheduler, is_evaluated=is_evaluated)
+            _check_optimizer(self.scheduler, optimizer)
         self._interval = interval
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
@@ -75,8 +76,8 @@ class Schedule:
             self.scheduler.step()
 
 
-def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | None) -> None:
-    """Check the arguments that make a `Schedule`.
+def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | None, optimizer: Any = None) -> None:
+    """Check the arguments that make a `Schedule`; where the optimizer is still to be made, what can be known by then.
 
     Raises:
         InvalidInputError: One of them cannot be used.
@@ -85,26 +86,15 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
         raise InvalidInputError(f"scheduler_interval={interval!r} is unknown; choose 'step' or 'epoch'")
     if scheduler is not None and not (hasattr(scheduler, "step") or callable(scheduler)):
         raise InvalidInputError(f"scheduler={scheduler!r} has no step(), nor is it a function that makes one")
-    if not _is_maker(scheduler):
-        _check_steps(scheduler, is_evaluated=val_loader is not None)
-
-
-def check_made_scheduler(scheduler: Any, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
-    """Refuse a scheduler that does not move the learning rates of the optimizer in use.
-
-    A scheduler of one's own that does not tell its optimizer is taken as it is.
-
-    Args:
-        scheduler: One that is made already; a function that makes one, and None, are passed over.
-        optimizer: The one in use.
-        is_evaluated: Whether there are evaluations.
-
-    Raises:
-        InvalidInputError: It moves another optimizer, or cannot be moved here.
-    """
     if scheduler is None or _is_maker(scheduler):
         return
-    _check_steps(scheduler, is_evaluated=is_evaluated)
+    _check_steps(scheduler, is_evaluated=val_loader is not None)
+    if isinstance(optimizer, Optimizer):
+        _check_optimizer(scheduler, optimizer)
+
+
+def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
+    """Refuse a scheduler of another optimizer; one of the user's own that does not tell its optimizer is accepted."""
     used = {id(group) for group in optimizer.param_groups}
     for part in parts_of_scheduler(scheduler):
         other = getattr(part, "optimizer", getattr(part, "_optimizer", None))
@@ -115,8 +105,8 @@ def check_made_scheduler(scheduler: Any, optimizer: Optimizer, *, is_evaluated: 
         raise InvalidInputError(
             f"scheduler=, a {type(scheduler).__name__},{inner} moves the learning rates of another optimizer (a "
             f"{type(other).__name__} of {len(other.param_groups)} groups) than the {type(optimizer).__name__} in use, "
-            "which would stay as they are; make it from the optimizer that is passed as optimizer=, or pass a function: "
-            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+            "which would stay as they are; make it from the optimizer that is passed as optimizer=, or pass a "
+            "function: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
         )
 
 
@@ -149,8 +139,6 @@ def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
             raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
         return
     step = getattr(scheduler, "step", None)
-    if scheduler is None:
-        return
     if not callable(step):
         raise InvalidInputError(f"scheduler={scheduler!r} has no step() that can be called")
     try:
@@ -159,6 +147,6 @@ def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
         return
     except TypeError as error:
         raise InvalidInputError(
-            f"scheduler=, a {type(scheduler).__name__}, cannot be moved by step() alone ({error}); wrap it in an object "
-            "whose step() takes no argument"
+            f"scheduler=, a {type(scheduler).__name__}, cannot be moved by step() alone ({error}); wrap it in an "
+            "object whose step() takes no argument"
         ) from error
