@@ -8,7 +8,7 @@ does the window begin anew. Every way leaves, bit for bit, what the same cut lea
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autoaccum import signals
 from autoaccum.aside import Aside
 from autoaccum.errors import InvalidInputError, StateDamagedError
+from autoaccum.reported import LOSS
 from autoaccum.scope import WholeWindow, check_loss_scope
 from autoaccum.state import Mark
 from autoaccum.step import Accumulated, check_weight
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from autoaccum.batches import Window
     from autoaccum.batchnorm import BatchNorms
     from autoaccum.objective import Factors
+    from autoaccum.reported import Slot
     from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
 
@@ -71,11 +73,18 @@ class Given:
         pair_weight: Of a (sum, weight) pair, by whose weight gradients and losses are still to be divided, which have
             been divided by the number of samples; None where nothing is left to do.
         samples: Samples of the window.
+        reported: What is reported beside the losses: sums and weights, as `reported.means` takes them.
     """
 
     losses: dict[str, Tensor]
     pair_weight: float | Tensor | None
     samples: int
+    reported: dict[Slot, Any] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> dict[Slot, Any]:
+        """The losses and what is reported beside them, as `reported.means` takes them."""
+        return {(LOSS, name): loss for name, loss in self.losses.items()} | self.reported
 
     @property
     def correction(self) -> float | Tensor:
@@ -186,14 +195,15 @@ class Accumulation:
         self._set_aside()
         pair_weight: float | Tensor | None = None
         if self._whole is not None:
-            losses = self._run_whole(self._whole)
+            losses, noted = self._run_whole(self._whole), self._whole.reported
         else:
             self._run_rest(aside=aside)
             pair_weight = self._pair_weight()
             losses = {name: _total(values) for name, values in self._accumulated.losses.items()}
+            noted = self._accumulated.reported
         self.size = None
         self._see_what_is_written()
-        return Given(losses, pair_weight, self._window.samples)
+        return Given(losses, pair_weight, self._window.samples, _sums_of(noted))
 
     def keep(self) -> None:
         """After lack of memory: put back what has to be done again, and no more than that."""
@@ -419,7 +429,7 @@ class Accumulation:
                     with step.precision.autocast():
                         terms, _ = step.objective.terms(source, batch, size)
                     for term in terms:
-                        if term.weight is not None:
+                        if term.weight is not None and not term.is_reported:
                             weights[term.name] = weights.get(term.name, 0.0) + float(term.weight)
         self._at_micro_batch.put_back()
         self._moved = False
@@ -480,6 +490,10 @@ class Accumulation:
 
 def _total(values: list[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(values).sum()
+
+
+def _sums_of(noted: Mapping[Slot, list[Any]]) -> dict[Slot, Any]:
+    return {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in noted.items()}
 
 
 def _sums(parameters: list[nn.Parameter]) -> list[Tensor]:

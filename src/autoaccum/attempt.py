@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from autoaccum import oom, signals
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 from autoaccum.joint import ELSEWHERE
+from autoaccum.reported import means
 from autoaccum.update import RESERVE
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ class Made:
     Attributes:
         losses: The window's losses by name.
         update: What became of the update; set when it is made, since nothing new may be needed from then on.
+        reported: What is reported beside the losses, by name.
     """
 
     losses: dict[str, Tensor]
+    reported: dict[str, Tensor] = field(default_factory=dict)
     update: Update = field(init=False)
 
 
@@ -116,7 +119,7 @@ class Attempts:
         given = self._work.run(aside=self._sizing.is_troubled and self._has_room_for_gradients())
         if self._joint is not None:
             return self._finish_with_others(self._joint, window, given, on_update)
-        made = Made(given.corrected_losses())
+        made = Made(given.corrected_losses(), means(given.slots))
         self._check_first(made.losses)
         self._before_update()
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
@@ -142,7 +145,7 @@ class Attempts:
                 return Again.OVER
             alone = joint.add_up(given, self._check_first)
             alone.run(self._before_update)
-            made = Made(alone.losses)
+            made = Made(alone.losses, alone.reported)
             # From here on this rank cannot know whether the others have heard from it and make the update. Where the
             # model adds up gradients they all meet once more.
             self.is_decided = joint.adds_up_gradients

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Metric = Callable[[Any, Any], Any]
 _T = TypeVar("_T")
-# Name, sum and weight.
-_Loss = tuple[str, Tensor, float | Tensor]
+# Name, sum and weight, and whether it is only reported.
+_Loss = tuple[str, Tensor, float | Tensor, bool]
 
 
 class Evaluator:
@@ -107,7 +107,8 @@ class Evaluator:
                 "only once"
             )
         values = {name: value for metric in self._metrics for name, value in metric.result(self._ranks).items()}
-        return Evaluation(totals.mean(), values, totals.samples, time.perf_counter() - started)
+        elapsed_s = time.perf_counter() - started
+        return Evaluation(totals.mean(), values, totals.samples, elapsed_s, losses=totals.means())
 
     def _one_batch(self, window: Window, totals: _Totals, mark: Mark) -> None:
         start = 0
@@ -157,7 +158,7 @@ class Evaluator:
 
         def work() -> list[_Loss]:
             terms = whole.terms(whole.join(parts), whole.batch(window), window.samples)
-            return [self._loss(term, window[0], window.samples) for term in terms]
+            return self._losses([terms], window[0], window.samples)
 
         for _ in range(2):  # it has no cut that could be smaller: once more, with the caches let go
             done = self._try(work, None, mark)
@@ -184,7 +185,7 @@ class Evaluator:
             passes.begin_evaluation_pass()
         if self._whole is None:
             terms, outputs = self._passes(batch, size)
-            losses = [self._loss(term, cut, size) for term in terms]
+            losses = self._losses(terms, cut, size)
         else:
             losses, outputs = [], self._whole.outputs(batch, size)
         if passes is not None:
@@ -196,18 +197,29 @@ class Evaluator:
             metric.update(outputs, targets, size)
         return losses, representations
 
-    def _passes(self, batch: Any, size: int) -> tuple[list[Term], Any]:
-        """Make the forward passes of a cut; return its terms, and the model's outputs where metrics want them."""
+    def _passes(self, batch: Any, size: int) -> tuple[list[list[Term]], Any]:
+        """Make the forward passes of a cut; return the terms of each, and the outputs where metrics want them."""
         objective = self._step.objective
-        terms: list[Term] = []
+        terms: list[list[Term]] = []
         outputs: Any = None
         with self._step.precision.autocast():
             for source in objective.sources:
                 found, outputs = objective.terms(source, batch, size)
-                terms += found
+                terms.append(found)
             if self._metrics and outputs is None:
                 outputs = objective.outputs(batch)
         return terms, outputs
+
+    def _losses(self, of_passes: Sequence[Sequence[Term]], cut: Any, size: int) -> list[_Loss]:
+        """Return the losses of some forward passes, and what they report, each with its sum and weight."""
+        losses: list[_Loss] = []
+        for terms in of_passes:
+            added = [self._loss(term, cut, size) for term in terms if not term.is_reported]
+            # What is reported as a plain number weighs as its total does.
+            usual = added[0][2] if len(added) == 1 else float(size)
+            losses += added
+            losses += [_reported(term, size, usual) for term in terms if term.is_reported]
+        return losses
 
     def _loss(self, term: Term, cut: Any, size: int) -> _Loss:
         """Return a loss' name, sum and weight."""
@@ -215,13 +227,24 @@ class Evaluator:
         value = in_full(term.value)
         if term.over is Over.PAIR:
             assert term.weight is not None
-            return term.name, value, term.weight
+            return term.name, value, term.weight, False
         how = self._step.objective.weighting(term.name)
         if how.over is Over.SUM:
-            return term.name, value, float(size)
+            return term.name, value, float(size), False
         weight = how.weigh(size, target_tensors(cut))
         # Where nothing counts the mean is not a number, and adds nothing.
-        return term.name, (value * weight if weight else torch.zeros_like(value)), weight
+        return term.name, (value * weight if weight else torch.zeros_like(value)), weight, False
+
+
+def _reported(term: Term, size: int, usual: float | Tensor) -> _Loss:
+    value = in_full(term.value)
+    if term.over is Over.PAIR:
+        assert term.weight is not None
+        return term.name, value, term.weight, True
+    weight = float(size) if term.over is Over.VECTOR else usual
+    if isinstance(weight, float) and not weight:
+        return term.name, torch.zeros_like(value), weight, True
+    return term.name, value * weight, weight, True
 
 
 class _Totals:
@@ -229,6 +252,7 @@ class _Totals:
         self.samples = 0
         self._sums: dict[str, Tensor | float] = defaultdict(float)
         self._weights: dict[str, Tensor | float] = defaultdict(float)
+        self._added: dict[str, None] = {}  # the names that are losses, in order
 
     @classmethod
     def of_all(cls, several: Sequence[_Totals]) -> _Totals:
@@ -237,29 +261,35 @@ class _Totals:
             return several[0]
         together = cls()
         for one in several:
-            together.add([(name, total, one._weights[name]) for name, total in one._sums.items()], one.samples)
+            found = [(name, sum_, one._weights[name], name not in one._added) for name, sum_ in one._sums.items()]
+            together.add(found, one.samples)
         return together
 
     def on_host(self) -> _Totals:
         """Return the same as plain numbers, which waits for the device."""
         plain = _Totals()
-        plain.samples = self.samples
+        plain.samples, plain._added = self.samples, self._added
         plain._sums.update({name: float(total) for name, total in self._sums.items()})
         plain._weights.update({name: float(weight) for name, weight in self._weights.items()})
         return plain
 
-    def add(self, found: Sequence[tuple[str, Tensor | float, Tensor | float]], samples: int) -> None:
+    def add(self, found: Sequence[tuple[str, Tensor | float, Tensor | float, bool]], samples: int) -> None:
         self.samples += samples
-        for name, total, weight in found:
+        for name, total, weight, is_reported in found:
             self._sums[name] = self._sums[name] + total
             self._weights[name] = self._weights[name] + weight
+            if not is_reported:
+                self._added[name] = None
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each loss and of what is reported; NaN, as torch has it, where nothing has counted."""
+        weights = {name: float(weight) for name, weight in self._weights.items()}
+        return {name: float(total) / weights[name] if weights[name] else math.nan for name, total in self._sums.items()}
 
     def mean(self) -> float:
-        """Return the losses' means, added; NaN, as torch has it, where nothing counted in all of the data."""
-        weights = {name: float(weight) for name, weight in self._weights.items()}
-        if not all(weights.values()):
-            return math.nan
-        return sum(float(total) / weights[name] for name, total in self._sums.items())
+        """Return the losses' means, added."""
+        means = self.means()
+        return sum(means[name] for name in self._added)
 
 
 class _Averaged:

@@ -109,10 +109,12 @@ def fit(
         loss: A callable of (outputs, targets), or of (outputs, batch) where a batch is no pair, that returns a scalar,
             a vector of per-sample losses, a (sum, weight) pair, or a mapping of those; or a list of callables of
             (model, batch), each run and back-propagated by itself. None: the model's own loss, else cross entropy for
-            whole-number targets and mean squared error for floating ones.
+            whole-number targets and mean squared error for floating ones. Of a mapping, also a model's, an entry "loss"
+            is the total and the others are only reported; without it, the entries with a gradient are added up and
+            detached ones are reported (docs/recipes.md).
         optimizer: An optimizer over the model's parameters, or a function of them that makes one. None: AdamW(lr=1e-3).
-        scheduler: A learning-rate scheduler, or a function of the optimizer that makes one. ReduceLROnPlateau moves
-            with each evaluation's loss.
+        scheduler: A learning-rate scheduler over the optimizer in use, or a function of it that makes one.
+            ReduceLROnPlateau moves with each evaluation's loss.
         scheduler_interval: "step": the scheduler moves after every update; "epoch": after every epoch.
         epochs: Times to go through the loader. None: 1, or as many as `max_steps` takes.
         max_steps: Windows after which to stop.
@@ -191,7 +193,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_finding(micro_batch, probe, strategy)
     cap = max_micro_batch()
-    check_scheduler(scheduler, scheduler_interval, val_loader)
+    check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, metrics)
     _check_callbacks(callbacks)
     check_loss_scope(loss_scope)

@@ -22,6 +22,7 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.objective import PAIR, SUM
 from autoaccum.oom import is_oom
 from autoaccum.overlap import SHARED, Overlap
+from autoaccum.reported import LOSS, WEIGHT, means
 from autoaccum.weighting import in_full
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from autoaccum.batches import Window
     from autoaccum.overlap import Weight
     from autoaccum.ranks import Ranks
+    from autoaccum.reported import Slot
     from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
     from autoaccum.weighting import Weighting
@@ -122,7 +124,7 @@ class Joint:
         self._is_on_its_way = False
         self._present = 0
         self._buffers = _SharedBuffers(step)
-        self._losses: list[str] = []
+        self._slots: list[Slot] = []  # the losses, and what is reported beside them
         self._norm, self._pair = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
         self.share: Share | None = None
@@ -203,7 +205,7 @@ class Joint:
         mine = Part(
             samples=window.samples,
             weight=self._weight(window),
-            known=self._known(given.losses),
+            known=self._known(given.slots),
             gradients=sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None),
             buffers=self._buffers.written(),
             seconds=self.seconds,
@@ -212,7 +214,7 @@ class Joint:
             has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
         )
         # Made anew for every window, since the last one's are read later, and before the others wait for it.
-        self._values = in_full(torch.zeros(len(self._losses), device=self._step.memory.device))
+        self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         agree = len({part.known for part in self.parts}) == 1
         was_shared, is_shared = self.share is not None, objective.common_weight is None
@@ -279,8 +281,7 @@ class Joint:
         alone.run(lambda: self._fill_losses(given, factor))
         self.ranks.add_up(self._values)
         alone.note(self._buffers.exchange(self.ranks, self.parts))
-        found = alone.run(lambda: dict(zip(self._losses, self._values.unbind(), strict=True)))
-        alone.losses = found or {}
+        alone.run(lambda: self._read_values(alone))
         self._unscale_and_clip(alone)
         alone.run(lambda: check(alone.losses))
         return alone
@@ -378,19 +379,17 @@ class Joint:
         if self._pair.device.type == "cpu" and not float(self._pair):
             raise pairs_weigh_nothing()
 
-    def _known(self, losses: Mapping[str, Any] | None = None) -> bytes:
+    def _known(self, slots: Mapping[Slot, Any] | None = None) -> bytes:
         """Return what stands for all that is known of the losses, alike where that is alike."""
-        for name in losses or ():
-            if name not in self._losses:
-                self._losses = sorted([*self._losses, name])
+        self._slots = sorted({*self._slots, *(slots or ())})
         known = self._step.objective.knowledge
         text = [(name, _spelled(how)) for name, (how, _) in sorted(known.items())]
-        return hashlib.blake2b(repr((text, self._losses)).encode(), digest_size=8).digest()
+        return hashlib.blake2b(repr((text, self._slots)).encode(), digest_size=8).digest()
 
     def _learn_from_others(self) -> None:
         """Take over, for each loss, what the rank knows that has ruled out most; of those alike the first."""
-        said = self.ranks.exchange("losses", (self._step.objective.knowledge, self._losses))
-        self._losses = sorted({name for _, names in said for name in names})
+        said = self.ranks.exchange("losses", (self._step.objective.knowledge, self._slots))
+        self._slots = sorted({slot for _, slots in said for slot in slots})
         best: dict[str, tuple[Weighting, int]] = {}
         for known, _ in said:
             for name, (how, ruled_out) in known.items():
@@ -412,10 +411,17 @@ class Joint:
                 parameter.grad = self._gradients.make_sendable(parameter.grad)
 
     def _fill_losses(self, given: Given, factor: float | Tensor) -> None:
-        for value, name in zip(self._values.unbind(), self._losses, strict=True):
-            if name in given.losses:
-                value.fill_(given.losses[name])
-        self._values.mul_(factor)
+        found = given.slots
+        for value, slot in zip(self._values.unbind(), self._slots, strict=True):
+            if slot in found:
+                value.fill_(found[slot])
+        # The rest comes with weights of its own.
+        self._values[: sum(kind <= WEIGHT for kind, _ in self._slots)].mul_(factor)
+
+    def _read_values(self, alone: Alone) -> None:
+        found = dict(zip(self._slots, self._values.unbind(), strict=True))
+        alone.losses = {name: value for (kind, name), value in found.items() if kind == LOSS}
+        alone.reported = means(found)
 
 
 def trained(step: TrainingStep) -> list[nn.Parameter]:
@@ -444,12 +450,14 @@ class Alone:
     Attributes:
         failure: What failed.
         losses: The window's losses by name.
+        reported: What is reported beside them, by name.
         norm: The norm of the gradients before clipping, where they are clipped.
     """
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.losses: dict[str, Tensor] = {}
+        self.reported: dict[str, Tensor] = {}
         self.norm: Tensor | None = None
 
     def run(self, work: Callable[[], _T]) -> _T | None:

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import weighting
+from autoaccum import oom, weighting
+from autoaccum.batches import chosen, map_tensors
+from autoaccum.entries import TOTAL, Entries
 from autoaccum.errors import InvalidInputError
 from autoaccum.settling import Run, Settler
+from autoaccum.state import evaluation_mode
 from autoaccum.targets import is_pair, tallies_of
 from autoaccum.weighting import Over, Weighting
 
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Any]
 
-_LOSS = "loss"
 # What parts of a window add up by: their samples, not at all, or the weight of a pair, which only its loss tells; else
 # the weight of the loss of that name.
 SAMPLES, SUM, PAIR = "", " sum", " pair"
@@ -49,12 +51,14 @@ class Term:
         value: Scalar tensor, with its graph: a mean or a sum over the micro-batch.
         over: `Over.VECTOR` or `Over.PAIR` where the form itself says what it is, else None.
         weight: Of a (sum, weight) pair, its weight.
+        is_reported: Whether it is no part of what is minimised; then its value has no graph.
     """
 
     name: str
     value: Tensor
     over: Over | None = None
     weight: Tensor | float | None = None
+    is_reported: bool = False
 
 
 @dataclass(slots=True)
@@ -87,10 +91,13 @@ class Factors:
 class Source:
     """One forward pass and what it gives: a mapping of raw losses by name, and the model's outputs if there are any.
 
-    It is asked with the objective, which holds it, and a batch.
+    Attributes:
+        run: Makes the pass; it is asked with the objective, which holds it, and a batch.
+        total: The name that stands for the total among others.
     """
 
     run: Callable[[Objective, Any], tuple[dict[str, Any], Any]]
+    total: str = TOTAL
 
 
 class Objective:
@@ -106,6 +113,7 @@ class Objective:
 
     Attributes:
         returns_pairs: Whether a loss has been a (sum, weight) pair so far.
+        may_look: Whether a sample may be run through the model to see which entries of a mapping have a gradient.
 
     Raises:
         InvalidInputError: The arguments cannot be used.
@@ -131,12 +139,15 @@ class Objective:
         self._accepted = _accepted_names(model)
         self._default: Over | None = None
         self.returns_pairs = False
+        self.may_look = True
+        self._has_lacked_memory = False
         self._said = None if loss_reduction is None else Weighting(Over.SUM if loss_reduction == "sum" else Over.OPAQUE)
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
         else:
             self.sources = (Source(Objective._forward_and_loss),)
         self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
+        self._entries = Entries(notices, self._settler.forget)
         self._read_module(loss, loss_reduction)
 
     @property
@@ -165,7 +176,11 @@ class Objective:
             InvalidInputError: What came out is no loss.
         """
         raw, outputs = source.run(self, batch)
-        return self._terms(raw, samples), outputs
+
+        def with_gradients() -> Mapping[str, Any] | None:
+            return self._looked_at(lambda: source.run(self, chosen(batch, [0]))[0]) if self.may_look else None
+
+        return self._terms(raw, samples, source.total, with_gradients), outputs
 
     def outputs(self, batch: Any) -> Any:
         """Return the model's outputs for a batch, without its loss."""
@@ -182,7 +197,11 @@ class Objective:
         Raises:
             InvalidInputError: What came out is no loss.
         """
-        return self._terms(self._losses_of(outputs, batch), samples)
+
+        def with_gradients() -> Mapping[str, Any] | None:
+            return self._looked_at(lambda: self._losses_of(map_tensors(_with_gradient, outputs), batch))
+
+        return self._terms(self._losses_of(outputs, batch), samples, TOTAL, with_gradients)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -285,6 +304,7 @@ class Objective:
 
     def adopt(self, known: Mapping[str, Weighting]) -> None:
         """Take over what another process of the same training knows."""
+        known = {name: how for name, how in known.items() if not self._entries.is_reported(name)}
         self._settler.known = {**self._settler.known, **known}
 
     def mixes_pairs(self) -> bool:
@@ -327,7 +347,7 @@ class Objective:
                 f"loss_reduction={loss_reduction!r} contradicts the loss, a {type(loss).__name__} with "
                 f"reduction={loss.reduction!r}; leave loss_reduction out"
             )
-        self._settler.known[_LOSS] = how
+        self._settler.known[TOTAL] = how
 
     # --- calling the model and the loss -------------------------------------------------------------------------------
 
@@ -338,7 +358,10 @@ class Objective:
         for loss in losses:
             name = getattr(loss, "__name__", type(loss).__name__)
             names.append(name if name not in names else f"{name} {len(names) + 1}")
-        return tuple(Source(_one_of_several(name, loss)) for name, loss in zip(names, losses, strict=True))
+        return tuple(
+            Source(_one_of_several(name, loss), total=f"{name}/{TOTAL}")
+            for name, loss in zip(names, losses, strict=True)
+        )
 
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
         outputs = self.outputs(batch)
@@ -353,13 +376,50 @@ class Objective:
             raw = self._loss(outputs, batch[1])  # type: ignore[operator]
         else:
             raw = self._loss_of_batch(outputs, batch)
-        return dict(raw) if isinstance(raw, Mapping) else {_LOSS: raw}
+        return dict(raw) if isinstance(raw, Mapping) else {TOTAL: raw}
 
-    def _terms(self, raw: Mapping[str, Any], samples: int) -> list[Term]:
+    def _terms(
+        self,
+        raw: Mapping[str, Any],
+        samples: int,
+        total: str,
+        with_gradients: Callable[[], Mapping[str, Any] | None],
+    ) -> list[Term]:
         summed = self._said is not None and self._said.over is Over.SUM
-        terms = [_term(name, value, samples, summed=summed) for name, value in raw.items()]
+        added = self._entries.added(raw, total, with_gradients)
+        terms = [_term(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
+        for name, value in raw.items():
+            if name not in added and value is not None:
+                reported = _reported_term(name, value, samples, summed=summed)
+                if reported is None:
+                    self._notices.say(
+                        f"loss {name!r} is {_describe(value)}, so it is not reported; a number, a vector of per-sample "
+                        "values or a (sum, weight) pair is",
+                        key=f"not reported {name}",
+                    )
+                else:
+                    terms.append(reported)
         return terms
+
+    def _looked_at(self, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """Run something with gradients, which is switched off around it, to see what has one."""
+        try:
+            with torch.enable_grad(), evaluation_mode(self.modules):
+                return run()
+        except Exception as error:
+            lacks = oom.is_oom(error) or oom.is_too_large(error)
+            # Once it is the caller's to make room.
+            if oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
+                self._has_lacked_memory = True
+                raise
+            self._notices.say(
+                f"which entries of the loss have a gradient could not be found out ({oom.first_line(error)}); all are "
+                "added up until training shows it. An entry 'loss' says which is the total",
+                key="entries unknown",
+            )
+            oom.let_go(error)
+        return None
 
     def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
         if weighting.of_loss_module(self._loss) is not None:
@@ -416,6 +476,28 @@ def check_graph(total: Tensor, names: Iterable[str]) -> None:
         )
 
 
+def _with_gradient(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().clone()
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def _reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
+    """Return an entry that is only reported, without a graph; None where it is no such number."""
+    if isinstance(raw, int | float):
+        return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
+    is_sum_and_weight = is_pair(raw) and isinstance(raw[0], Tensor)
+    if isinstance(raw, Tensor):
+        fits = raw.shape in ((), (samples,)) and not raw.is_complex()
+        raw = raw.detach() if raw.is_floating_point() else raw.double()
+    else:
+        fits = is_sum_and_weight
+    if not fits:
+        return None
+    term = _term(name, raw, samples, summed=summed)
+    term.value, term.is_reported = term.value.detach(), True
+    return term
+
+
 def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
     if isinstance(raw, Tensor):
         if raw.dim() == 0:
@@ -444,11 +526,18 @@ def _own_loss(outputs: Any) -> Any:
     """Return the loss that a model computed itself; None where there is none."""
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() == 0 else None
-    if isinstance(outputs, Mapping) and outputs.get(_LOSS) is None:
+    if not isinstance(outputs, Mapping):
+        return getattr(outputs, TOTAL, None)
+    if outputs.get(TOTAL) is None:
         values = outputs.values()
         all_losses = bool(outputs) and all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
         return outputs if all_losses else None
-    return outputs[_LOSS] if isinstance(outputs, Mapping) else getattr(outputs, _LOSS, None)
+    # Beside a loss a model returns its outputs; what has no dimension among them is a part of the loss, or a metric.
+    return {
+        name: value
+        for name, value in outputs.items()
+        if name == TOTAL or (isinstance(value, Tensor) and value.dim() == 0)
+    }
 
 
 def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:

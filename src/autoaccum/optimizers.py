@@ -90,16 +90,25 @@ def scale_learning_rate(
     for group in optimizer.param_groups:
         before = group["lr"]
         group["lr"] = before * factor
-        # Schedulers that are made after this call begin at initial_lr where there is one.
-        if "initial_lr" in group:
-            group["initial_lr"] = group["initial_lr"] * factor
+        # Schedulers that are made after this call begin at initial_lr where there is one; the others are OneCycleLR's.
+        for name in ("initial_lr", "max_lr", "min_lr"):
+            if name in group:
+                group[name] = group[name] * factor
         notices.say(
             f"learning rate: {float(before):g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})"
         )
     # Those made before keep the rates that they began with; a scheduler of schedulers keeps those in turn.
-    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        if hasattr(part, "base_lrs"):
-            part.base_lrs = [rate * factor for rate in part.base_lrs]
+    for part in parts_of_scheduler(scheduler):
+        for name in ("base_lrs", "max_lrs"):  # the second are CyclicLR's
+            if hasattr(part, name):
+                setattr(part, name, [rate * factor for rate in getattr(part, name)])
+
+
+def parts_of_scheduler(scheduler: Any) -> list[Any]:
+    """Return a scheduler and those that it is put together from, as SequentialLR and ChainedScheduler are."""
+    inner = getattr(scheduler, "_schedulers", ())
+    parts = inner if isinstance(inner, list | tuple) else ()
+    return [scheduler, *(found for part in parts for found in parts_of_scheduler(part))]
 
 
 def _called(maker: MakesOptimizer, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:

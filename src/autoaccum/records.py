@@ -181,6 +181,7 @@ class StepReport:
     device_losses: Mapping[str, DeviceScalar] = field(repr=False)
     device_grad_norm: DeviceScalar | None = field(default=None, repr=False)
     recomputed_samples: int = 0
+    device_reported: Mapping[str, DeviceScalar] = field(default_factory=dict, repr=False)
 
     @property
     def loss(self) -> float:
@@ -189,8 +190,12 @@ class StepReport:
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """The window's loss by name, where there are several; waits for the device when it is first read."""
-        return MappingProxyType({name: scalar.read() for name, scalar in self.device_losses.items()})
+        """What the loss returned, by name, over the whole window: the terms of `loss`, and what is only reported.
+
+        Waits for the device when it is first read.
+        """
+        scalars = {**self.device_losses, **self.device_reported}
+        return MappingProxyType({name: scalar.read() for name, scalar in scalars.items()})
 
     @property
     def grad_norm(self) -> float | None:
@@ -224,12 +229,14 @@ class Evaluation:
         metrics: The metrics by name.
         samples: Samples seen.
         elapsed_s: Seconds it took.
+        losses: What the loss returned, by name: the terms of `loss`, and what is only reported.
     """
 
     loss: float
     metrics: Mapping[str, float]
     samples: int
     elapsed_s: float
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ class LooseObjective(Objective):
         """Run one source on one micro-batch, as `Objective` does."""
         terms, outputs = super().terms(source, batch, samples)
         for term in terms:
-            term.value = loosened(term.value)
+            if not term.is_reported:
+                term.value = loosened(term.value)
         return terms, outputs
 
 

@@ -463,6 +463,7 @@ class Runner:
             skipped=update.skipped,
             recomputed_samples=recomputed,
             device_losses={name: DeviceScalar(loss) for name, loss in outcome.losses.items()},
+            device_reported={name: DeviceScalar(value) for name, value in outcome.reported.items()},
             device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
         )
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.errors import InvalidInputError
+from autoaccum.optimizers import parts_of_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import torch
 
     from autoaccum.records import Evaluation
 
@@ -24,15 +25,21 @@ class Schedule:
     Args:
         scheduler: A scheduler, a function of the optimizer that makes one, or None.
         interval: "step" or "epoch".
-        optimizer: Given to the function.
+        optimizer: The one in use; given to the function.
+        is_evaluated: Whether there are evaluations.
 
     Attributes:
         scheduler: The scheduler, also where it was made here.
+
+    Raises:
+        InvalidInputError: It is no scheduler, or one that does not move this optimizer.
     """
 
-    def __init__(self, scheduler: Any, interval: str, optimizer: torch.optim.Optimizer) -> None:
-        is_one = scheduler is None or hasattr(scheduler, "step")
-        self.scheduler = scheduler if is_one else scheduler(optimizer)
+    def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
+        self.scheduler = _made(scheduler, optimizer) if _is_maker(scheduler) else scheduler
+        if self.scheduler is not None:
+            _check_steps(self.scheduler, is_evaluated=is_evaluated)
+            _check_optimizer(self.scheduler, optimizer)
         self._interval = interval
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
@@ -69,8 +76,8 @@ class Schedule:
             self.scheduler.step()
 
 
-def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | None) -> None:
-    """Check the arguments that make a `Schedule`.
+def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | None, optimizer: Any = None) -> None:
+    """Check the arguments that make a `Schedule`; where the optimizer is still to be made, what can be known by then.
 
     Raises:
         InvalidInputError: One of them cannot be used.
@@ -79,5 +86,67 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
         raise InvalidInputError(f"scheduler_interval={interval!r} is unknown; choose 'step' or 'epoch'")
     if scheduler is not None and not (hasattr(scheduler, "step") or callable(scheduler)):
         raise InvalidInputError(f"scheduler={scheduler!r} has no step(), nor is it a function that makes one")
-    if isinstance(scheduler, ReduceLROnPlateau) and val_loader is None:
-        raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
+    if scheduler is None or _is_maker(scheduler):
+        return
+    _check_steps(scheduler, is_evaluated=val_loader is not None)
+    if isinstance(optimizer, Optimizer):
+        _check_optimizer(scheduler, optimizer)
+
+
+def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
+    """Refuse a scheduler of another optimizer; one of the user's own that does not tell its optimizer is accepted."""
+    used = {id(group) for group in optimizer.param_groups}
+    for part in parts_of_scheduler(scheduler):
+        other = getattr(part, "optimizer", getattr(part, "_optimizer", None))
+        # One that wraps another shares its groups, and the scheduler writes to those.
+        if not isinstance(other, Optimizer) or other is optimizer or used & {id(group) for group in other.param_groups}:
+            continue
+        inner = "" if part is scheduler else f" in it a {type(part).__name__},"
+        raise InvalidInputError(
+            f"scheduler=, a {type(scheduler).__name__},{inner} moves the learning rates of another optimizer (a "
+            f"{type(other).__name__} of {len(other.param_groups)} groups) than the {type(optimizer).__name__} in use, "
+            "which would stay as they are; make it from the optimizer that is passed as optimizer=, or pass a "
+            "function: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+        )
+
+
+def _is_maker(scheduler: Any) -> bool:
+    """Whether this makes a scheduler from an optimizer: a function, or a class, which has a step() too."""
+    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
+
+
+def _made(maker: Any, optimizer: Optimizer) -> Any:
+    try:
+        made = maker(optimizer)
+    except TypeError as error:
+        if not isinstance(maker, type):
+            raise
+        raise InvalidInputError(
+            f"scheduler={maker.__name__} is a class that cannot be made from the optimizer alone ({error}); pass one "
+            f"that is made, or a function: scheduler=lambda optimizer: {maker.__name__}(optimizer, ...)"
+        ) from error
+    if isinstance(made, type) or not callable(getattr(made, "step", None)):
+        raise InvalidInputError(
+            f"scheduler={maker!r} returned {made!r}, which has no step(); return the scheduler: scheduler=lambda "
+            "optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+        )
+    return made
+
+
+def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if not is_evaluated:
+            raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
+        return
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        raise InvalidInputError(f"scheduler={scheduler!r} has no step() that can be called")
+    try:
+        inspect.signature(step).bind()
+    except ValueError:  # it does not tell what it takes
+        return
+    except TypeError as error:
+        raise InvalidInputError(
+            f"scheduler=, a {type(scheduler).__name__}, cannot be moved by step() alone ({error}); wrap it in an "
+            "object whose step() takes no argument"
+        ) from error

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum import reported
 from autoaccum.batches import Piece, Window, copied, map_tensors, repeated
 from autoaccum.errors import InvalidInputError
-from autoaccum.objective import check_graph
+from autoaccum.objective import Factors, check_graph
 from autoaccum.state import Mark, RandomState
 from autoaccum.step import check_weight
 from autoaccum.targets import is_pair
@@ -38,6 +39,8 @@ LOSS_SCOPES = ("micro_batch", "window")
 # How far the second forward pass may be from the first, as a part of it: kernels that add in another order stay far
 # below, another dropout mask or another noise goes far beyond.
 _SAME = 1e-2
+# What a loss is multiplied by that is taken over all of a window.
+_ALL_AT_ONCE = Factors(1.0, 1.0, alone=True)
 
 
 def check_loss_scope(value: object) -> None:
@@ -133,6 +136,9 @@ class WholeWindow:
         step: The training step.
         mark: Taken at the beginning of each window by whoever calls.
 
+    Attributes:
+        reported: What the last window's loss has reported beside its total, as `reported.note` has it.
+
     Raises:
         InvalidInputError: The loss is none that takes outputs.
     """
@@ -146,6 +152,7 @@ class WholeWindow:
         self._after_forward = Mark(modules, device, earlier=mark)
         self._random = RandomState(device, modules)
         self._compared = False
+        self.reported: dict[reported.Slot, list[Any]] = {}
         # Every micro-batch is run twice from the same data, which a model may change in place.
         step.transfer.copy_always()
 
@@ -222,7 +229,7 @@ class WholeWindow:
     def _at_once(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> dict[str, Tensor]:
         """Run a window that is one micro-batch: the whole batch needs no second pass."""
         batch = self._begin(batches, size, entering)
-        return self._backward(self._loss.terms(self._loss.outputs(batch, size), batch, size))
+        return self._backward(self._loss.terms(self._loss.outputs(batch, size), batch, size), size)
 
     def _look(
         self,
@@ -241,7 +248,8 @@ class WholeWindow:
 
     def _of_whole(self, joined: _Representations, window: Window) -> dict[str, Tensor]:
         """Take the loss over the window, and its gradient with respect to the representations."""
-        return self._backward(self._loss.terms(joined.for_loss(), self._loss.batch(window), window.samples))
+        terms = self._loss.terms(joined.for_loss(), self._loss.batch(window), window.samples)
+        return self._backward(terms, window.samples)
 
     def _pass_back(
         self,
@@ -272,8 +280,10 @@ class WholeWindow:
         self._step.phase = "forward"
         return batch
 
-    def _backward(self, terms: Sequence[Term]) -> dict[str, Tensor]:
-        values = {term.name: _value(term) for term in terms}
+    def _backward(self, terms: Sequence[Term], samples: int) -> dict[str, Tensor]:
+        values = {term.name: _value(term) for term in terms if not term.is_reported}
+        self.reported = {}
+        reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weighting, self.reported)
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
         check_graph(total, values)
         scaler = self._step.precision.scaler

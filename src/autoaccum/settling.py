@@ -24,7 +24,7 @@ from autoaccum.targets import constants_of, tallies_of_each, target_tensors
 from autoaccum.weighting import Over, Weighting, check_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum.notices import Notices
@@ -139,6 +139,12 @@ class Settler:
     def has_questions(self) -> bool:
         """Whether anything is still to be found out."""
         return bool(self._questions or self._unchecked or not self.known)
+
+    def forget(self, name: str) -> None:
+        """Forget a loss that has turned out to be a metric."""
+        self.known = {known: how for known, how in self.known.items() if known != name}
+        self._questions.pop(name, None)
+        self._unchecked.discard(name)
 
     def settle(self, window: Window, sizes: Sequence[int], run: Run) -> None:
         """Find out, where it matters for this cut and is not known, what the losses run over.
@@ -365,7 +371,7 @@ class Run:
             # Copies: the loss may write to both.
             of_rows, of_batch = (batches.copied(batches.chosen(both, rows)) for both in (outputs, batch))
             of_rows = batches.map_tensors(lambda tensor: _widened(tensor, dtype), of_rows)
-            return {term.name: term for term in self.objective.terms_of(of_rows, of_batch, len(rows))}
+            return _losses(self.objective.terms_of(of_rows, of_batch, len(rows)))
 
         affordable = splits[: max(1, _ELEMENTS // max(elements, 1))]
         return [_observed(terms, sample, split, in_half=False, widened=widened) for split in affordable]
@@ -377,10 +383,15 @@ class Run:
             batch = self._place(batches.copied(batches.chosen(sample, rows)))
             with self._autocast() if way.casts else nullcontext():
                 found = [objective.terms(source, batch, len(rows))[0] for source in objective.sources]
-            return {term.name: term for terms in found for term in terms}
+            return _losses(term for terms in found for term in terms)
 
         half = any(parameter.dtype in _HALF for module in objective.modules for parameter in module.parameters())
         return _observed(terms, sample, split, in_half=way.casts or half, widened=False)
+
+
+def _losses(terms: Iterable[Term]) -> dict[str, Term]:
+    """Return the terms that are trained on, by name; what the others run over makes no difference."""
+    return {term.name: term for term in terms if not term.is_reported}
 
 
 def _observed(

@@ -80,6 +80,7 @@ class ShardedJoint(Joint):
         self._is_told = False  # whether the others know of the failure that is on its way
         self._held_bytes: int | None = None
         step.passes = self
+        step.objective.may_look = False  # a pass of this rank alone would wait for the others
 
     def begin(self, window: Window) -> Share:
         """Begin a window; return what its parts weigh together."""
@@ -109,13 +110,13 @@ class ShardedJoint(Joint):
         """Make the passes that others still have to make, and see that all have got through."""
         for _ in range(self._passes - len(work.sizes)):
             self._pass_with_nothing()
-        self._losses = sorted({*self._losses, *given.losses})
+        self._slots = sorted({*self._slots, *given.slots})
         self._tell_lack(None)
         pair_weight = None if given.pair_weight is None else float(given.pair_weight)
         mine = Part(
             samples=window.samples,
             weight=pair_weight,
-            known=repr(self._losses).encode(),
+            known=repr(self._slots).encode(),
             gradients=0,
             buffers=self._buffers.written(),
             seconds=self.seconds,
@@ -126,15 +127,15 @@ class ShardedJoint(Joint):
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no sample knows of no loss
-            said = self.ranks.exchange("losses", self._losses)
-            self._losses = sorted({name for names in said for name in names})
+            said = self.ranks.exchange("losses", self._slots)
+            self._slots = sorted({slot for slots in said for slot in slots})
         return True
 
     def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> Alone:
         """Add up losses and buffers; the gradients of all have been, pass by pass."""
         self._step.phase = "reduce"
         alone = Alone()
-        self._values = in_full(torch.zeros(len(self._losses), device=self._step.memory.device))
+        self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
         alone.run(lambda: self._fill_losses(given, correction / self.ranks.size))
         self.ranks.add_up(self._values)
@@ -142,7 +143,7 @@ class ShardedJoint(Joint):
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             alone.run(lambda: torch._foreach_mul_(gradients, correction))
-        alone.losses = alone.run(lambda: dict(zip(self._losses, self._values.unbind(), strict=True))) or {}
+        alone.run(lambda: self._read_values(alone))
         alone.run(lambda: check(alone.losses))
         return alone
 

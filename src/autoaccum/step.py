@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autoaccum import devices, optimizers, precision
+from autoaccum import devices, optimizers, precision, reported
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.inventory import Inventory
 from autoaccum.memory.limits import format_bytes
@@ -66,10 +66,12 @@ class Accumulated:
     Attributes:
         losses: By name, what each micro-batch adds to the window's loss, on the device.
         pair_weights: By name, the weights of (sum, weight) pairs so far.
+        reported: What is reported beside the losses, as `reported.note` has it.
     """
 
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
     pair_weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
+    reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
 
     def add(self, other: Accumulated) -> None:
         """Add what a further micro-batch has given."""
@@ -77,6 +79,8 @@ class Accumulated:
             self.losses.setdefault(name, []).extend(values)
         for name, weights in other.pair_weights.items():
             self.pair_weights.setdefault(name, []).extend(weights)
+        for slot, numbers in other.reported.items():
+            self.reported.setdefault(slot, []).extend(numbers)
 
 
 class _Phase:
@@ -203,8 +207,11 @@ class TrainingStep:
         with self.precision.autocast():
             # Without the outputs, which a loss seldom needs for its gradient.
             terms = self.objective.terms(source, batch, samples)[0]
+        losses = [term for term in terms if not term.is_reported]
+        if len(losses) < len(terms):
+            reported.note(terms, samples, factors, self.objective.weighting, into.reported)
         weighted: list[Tensor] = []
-        for term in terms:
+        for term in losses:
             value = self._weighted(term, factors, into)
             if value is not None:
                 into.losses.setdefault(term.name, []).append(value.detach())
@@ -212,7 +219,7 @@ class TrainingStep:
         if not weighted:
             return
         total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
-        check_graph(total, (term.name for term in terms))
+        check_graph(total, (term.name for term in losses))
         self.phase = "backward"
         self.has_added = True
         (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]

@@ -211,7 +211,9 @@ class Training:
             first = self._course.first_part()
             drop_old_gradients(self._step, self._notices)
             begins_with, probed = self._runners.find(first)
-        self._course.schedule = schedule = Schedule(scheduler, interval, self._step.optimizer)
+        self._course.schedule = schedule = Schedule(
+            scheduler, interval, self._step.optimizer, is_evaluated=self._validation is not None
+        )
         if self._keeping is not None:
             self._keeping.contents = Contents(self._step, schedule, self._target_batch, self._random, self._notices)
             schedule.check_that_it_can_be_kept()

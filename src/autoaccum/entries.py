@@ -1,0 +1,110 @@
+"""Decides which entries of a mapping of losses are trained on and which are only reported.
+
+One rule for what a model, a loss or one of several losses returns: an entry "loss" is the total, and the others are
+reported under their names. Without one, entries with a graph are added up, and detached ones are reported. Where
+gradients are switched off no entry has a graph: there the rule is remembered from training, or a single sample is run
+with gradients. Pure but for what is remembered; no tensor is kept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.targets import is_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from autoaccum.notices import Notices
+
+TOTAL = "loss"
+
+
+class Entries:
+    """Knows which names are losses and which are metrics.
+
+    Args:
+        notices: Where it is printed, once, what is only reported.
+        on_reported: Called with each name that training shows to be a metric.
+    """
+
+    def __init__(self, notices: Notices, on_reported: Callable[[str], None]) -> None:
+        self._notices = notices
+        self._on_reported = on_reported
+        # By name, whether it is a loss: as training has shown, and as it looked beforehand.
+        self._shown: dict[str, bool] = {}
+        self._supposed: dict[str, bool] = {}
+
+    def is_reported(self, name: str) -> bool:
+        """Whether training has shown that this name is a metric."""
+        return self._shown.get(name) is False
+
+    def added(
+        self, raw: Mapping[str, Any], total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
+    ) -> set[str]:
+        """Return the names of the entries that add up to the loss.
+
+        Args:
+            raw: The entries by name.
+            total: The name that stands for the total.
+            with_gradients: Returns entries of the same names, computed with gradients; None where that cannot be done.
+                Called only where gradients are switched off and the names are not known.
+        """
+        if raw.get(total) is not None:
+            self._note_parts(raw, total)
+            return {total}
+        if len(raw) == 1:
+            return set(raw)
+        if torch.is_grad_enabled():
+            return self._by_graph(raw)
+        if any(name not in self._shown and name not in self._supposed for name in raw):
+            self._suppose(with_gradients())
+        roles = {**self._supposed, **self._shown}
+        return {name for name in raw if roles.get(name, True)} or set(raw)
+
+    def _note_parts(self, raw: Mapping[str, Any], total: str) -> None:
+        for name in raw:
+            if name != total and self._shown.get(name) is not False:
+                self._shown[name] = False
+                self._on_reported(name)
+        others = [name for name in raw if name != total]
+        if others:
+            self._notices.say(
+                f"{_listed(others)}: reported, not trained on, since the entry {total!r} beside it is the total",
+                key=f"parts of {total}",
+            )
+
+    def _by_graph(self, raw: Mapping[str, Any]) -> set[str]:
+        with_graph = {name for name, value in raw.items() if _has_graph(value)}
+        if not with_graph:
+            return set(raw)  # an error that says so follows
+        detached = []
+        for name in raw:
+            if name in with_graph:
+                # For good: what has no graph in a micro-batch without boxes is a loss all the same.
+                self._shown[name] = True
+            elif name not in self._shown:
+                self._shown[name] = False
+                detached.append(name)
+                self._on_reported(name)
+        if detached:
+            self._notices.say(f"{_listed(detached)}: reported, not trained on, since it has no gradient")
+        return {name for name in raw if self._shown[name]}
+
+    def _suppose(self, raw: Mapping[str, Any] | None) -> None:
+        found = {name: _has_graph(value) for name, value in (raw or {}).items()}
+        if any(found.values()):
+            self._supposed.update(found)
+
+
+def _has_graph(value: Any) -> bool:
+    if is_pair(value):
+        value = value[0]
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _listed(names: list[str]) -> str:
+    return ("loss " if len(names) == 1 else "losses ") + ", ".join(map(repr, names))

@@ -1,0 +1,73 @@
+"""Trainings with mappings of losses, for tests of several ranks; alone where `size` is 1."""
+
+import torch
+from torch.utils.data import DataLoader
+
+import autoaccum
+import rank_training
+from rank_training import of_tokens, pair
+
+
+def right(outputs, targets):
+    return ((outputs.argmax(-1) == targets) & (targets != -100)).double()
+
+
+def metrics(outputs, targets):
+    counts = (targets != -100).sum()
+    return {
+        "accuracy": right(outputs, targets).sum() / counts,
+        "as pair": (right(outputs, targets).sum(), counts),
+        "each": right(outputs, targets).sum(1),
+    }
+
+
+def total(outputs, targets):
+    return {"loss": of_tokens(outputs, targets), **metrics(outputs, targets)}
+
+
+def detached(outputs, targets):
+    return {"ce": of_tokens(outputs, targets), **metrics(outputs, targets)}
+
+
+def total_pair(outputs, targets):
+    return {"loss": pair(outputs, targets), **metrics(outputs, targets)}
+
+
+def several(outputs, targets):
+    found = metrics(outputs, targets)
+    return {"tokens": of_tokens(outputs, targets), "size": outputs.pow(2).mean(), "as pair": found["as pair"]}
+
+
+LOSSES = {"total": total, "detached": detached, "total_pair": total_pair, "several": several}
+
+
+def train(rank, size, kind, only_on=None):
+    """Train, and return the losses of every window and of the evaluation; some entries come from one rank alone."""
+
+    def loss(outputs, targets):
+        found = LOSSES[kind](outputs, targets)
+        if only_on not in (None, rank):
+            found = {name: value for name, value in found.items() if name in ("loss", "ce", "tokens", "size")}
+        return found
+
+    torch.manual_seed(0)
+    model = rank_training.net()
+    result = autoaccum.fit(
+        model,
+        DataLoader(rank_training.texts(), batch_size=7),
+        target_batch=25,
+        micro_batch=5,
+        loss=loss,
+        optimizer=rank_training.sgd,
+        epochs=2,
+        shard=True,
+        device="cpu",
+        progress=False,
+        cache=False,
+        val_loader=DataLoader(rank_training.texts(20, seed=5), batch_size=3),
+    )
+    return {
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+        "losses": [(report.loss, dict(report.losses)) for report in result.history],
+        "evaluations": [(one.loss, dict(one.losses)) for one in result.evaluations],
+    }

@@ -1,0 +1,193 @@
+"""A scheduler moves the optimizer in use, or is refused before anything has moved."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import autoaccum
+from autoaccum.errors import InvalidInputError
+from autoaccum.notices import Notices
+from autoaccum.optimizers import scale_learning_rate
+from helpers import assert_bitwise, batches_of, labelled, state_of
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(4, 3).double()
+
+
+@pytest.fixture
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def fit(model, optimizer, scheduler, **options):
+    return autoaccum.fit(
+        model,
+        batches_of(labelled(8), 4, 4),
+        4,
+        **{
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "micro_batch": 4,
+            "strategy": "balanced",
+            "device": "cpu",
+            "progress": False,
+        }
+        | options,
+    )
+
+
+def halving(optimizer):
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def nested(optimizer):
+    inner = lr_scheduler.SequentialLR(optimizer, [halving(optimizer), halving(optimizer)], milestones=[5])
+    return lr_scheduler.ChainedScheduler([inner])
+
+
+class Hidden:
+    """Tells its own optimizer of no other name, as a wrapper of one's own may."""
+
+    def __init__(self, inner):
+        self._schedulers = [inner]
+
+    def step(self):
+        self._schedulers[0].step()
+
+
+OVER = {
+    "plain": halving,
+    "nested": nested,
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler([halving(optimizer)]),
+    "hidden": lambda optimizer: Hidden(halving(optimizer)),
+}
+
+
+@pytest.mark.parametrize("is_function", [False, True], ids=["made", "function"])
+@pytest.mark.parametrize("make", OVER.values(), ids=OVER)
+def test_scheduler_over_another_optimizer_is_refused(make, is_function, model, optimizer):
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = state_of(model)
+    scheduler = (lambda _: make(other)) if is_function else make(other)
+
+    with pytest.raises(InvalidInputError, match=r"^scheduler=.* moves the learning rates of another optimizer"):
+        fit(model, optimizer, scheduler)
+
+    assert_bitwise(state_of(model), before)
+    assert not optimizer.state
+
+
+def test_scheduler_of_an_optimizer_that_a_function_replaces_is_refused(model, optimizer):
+    with pytest.raises(InvalidInputError, match="moves the learning rates of another optimizer"):
+        fit(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), halving(optimizer))
+
+
+@pytest.mark.parametrize("is_function", [False, True], ids=["made", "function"])
+@pytest.mark.parametrize("make", OVER.values(), ids=OVER)
+def test_scheduler_over_the_optimizer_in_use_moves_it(make, is_function, model, optimizer):
+    fit(model, optimizer, make if is_function else make(optimizer))
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another, with its groups, as Lookahead and SAM are."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_scheduler_over_an_optimizer_of_the_same_groups_is_welcome(model, optimizer):
+    fit(model, Wrapping(optimizer), halving(optimizer))
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+class OwnScheduler:
+    """Keeps its optimizer to itself."""
+
+    def __init__(self, optimizer):
+        self._moves = optimizer
+
+    def step(self):
+        for group in self._moves.param_groups:
+            group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("is_function", [False, True], ids=["made", "function"])
+def test_scheduler_of_ones_own_is_welcome(is_function, model, optimizer):
+    fit(model, optimizer, OwnScheduler if is_function else OwnScheduler(optimizer))
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+class NeedsEpoch(OwnScheduler):
+    def step(self, epoch):
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "text"),
+    [
+        (lambda _: None, "returned None, which has no step()"),
+        (lambda optimizer: optimizer.param_groups, "which has no step()"),
+        (lambda _: lr_scheduler.ExponentialLR, "which has no step()"),
+        (lr_scheduler.StepLR, "scheduler=StepLR is a class that cannot be made from the optimizer alone"),
+        (lr_scheduler.ReduceLROnPlateau, "pass val_loader="),
+        (NeedsEpoch, "cannot be moved by step() alone"),
+        (NeedsEpoch(None), "cannot be moved by step() alone"),
+        (type("Odd", (), {"step": 3})(), "has no step() that can be called"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_before_training(scheduler, text, model, optimizer):
+    before = state_of(model)
+
+    with pytest.raises(InvalidInputError) as refused:
+        fit(model, optimizer, scheduler)
+
+    assert text in str(refused.value)
+    assert_bitwise(state_of(model), before)
+
+
+def test_error_of_the_function_itself_arrives_as_it_is(model, optimizer):
+    def broken(optimizer):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        fit(model, optimizer, broken)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4, pct_start=0.5),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.05, 0.1, step_size_up=1, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [
+                lr_scheduler.SequentialLR(
+                    optimizer, [lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2)], milestones=[5]
+                )
+            ]
+        ),
+    ],
+    ids=["OneCycleLR", "CyclicLR", "nested"],
+)
+def test_rates_that_a_scheduler_has_kept_are_scaled(make, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = make(optimizer)
+
+    scale_learning_rate(
+        optimizer, "linear", target_batch=8, base_batch=4, notices=Notices(silent=True), scheduler=scheduler
+    )
+    optimizer.step()
+    scheduler.step()  # to the highest rate
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
