@@ -32,7 +32,6 @@ OOM_MESSAGES = [
     "cuFFT error: CUFFT_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
     "GET was unable to find an engine to execute this computation",
     "FIND was unable to find an engine to execute this computation",
     "Unable to find a valid cuDNN algorithm to run convolution",
@@ -64,6 +63,7 @@ OOM_MESSAGES = [
     "bad allocation",
 ]
 TOO_LARGE_MESSAGES = [
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
     "Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true, but got false.",
     "input tensor must fit into 32-bit index math",
     "CUDA error: invalid configuration argument",

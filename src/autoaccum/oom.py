@@ -83,11 +83,6 @@ OOM_SIGNS = (
         "cuDNN 9, cudnn_graph.h: the finer names of the same failure",
     ),
     Sign(
-        r"CUDNN_STATUS_NOT_SUPPORTED",
-        "cuDNN",
-        "issues 493 of open-mmlab/mmaction2, 3 of tsb0601/EMP-SSL: no room for the workspace",
-    ),
-    Sign(
         r"unable to find an engine to execute this computation",
         "cuDNN",
         "pytorch aten/src/ATen/native/cudnn/Conv_v8.cpp ('FIND was', 'GET was'); no plan's workspace fits",
@@ -150,6 +145,12 @@ OOM_SIGNS = (
 )
 
 TOO_LARGE_SIGNS = (
+    Sign(
+        r"CUDNN_STATUS_NOT_SUPPORTED(?!_)",
+        "cuDNN",
+        "pytorch aten/src/ATen/cudnn/Exceptions.h ('if you passed in a non-contiguous input'); issues 3038, 4107 of "
+        "pytorch: batches beyond 65,535, and tensors beyond what its kernels index",
+    ),
     Sign(
         r"canUse32BitIndexMath",
         "CUDA",

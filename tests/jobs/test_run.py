@@ -216,6 +216,31 @@ def test_any_other_failure_is_passed_on_at_once_with_its_message(tmp_path):
     assert wrapper.told == ["autoaccum: target batch 8: micro-batches of 8 samples, 1 an update"]
 
 
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("os.abort()", 134),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139),
+        ("sys.exit('no such data')", 1),
+        ("raise KeyError", 1),
+    ],
+)
+def test_lack_of_memory_that_the_command_logged_and_survived_does_not_start_it_again(tmp_path, last, code):
+    source = (
+        "import os, signal, sys, traceback\n"
+        "def train():\n    try:\n        raise MemoryError('too many samples')\n"
+        "    except MemoryError:\n        traceback.print_exc()\n"
+        "train()\nfor step in range(2000):\n    print('step', step, file=sys.stderr)\n"
+        f"{last}\n"
+    )
+
+    wrapper, ended = run(tmp_path, python(source), target_batch=8)
+
+    assert ended == code
+    assert not any("starting again" in line for line in wrapper.told)
+
+
 def test_the_first_size_can_be_given_and_is_rounded_down_to_a_divisor(tmp_path):
     wrapper, _ = run(tmp_path, python(SCRIPT, "{micro_batch}", 100), target_batch=100, micro_batch=30)
 

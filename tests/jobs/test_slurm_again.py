@@ -37,6 +37,23 @@ def test_lack_of_memory_is_known_by_slurms_words(line):
     assert ended.lack_of_memory == line
 
 
+@pytest.mark.parametrize(
+    ("code", "log"),
+    [
+        (3, f"{OVER}\n"),
+        (130, f"{OVER}\n"),
+        (139, f"{OVER}\n"),
+        (1, f"Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n{OVER}\n"),
+        (1, "epoch 1: Out Of Memory, batch skipped\n"),
+    ],
+)
+def test_a_kill_that_the_step_survived_is_not_what_ended_it(folder, code, log):
+    ended = Ended(code, f"{MARK}\n{log}")
+
+    assert ended.lack_of_memory is None
+    assert isinstance(next_start(folder, ended), str)
+
+
 def test_words_of_an_earlier_start_say_nothing_of_this_one():
     assert Ended(1, f"{MARK}\n{OVER}\n{MARK}\nepoch 1\n").lack_of_memory is None
 

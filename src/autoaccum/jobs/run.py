@@ -21,7 +21,8 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.jobs.attempts import AttemptLog
 from autoaccum.jobs.command import filled, numbers_of, placeholders, variables
 from autoaccum.jobs.cuts import Cut, cut_within, remark, smaller, smaller_cap
-from autoaccum.jobs.deaths import DOES_NOT_FIT, SIGNAL_BASE, Ended, Verdict, judge
+from autoaccum.jobs.deaths import DOES_NOT_FIT, Ended, Verdict, judge
+from autoaccum.jobs.launchers import SIGNAL_BASE
 from autoaccum.jobs.supervisor import GRACE_S, Supervisor
 from autoaccum.jobs.surroundings import read_devices
 from autoaccum.jobs.world import world_size_of

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.jobs.last_words import slurm_words
+from autoaccum.jobs.launchers import KILLED
 from autoaccum.jobs.slurm_folder import FINAL, JobFolder, Restart
 
 if TYPE_CHECKING:
@@ -26,11 +28,6 @@ if TYPE_CHECKING:
 
 # Written by the batch script before each start.
 MARK = "autoaccum: start"
-# What Slurm writes into the log where memory ran out: srun of a task, slurmstepd of a cgroup (before and since 21.08),
-# slurmstepd where Slurm itself looks at what processes hold.
-_WORDS = ("Out Of Memory", "oom-kill event", "oom_kill event", "xceeded memory limit", "xceeded job memory limit")
-# 128 + SIGKILL: what the kernel sends where memory is short.
-_KILLED = 137
 # 128 + a signal that warns and that nobody handled yet: SIGUSR2, or SIGUSR1 where submitit is told so.
 _UNHEARD = (128 + signal.SIGUSR2, 128 + signal.SIGUSR1)
 # What of a log is looked at: Slurm's words are its last.
@@ -54,11 +51,11 @@ class Ended:
     @property
     def lack_of_memory(self) -> str | None:
         """What shows that it was killed for its memory; None where nothing does."""
-        for line in self.log.rpartition(MARK)[2].splitlines():
-            if any(word in line for word in _WORDS):
-                return line.strip()
+        said = slurm_words(self.log.rpartition(MARK)[2], self.code)
+        if said is not None:
+            return said
         # Where one process fails the others are killed, and then the signal says nothing.
-        if self.code == _KILLED and not self.failures:
+        if self.code == KILLED and not self.failures:
             return "killed by SIGKILL, which the kernel sends where memory is short"
         return None
 

@@ -22,8 +22,8 @@ except ImportError:  # Windows, where nothing here is used, but imported
 
 # As much as can be written without waiting to a pipe of which poll says that there is room (PIPE_BUF on Linux).
 _CHUNK_BYTES = 4096
-# A traceback of each rank of a node, many times over.
-_TAIL_BYTES = 1 << 18
+# Thousands of lines in which other ranks tell that one is gone, and before them the traceback of that one.
+_TAIL_BYTES = 1 << 22
 # What was written before the end arrives a moment later through a pseudo-terminal.
 _QUIET_MS = 100
 
