@@ -67,6 +67,8 @@ ORDER = (
     "runner",
     "finding",
     "position",
+    "process_identity",
+    "lease",
     "storage",
     "schedule",
     "checkpoint",
