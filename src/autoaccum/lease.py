@@ -86,6 +86,7 @@ class Lease:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seconds = _seconds()
+        self._identity = ProcessIdentity.own()
         self._token = secrets.token_hex(16)
         self._path: Path | None = None
         self._process = 0
@@ -211,7 +212,10 @@ class Lease:
 
     def _others(self) -> dict[Path, bytes]:
         """Return the files of others, with what is in each."""
-        paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name) and path != self._path]
+        return {path: content for path, content in self._files().items() if path != self._path}
+
+    def _files(self) -> dict[Path, bytes]:
+        paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
         found = {path: _bytes_of(path) for path in sorted(paths, key=_number, reverse=True)}
         return {path: content for path, content in found.items() if content is not None}
 
@@ -258,7 +262,7 @@ class Lease:
         if not self._folder.is_dir():
             raise _folder_is_gone(self._folder)
         with contextlib.suppress(OSError):
-            for content in self._others().values():
+            for content in self._files().values():
                 raise CheckpointInUseError(
                     f"the checkpoint folder {self._folder} is in use by {_who(_read(content)[0])}, which has taken it "
                     f"over from this process, as this one had not renewed its lease for {self._seconds:g} s (was it "
@@ -334,7 +338,7 @@ class Lease:
     def _content(self) -> bytes:
         # Always of the same length, so that a full disk has room for it.
         fields = {"token": self._token, "renewals": f"{self._renewals:012d}", "lease_s": self._seconds}
-        return (json.dumps(asdict(ProcessIdentity.own()) | fields) + "\n").encode()
+        return (json.dumps(asdict(self._identity) | fields) + "\n").encode()
 
 
 def _seconds() -> float:
