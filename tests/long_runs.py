@@ -172,5 +172,5 @@ def bits(value):
 
 
 def checkpoints(folder):
-    """The names of what is in a folder, in order."""
-    return sorted(path.name for path in Path(folder).iterdir())
+    """The names of what is in a folder, in order; without the lease, which is there while a run goes on."""
+    return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith(".lease-"))

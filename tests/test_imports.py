@@ -71,6 +71,8 @@ ORDER = (
     "runner",
     "finding",
     "position",
+    "process_identity",
+    "lease",
     "storage",
     "schedule",
     "checkpoint",

@@ -251,3 +251,17 @@ def test_each_rank_finds_its_own_cut_and_the_gradient_is_that_of_the_window(crew
     assert_alike(found)
     assert 0 < found[0]["largest"] < found[1]["largest"]
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_checkpoint_folder_that_another_machine_holds_is_waited_for_by_all_ranks_and_none_hangs(
+    crew, tmp_path, is_alive
+):
+    answers = crew.answers("rank_lease:train", str(tmp_path), is_alive=is_alive, size=2)
+
+    if is_alive:
+        assert all(isinstance(answer, autoaccum.CheckpointInUseError) for answer in answers), answers
+        assert all("process 7 on node1" in str(answer) for answer in answers)
+    else:
+        assert [answer["steps"] for answer in answers] == [2, 2]
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]

@@ -8,6 +8,7 @@ from autoaccum.callbacks import Callback
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
+    CheckpointInUseError,
     DeviceLostError,
     DeviceMissingError,
     DoesNotFitError,
@@ -43,6 +44,7 @@ __all__ = [
     "AutoaccumError",
     "Callback",
     "CheckpointError",
+    "CheckpointInUseError",
     "DeviceLostError",
     "DeviceMissingError",
     "DoesNotFitError",

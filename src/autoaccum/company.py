@@ -6,6 +6,7 @@ A training alone has none of this. Windows themselves are made together in `join
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -264,6 +265,29 @@ class Company:
     def _goes_through(self) -> str:
         return OWN if not self._shards else WHOLE if self._sharded is None else WINDOWS
 
+    def take_folder(self, saver: Saver, notices: Notices) -> None:
+        """Make the folder for checkpoints this training's: rank 0, which writes them, holds it for all.
+
+        Raises:
+            CheckpointInUseError: Another process trains with it; on every rank.
+            CheckpointError: It cannot be written to; on every rank.
+        """
+        # Said at every look, so that ranks wait for each other no longer than they are ready to.
+        if self.ranks.rank > 0:
+            while (said := self.ranks.exchange("folder")[0]) is None:
+                pass
+            if isinstance(said, CheckpointError):
+                raise said
+            return
+        try:
+            for pause_s in saver.taking_folder(notices):
+                self.ranks.exchange("folder")
+                time.sleep(pause_s)
+        except CheckpointError as error:
+            self.ranks.exchange("folder", error)
+            raise
+        self.ranks.exchange("folder", "taken")
+
     def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint to go on from, the same on every rank; None where there is none.
 
@@ -306,6 +330,7 @@ class Company:
         except RankFailedError:
             raise
         except Exception as error:
+            saver.check_folder()
             raise CheckpointError(
                 f"the checkpoint {folder} could not be written ({first_line(error)}), and those before it are as they "
                 "were; make room on that disk, or pass another folder as checkpoint="

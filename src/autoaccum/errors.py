@@ -54,6 +54,13 @@ class CheckpointError(AutoaccumError):
     """A checkpoint cannot be written or read, or belongs to something else; the message says if anything changed."""
 
 
+class CheckpointInUseError(CheckpointError):
+    """Another process, which the message names, trains with this checkpoint folder; nothing there was changed.
+
+    Either it was there first and is alive, or it has taken the folder over from this one, which was suspended too long.
+    """
+
+
 class StartAgainError(AutoaccumError):
     """Memory ran out where this process cannot go on, nor can the others of its training: all have to start again.
 

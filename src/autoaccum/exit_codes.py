@@ -17,6 +17,7 @@ import typer
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
+    CheckpointInUseError,
     DeviceLostError,
     DoesNotFitError,
     InvalidInputError,
@@ -44,6 +45,7 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 5
     SMALLER = 6
     NO_DEVICE = 7
+    IN_USE = 8
     START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
     INTERRUPTED = 130
     TERMINATED = 143
@@ -54,6 +56,7 @@ EPILOG = (
     "3 bad input or recipe; 4 does not fit in memory; "
     "5 device lost, state damaged or another rank failed, start a new process; "
     "6 fits, but only in smaller micro-batches than required; 7 device busy or missing (report); "
+    "8 another process uses the checkpoint folder; "
     "75 start again from the checkpoint, with a smaller cut; 130 interrupted; 143 ended by SIGTERM. "
     "run passes on the exit code of its command."
 )
@@ -83,6 +86,8 @@ def complain(text: str) -> None:
 
 def code_for(error: AutoaccumError) -> ExitCode:
     """Return the exit code that says what an error says."""
+    if isinstance(error, CheckpointInUseError):
+        return ExitCode.IN_USE
     if isinstance(error, InvalidInputError | CheckpointError):
         return ExitCode.BAD_INPUT
     if isinstance(error, DoesNotFitError):

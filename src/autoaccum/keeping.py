@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import signals
@@ -61,12 +62,22 @@ class Keeping:
     def find(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint to begin with, its path and what is in it; None for a fresh start.
 
+        The folder is this training's from then on, until `end`.
+
         Raises:
+            CheckpointInUseError: Another process trains with this folder.
             CheckpointError: There are some, and none can be read; or there is none, and there must be.
         """
         if self._company is None:
+            for pause_s in self.saver.taking_folder(self._notices):
+                time.sleep(pause_s)
             return self.saver.find(self._notices)
+        self._company.take_folder(self.saver, self._notices)
         return self._company.find(self.saver, self._notices)
+
+    def end(self) -> None:
+        """Give the folder to whoever comes next."""
+        self.saver.release_folder()
 
     def check(self) -> None:
         """See that a checkpoint can be written, which is better known now than when the first one is due.

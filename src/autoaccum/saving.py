@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.errors import CheckpointError, InvalidInputError
+from autoaccum.lease import Lease
 from autoaccum.records import check_positive_int
 from autoaccum.storage import Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from os import PathLike
 
     from autoaccum.checkpoint import Moment
@@ -43,6 +44,7 @@ class Saver:
         self._every_steps = every_steps
         self._every_s = every_s
         self._resume = resume
+        self._lease = Lease(storage.folder)
         self._saved: Position | None = None
         self._saved_at = time.monotonic()
 
@@ -55,6 +57,32 @@ class Saver:
     def newest(self) -> Path | None:
         """The newest checkpoint of this run; None before the first."""
         return self._storage.newest
+
+    # --- whose folder it is -------------------------------------------------------------------------------------------
+
+    def taking_folder(self, notices: Notices) -> Iterator[float]:
+        """Make the folder this process's, waiting for another one that trains there; yield the seconds to pause.
+
+        Raises:
+            CheckpointInUseError: There is one, and it goes on.
+            CheckpointError: The folder cannot be written to.
+        """
+        yield from self._lease.taking(notices.say)
+        self._storage.guard = self._lease.check
+
+    def check_folder(self) -> None:
+        """See that the folder is still this process's, where it was taken.
+
+        Raises:
+            CheckpointInUseError: Another process has taken it over.
+        """
+        self._storage.guard()
+
+    def release_folder(self) -> None:
+        """Give the folder to whoever comes next."""
+        self._lease.release()
+
+    # --- what there is ------------------------------------------------------------------------------------------------
 
     def find(
         self, notices: Notices, known_damage: Mapping[Path, str] | None = None
@@ -71,6 +99,7 @@ class Saver:
         self._storage.tidy()
         folder = self._storage.folder
         if self._resume is False:
+            self._lack.unlink(missing_ok=True)
             if older := len(self._storage.found()):
                 notices.say(
                     f"training starts anew (resume=False); the first checkpoint that is written replaces the {older} "
@@ -101,13 +130,14 @@ class Saver:
         """Keep for the next attempt that so many samples at once did not fit, where this process cannot go on."""
         content = {"micro_batch": micro_batch, "message": message}
         unfinished = self._lack.with_name(f"{self._lack.name}.{os.getpid()}.unfinished")
+        self.check_folder()
         unfinished.write_text(json.dumps(content) + "\n")
         unfinished.replace(self._lack)
 
     def cap(self, notices: Notices) -> int | None:
         """Return the most samples at once, by what an earlier attempt has noted; None where none has."""
         if self._resume is False:
-            self._lack.unlink(missing_ok=True)
+            return None
         try:
             size = json.loads(self._lack.read_text())["micro_batch"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -130,9 +160,13 @@ class Saver:
         return self._storage.read_back()
 
     def is_due(self, windows: int) -> bool:
-        """Whether one is to be written after so many windows, at this time."""
+        """Whether one is to be written after so many windows, at this time.
+
+        Also where the folder is another process's by now: to write one says so.
+        """
         by_steps = self._every_steps is not None and windows % self._every_steps == 0
-        return by_steps or (self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s)
+        by_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
+        return by_steps or by_time or self._lease.is_lost
 
     def has(self, moment: Moment) -> bool:
         """Whether the newest checkpoint was taken at this moment."""

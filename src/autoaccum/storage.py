@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import re
+import secrets
 import shutil
 import time
 import zipfile
@@ -24,7 +25,7 @@ from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from autoaccum.notices import Notices
@@ -50,12 +51,17 @@ class Storage:
     Args:
         folder: Made, with those above it, where it is missing.
 
+    Attributes:
+        guard: Called before anything is renamed or removed that another process may have come to use; raises where one
+            has. `Lease.check`, on the rank that writes.
+
     Raises:
         InvalidInputError: It cannot be a folder to write to.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.guard: Callable[[], None] = lambda: None
         self._whole: list[Path] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +82,11 @@ class Storage:
         return self._whole[0] if self._whole else None
 
     def tidy(self) -> None:
-        """Remove what a writer that was killed has left behind."""
+        """Remove what a writer that was killed has left behind.
+
+        A writer that is only suspended cannot bring its file to its place after that.
+        """
+        self.guard()
         for path in self.folder.glob(f"step-*{_UNFINISHED}"):
             if not path.is_dir():  # which no writer leaves
                 path.unlink(missing_ok=True)
@@ -91,8 +101,10 @@ class Storage:
         for path in self.found():
             with contextlib.suppress(Exception):  # one that cannot be read has none
                 needed.add(_load(path, mmap=True)[SHARDS][0])
-        for path in self.folder.iterdir():
-            if _OF_SHARDS.fullmatch(path.name) and path.name not in needed:
+        others = [path for path in self.folder.iterdir() if _OF_SHARDS.fullmatch(path.name)]
+        self.guard()  # after they were listed: none of them is of another process that has come since
+        for path in others:
+            if path.name not in needed:
                 shutil.rmtree(path, ignore_errors=True)
 
     def found(self) -> list[Path]:
@@ -148,20 +160,22 @@ class Storage:
             CheckpointError: It could not be written, or what it is to hold could not be loaded again.
         """
         path = self.folder / f"step-{step:08d}.pt"
-        unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
-        with _told(path), _removed_unless_renamed(unfinished):
-            with unfinished.open("wb") as file:
+        # Nobody else writes under this name, so that what is renamed is what was written here.
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+        with _told(path, self.guard), _removed_unless_renamed(unfinished):
+            with unfinished.open("xb") as file:
                 _save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
             _check_that_it_loads(unfinished)
             self._make_the_newest(unfinished)
+            self.guard()
             unfinished.replace(path)
             _flush_folder(self.folder)
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
-        for other in self.found():
-            if other not in self._whole:
-                other.unlink(missing_ok=True)
+        for other in [other for other in self.found() if other not in self._whole]:
+            self.guard()  # after they were listed, as above
+            other.unlink(missing_ok=True)
         return path
 
     def took(self, path: Path) -> None:
@@ -189,12 +203,14 @@ def _removed_unless_renamed(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _told(path: Path, guard: Callable[[], None]) -> Iterator[None]:
     """Say of an error while writing what was written, and what there still is."""
     try:
         yield
     except OSError as error:
-        if not path.parent.is_dir():
+        if path.parent.is_dir():
+            guard()  # another process that has taken the folder over removes what is half written
+        else:
             raise CheckpointError(
                 f"the checkpoint {path} could not be written, since its folder is gone, and with it those before; "
                 "leave the folder alone while training goes on, or pass another as checkpoint="

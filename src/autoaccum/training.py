@@ -178,9 +178,11 @@ class Training:
 
     def _end(self, result: FitResult | None) -> None:
         # A loader's workers must not live on with what holds this training: a traceback, say.
-        self._course.close()
-        self._runners.end()
         with ExitStack() as ends:  # every callback is told, also when one of them raises
+            if self._keeping is not None:
+                ends.callback(self._keeping.end)  # the last of all
+            self._course.close()
+            self._runners.end()
             for callback in reversed(self._callbacks):
                 ends.callback(callback.on_fit_end, result)
 

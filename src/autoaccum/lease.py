@@ -1,0 +1,406 @@
+"""The right to write into one folder, held by one process at a time, on a file system that several machines may share.
+
+The holder has a file in the folder, `.lease-N`, which names it and which a thread of it writes again every few seconds.
+Another process takes the folder over once it has seen that file unchanged for as long as the lease runs, by its own
+clock, or at once where the holder was a process of the same machine that is gone.
+
+Whoever has its file there holds the folder. To take over is to create the file of the next number, which only one of
+several can (O_EXCL); to see that those that were judged are still there as they were; and to remove them. A holder that
+was suspended finds its file gone. `check` looks for that before each rename, and one that is suspended between `check`
+and its rename finds what it wanted to rename gone too, since whoever takes over clears that away (`Storage.tidy`)
+before it reads or writes anything else. So nothing depends on how long anything takes, but for who has to give way.
+
+filelock's SoftFileLease would be this too, but it takes over by exchanging two names in one step (renameat2), which NFS
+and SMB do not have: there it never does, and a node that has died would keep its job from starting. What is used here
+holds on all of them: exclusive creation, removal, and that opening a file shows what was written before it was closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from autoaccum import signals
+from autoaccum.errors import CheckpointError, CheckpointInUseError, InvalidInputError
+from autoaccum.process_identity import ProcessIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_VARIABLE = "AUTOACCUM_LEASE_S"
+# Many times what a holder may be kept from Python, or from its file server, in a bad moment.
+_LEASE_S = 60.0
+_MOST_S = 86_400.0
+# A holder writes its file so often while the lease runs.
+_RENEWALS = 6
+# A contender looks so often while the lease runs, and gives up after so many leases of a holder that is alive. That is
+# longer than the 120 s of docs/long-runs.md, in which a process that Slurm has asked to end writes its last checkpoint.
+_LOOKS = 60
+_PATIENCE = 3.0
+_NAME = re.compile(r"\.lease-(\d{8,18})")
+_MOST_BYTES = 4096
+# A file server that is away for a moment, or a file that was replaced while it was opened.
+_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
+_PAUSES_S = (0.1, 0.5, 1.0)
+# The renewing thread's stack counts as memory of this process, and by default it has 8 MiB.
+_STACK_BYTES = 1 << 20
+
+# Windows has none of these.
+_CLOSED_FOR_CHILDREN = getattr(os, "O_CLOEXEC", 0)
+_NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _CLOSED_FOR_CHILDREN
+
+# The leases that this process holds, by their tokens: a fork has another number.
+_held: set[tuple[int, str]] = set()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was last read of somebody's file, and for how long it has been the same."""
+
+    content: bytes
+    age_s: float = 0.0
+
+
+class Lease:
+    """The right of this process to write into a folder.
+
+    Args:
+        folder: The folder, which is there.
+
+    Attributes:
+        is_lost: Whether the renewing thread has found that another process has taken over; `check` is the judge.
+
+    Raises:
+        InvalidInputError: AUTOACCUM_LEASE_S holds no number of seconds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seconds = _seconds()
+        self._identity = ProcessIdentity.own()
+        self._token = secrets.token_hex(16)
+        self._path: Path | None = None
+        self._process = 0
+        self._renewals = 0
+        self._seen: dict[Path, _Seen] = {}
+        self._looked_at: float | None = None
+        self._waited_s = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.is_lost = False
+
+    # --- to take it ---------------------------------------------------------------------------------------------------
+
+    def taking(self, say: Callable[[str], None]) -> Iterator[float]:
+        """Take the lease, waiting for whoever holds it; yield the seconds to pause before each further look.
+
+        Args:
+            say: Tells the user that this process waits, and that it has taken over.
+
+        Raises:
+            CheckpointInUseError: The holder is alive, after long waiting; or it is this very process.
+            CheckpointError: The folder cannot be written to.
+        """
+        while True:
+            try:
+                with signals.held():  # half of it would be in the way of the next
+                    holder = self._attempt(say)
+            except OSError as error:
+                if error.errno not in _TRANSIENT or self._waited_s >= _PATIENCE * self._seconds:
+                    raise self._cannot_claim(error) from error
+            else:
+                if holder is None:
+                    return
+                if holder:
+                    say(
+                        f"the checkpoint folder {self._folder} is in use by {holder}; waiting until that ends, or has "
+                        f"not renewed its lease for {self._seconds:g} s"
+                    )
+            yield self._pause_s
+
+    def _attempt(self, say: Callable[[str], None]) -> str | None:
+        """Take the lease, or return who is in the way; "" for another that has come at the same time."""
+        passed_s = self._passed_s()
+        self._waited_s += passed_s
+        others = self._others()
+        changed = self._watch(others, passed_s)
+        silent = []
+        for path, content in others.items():
+            holder, lease_s = _read(content)
+            if holder is not None and self._is_held_here(content):
+                raise CheckpointInUseError(
+                    f"the checkpoint folder {self._folder} is in use by another call of fit in this very process; give "
+                    "each call a folder of its own"
+                )
+            if holder is not None and (holder.is_gone() or holder.is_this_process()):
+                continue  # the second: it could not be removed at the end of an earlier call
+            if self._seen[path].age_s < (lease_s or self._seconds):
+                if changed and self._waited_s >= _PATIENCE * self._seconds:
+                    raise self._refusal(holder)
+                return _who(holder)
+            silent.append(holder)
+        if not self._created(others):
+            return ""
+        for holder in silent:
+            say(
+                f"the checkpoint folder {self._folder} is taken over from {_who(holder)}, which has not renewed its "
+                f"lease for {self._seconds:g} s"
+            )
+        return None
+
+    def _passed_s(self) -> float:
+        """Return the seconds since the last look, but never many.
+
+        Where this process was suspended, or its file server away, the holder may have been so as well.
+        """
+        now = time.monotonic()
+        passed = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        return min(passed, 2.0 * self._pause_s)
+
+    @property
+    def _pause_s(self) -> float:
+        return self._seconds / _LOOKS
+
+    def _watch(self, others: dict[Path, bytes], passed_s: float) -> bool:
+        """Note for how long each file has been as it is; return whether one has changed."""
+        before, self._seen = self._seen, {}
+        for path, content in others.items():
+            known = before.get(path)
+            is_same = known is not None and known.content == content
+            self._seen[path] = _Seen(content, known.age_s + passed_s if known is not None and is_same else 0.0)
+        return any(seen.age_s == 0.0 for seen in self._seen.values())
+
+    def _created(self, judged: dict[Path, bytes]) -> bool:
+        """Become the holder in place of those that were judged; return False where another was faster."""
+        number = 1 + max((_number(path) for path in judged), default=0)
+        path = self._folder / f".lease-{number:08d}"
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOSED_FOR_CHILDREN, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            _write_all(file, self._content())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+        self._path, self._process = path, os.getpid()
+        is_holder = False
+        try:
+            if self._others() == judged:
+                for other, content in judged.items():
+                    if _bytes_of(other) == content:
+                        other.unlink(missing_ok=True)
+                is_holder = self._is_there()
+            if is_holder:
+                self._begin_to_renew()
+        finally:
+            if not is_holder:
+                self._remove()
+        return is_holder
+
+    def _others(self) -> dict[Path, bytes]:
+        """Return the files of others, with what is in each."""
+        return {path: content for path, content in self._files().items() if path != self._path}
+
+    def _files(self) -> dict[Path, bytes]:
+        paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+        found = {path: _bytes_of(path) for path in sorted(paths, key=_number, reverse=True)}
+        return {path: content for path, content in found.items() if content is not None}
+
+    def _is_held_here(self, content: bytes) -> bool:
+        return (os.getpid(), _token_of(content)) in _held
+
+    def _refusal(self, holder: ProcessIdentity | None) -> CheckpointInUseError:
+        return CheckpointInUseError(
+            f"the checkpoint folder {self._folder} is in use by {_who(holder)}, which still renews its lease after "
+            f"{self._waited_s:.0f} s of waiting; wait until that process has ended, or end it, or pass another folder "
+            "as checkpoint="
+        )
+
+    def _cannot_claim(self, error: OSError) -> CheckpointError:
+        if not self._folder.is_dir():
+            return _folder_is_gone(self._folder)
+        return CheckpointError(
+            f"the checkpoint folder {self._folder} cannot be written to ({error.strerror or error}: a file that says "
+            "whose it is); see to that, or pass another folder as checkpoint="
+        )
+
+    # --- to keep it ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See that this process still holds the folder.
+
+        Raises:
+            CheckpointInUseError: Another process has taken it over.
+            CheckpointError: That cannot be known.
+        """
+        if self._path is None or self._process != os.getpid():
+            return
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                is_there = self._is_there()
+                break
+            except OSError as error:
+                if pause_s is None:
+                    raise self._cannot_claim(error) from error
+                time.sleep(pause_s)
+        if is_there:
+            return
+        self.is_lost = True
+        if not self._folder.is_dir():
+            raise _folder_is_gone(self._folder)
+        with contextlib.suppress(OSError):
+            for content in self._files().values():
+                raise CheckpointInUseError(
+                    f"the checkpoint folder {self._folder} is in use by {_who(_read(content)[0])}, which has taken it "
+                    f"over from this process, as this one had not renewed its lease for {self._seconds:g} s (was it "
+                    "suspended?); nothing more is written, and the other process goes on from the last checkpoint"
+                )
+        raise CheckpointInUseError(
+            f"the lease of this process on the checkpoint folder {self._folder} is gone: another process has taken the "
+            "folder over and has ended since, or somebody has removed the lease's file; nothing more is written, and "
+            "the same call goes on from the last checkpoint there"
+        )
+
+    def release(self) -> None:
+        """Give the folder to whoever comes next; without effect where this process does not hold it."""
+        if self._path is None or self._process != os.getpid():
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_LEASE_S)  # it may wait for a file server
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove this process's file, if it is there; where that fails others find this process gone, or silent."""
+        _held.discard((self._process, self._token))
+        with contextlib.suppress(OSError):
+            if self._is_there():
+                assert self._path is not None
+                self._path.unlink()
+        self._path = None
+
+    def _is_there(self) -> bool:
+        assert self._path is not None
+        content = _bytes_of(self._path)
+        return content is not None and _token_of(content) == self._token
+
+    def _begin_to_renew(self) -> None:
+        # A daemon: it keeps no process alive. Forked processes do not have it.
+        self._thread = threading.Thread(target=self._renew_until_stopped, name="autoaccum-lease", daemon=True)
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"the lease on the checkpoint folder {self._folder} cannot be renewed ({error}); allow this process "
+                "one more thread (ulimit -u)"
+            ) from error
+        finally:
+            threading.stack_size(before)
+        _held.add((self._process, self._token))
+
+    def _renew_until_stopped(self) -> None:
+        while not self._stop.wait(self._seconds / _RENEWALS):
+            # Whatever it is, lack of memory too: the next time may go well, and `check` does not depend on it.
+            with contextlib.suppress(Exception):
+                self.is_lost = not self._renewed()
+
+    def _renewed(self) -> bool:
+        """Write this process's file again, in place: what another has put there, or removed, stays as it is."""
+        assert self._path is not None
+        try:
+            file = os.open(self._path, os.O_RDWR | _NOT_THROUGH_LINKS)
+        except FileNotFoundError:
+            return False
+        try:
+            if _token_of(os.read(file, _MOST_BYTES)) != self._token:
+                return False
+            self._renewals += 1
+            os.lseek(file, 0, os.SEEK_SET)
+            _write_all(file, self._content())
+        finally:
+            os.close(file)
+        return True
+
+    def _content(self) -> bytes:
+        # Always of the same length, so that a full disk has room for it.
+        fields = {"token": self._token, "renewals": f"{self._renewals:012d}", "lease_s": self._seconds}
+        return (json.dumps(asdict(self._identity) | fields) + "\n").encode()
+
+
+def _seconds() -> float:
+    text = os.environ.get(_VARIABLE, "")
+    try:
+        seconds = float(text) if text else _LEASE_S
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= _MOST_S:
+        raise InvalidInputError(f"{_VARIABLE}={text!r} must be a number of seconds, at most {_MOST_S:.0f}; or unset it")
+    return seconds
+
+
+def _write_all(file: int, content: bytes) -> None:
+    if os.write(file, content) < len(content):  # a regular file takes all, or there is no room
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    """Return what is in a file, as it is now on the file server; None where it is not there."""
+    try:
+        # Never through a link, and never waiting for the other end of a pipe.
+        file = os.open(path, os.O_RDONLY | _NOT_THROUGH_LINKS)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(file, _MOST_BYTES)
+    finally:
+        os.close(file)
+
+
+def _fields(content: bytes) -> dict[str, object]:
+    """Return what a file says; nothing where it is cut short, or somebody else's."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read(content: bytes) -> tuple[ProcessIdentity | None, float | None]:
+    """Return who has written a file, and for how long it is a lease; None for what is not known."""
+    fields = _fields(content)
+    seconds = fields.get("lease_s")
+    is_right = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0.0 < seconds <= _MOST_S
+    return ProcessIdentity.of(fields), float(seconds) if is_right else None  # type: ignore[arg-type]
+
+
+def _token_of(content: bytes) -> str:
+    return str(_fields(content).get("token"))
+
+
+def _who(holder: ProcessIdentity | None) -> str:
+    return "another process" if holder is None else str(holder)
+
+
+def _folder_is_gone(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"the folder {folder} is gone, and with it the checkpoints in it; leave the folder alone while training goes "
+        "on, or pass another as checkpoint="
+    )

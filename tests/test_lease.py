@@ -1,0 +1,511 @@
+"""One process writes into a checkpoint folder: a second one waits, takes over or is refused, and overwrites nothing.
+
+Processes of other machines are leases with other names, and time is what the test says it is.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+import autoaccum
+from autoaccum import lease as lease_module
+from autoaccum import process_identity
+from autoaccum.errors import CheckpointError, CheckpointInUseError, InvalidInputError
+from autoaccum.exit_codes import ExitCode, code_for
+from autoaccum.lease import Lease
+from autoaccum.process_identity import ProcessIdentity
+from autoaccum.storage import Storage
+from interleaving import Interleaving
+from long_runs import Run, StopAt, StoppedError, checkpoints
+
+SECONDS = 60
+
+
+class Clock:
+    """Time, which passes only where a test lets it."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(lease_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def of_host(tmp_path, monkeypatch):
+    """Makes leases of other machines on one folder."""
+    made = []
+
+    def make(host, folder=tmp_path):
+        with monkeypatch.context() as context:
+            context.setattr(ProcessIdentity, "own", lambda: ProcessIdentity(host, 7, "boot", 1, 1))
+            made.append(Lease(folder))
+        monkeypatch.setattr(lease_module.Lease, "_is_held_here", lambda *_: False)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.release()
+
+
+def take(lease, clock, said=None, between=lambda: None, looks=10_000):
+    """Take a lease; return the looks that it took."""
+    say = (lambda _: None) if said is None else said.append
+    for look, pause_s in enumerate(itertools.islice(lease.taking(say), looks)):
+        clock.sleep(pause_s)
+        between()
+        assert look < looks - 1, "it was never taken"
+    return lease
+
+
+def leases(folder):
+    return sorted(path.name for path in Path(folder).glob(".lease-*"))
+
+
+# --- who waits, who takes over, who is refused ------------------------------------------------------------------------
+
+
+def test_free_folder_is_taken_at_once_and_given_back(tmp_path, clock, said):
+    lease = take(Lease(tmp_path), clock, said, looks=1)
+
+    lease.check()
+    assert leases(tmp_path) == [".lease-00000001"]
+    lease.release()
+    assert leases(tmp_path) == []
+    assert said == []
+
+
+def test_file_names_the_host_and_the_process(tmp_path, clock):
+    lease = take(Lease(tmp_path), clock)
+
+    found = json.loads((tmp_path / ".lease-00000001").read_text())
+    lease.release()
+
+    assert (found["host"], found["pid"]) == (os.uname().nodename, os.getpid())
+
+
+def test_holder_that_renews_is_waited_for_and_then_named_in_the_refusal(of_host, clock, said):
+    owner = take(of_host("node1"), clock)
+    started = clock.now
+
+    with pytest.raises(CheckpointInUseError, match="in use by process 7 on node1, which still renews its lease after"):
+        take(of_host("node2"), clock, said, between=owner._renewed)
+
+    assert clock.now - started == pytest.approx(3 * SECONDS, abs=3)
+    assert len(set(said)) == 1
+    assert "in use by process 7 on node1; waiting until that ends, or has not renewed its lease for 60 s" in said[0]
+    owner.check()
+
+
+def test_holder_that_ends_meanwhile_is_followed_at_once(of_host, clock):
+    owner, looks = take(of_host("node1"), clock), iter(range(100))
+
+    take(of_host("node2"), clock, between=lambda: owner.release() if next(looks) == 20 else owner._renewed(), looks=24)
+
+
+def test_holder_on_another_host_that_has_died_is_waited_out(of_host, clock, said):
+    take(of_host("node1"), clock)
+    started = clock.now
+
+    take(of_host("node2"), clock, said).check()
+
+    assert clock.now - started == pytest.approx(SECONDS, abs=3)
+    assert "is taken over from process 7 on node1, which has not renewed its lease for 60 s" in said[-1]
+
+
+def test_contender_that_was_suspended_itself_does_not_take_a_holder_for_dead(of_host, clock):
+    owner = take(of_host("node1"), clock)
+    looks = itertools.count(1)
+
+    def between():
+        # Every other time the file server was away, for both, and the holder comes a moment after the contender's look.
+        if next(looks) % 2:
+            clock.sleep(10 * SECONDS)
+        else:
+            owner._renewed()
+
+    with pytest.raises(CheckpointInUseError, match="still renews its lease"):
+        take(of_host("node2"), clock, between=between)
+
+    owner.check()
+
+
+def test_killed_process_of_this_host_is_followed_at_once_and_without_a_word(tmp_path, clock, said):
+    process = holder_here(tmp_path)
+    process.kill()
+    process.wait()
+
+    take(Lease(tmp_path), clock, said, looks=1).release()
+
+    assert said == []
+
+
+def test_process_of_this_host_that_is_stopped_is_waited_out(tmp_path, clock):
+    process = holder_here(tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    started = clock.now
+    try:
+        take(Lease(tmp_path), clock).release()
+    finally:
+        process.kill()
+        process.wait()
+
+    assert clock.now - started == pytest.approx(SECONDS, abs=3)
+
+
+def holder_here(folder):
+    """Leave the lease of another process of this machine, which does not renew it."""
+    process = subprocess.Popen(["/bin/sleep", "1000"])
+    identity = identity_of(process.pid)
+    (folder / ".lease-00000001").write_text(json.dumps(fields_of(identity) | {"token": "its", "lease_s": SECONDS}))
+    return process
+
+
+def identity_of(pid):
+    own = ProcessIdentity.own()
+    return ProcessIdentity(own.host, pid, own.boot, own.namespace, process_identity._state_and_start(pid)[1])
+
+
+def fields_of(identity):
+    return {name: getattr(identity, name) for name in ProcessIdentity.__slots__}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": -1}', b'{"pid": 1, "host": 3}', b"\xff\x00"])
+def test_file_that_says_nothing_is_waited_out(tmp_path, clock, content):
+    (tmp_path / ".lease-00000041").write_bytes(content)
+    started = clock.now
+
+    take(Lease(tmp_path), clock).release()
+
+    assert clock.now - started == pytest.approx(SECONDS, abs=3)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_is_no_file_is_never_followed_nor_waited_for(tmp_path, clock, kind):
+    path = tmp_path / ".lease-00000001"
+    {"fifo": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("/etc/passwd"), "folder": path.mkdir}[kind]()
+
+    with pytest.raises(CheckpointError, match="cannot be written to") if kind != "fifo" else contextlib.nullcontext():
+        take(Lease(tmp_path), clock).release()
+
+
+def test_call_within_a_call_is_refused_at_once(tmp_path, clock):
+    lease = take(Lease(tmp_path), clock)
+
+    with pytest.raises(CheckpointInUseError, match="another call of fit in this very process"):
+        take(Lease(tmp_path), clock)
+
+    lease.check()
+    lease.release()
+
+
+def test_lease_that_could_not_be_removed_does_not_keep_the_same_process_waiting(tmp_path, clock, monkeypatch):
+    lease = take(Lease(tmp_path), clock)
+    with monkeypatch.context() as context:
+        context.setattr(Path, "unlink", failing)
+        lease.release()
+    assert leases(tmp_path) == [".lease-00000001"]
+
+    take(Lease(tmp_path), clock, looks=1).release()
+
+
+def failing(path, **_):
+    raise OSError(5, "Input/output error")
+
+
+def test_file_server_that_is_away_for_a_moment_is_waited_for(tmp_path, clock, monkeypatch):
+    failures, listed = iter(range(3)), Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: listed(path) if next(failures, None) is None else failing(path))
+
+    take(Lease(tmp_path), clock, looks=5).release()
+
+
+def test_folder_without_room_is_a_checkpoint_error_and_leaves_nothing(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(lease_module.os, "write", lambda *_: 3)
+
+    with pytest.raises(CheckpointError, match=r"cannot be written to \(No space left on device"):
+        take(Lease(tmp_path), clock)
+
+    assert leases(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "1e9"])
+def test_length_of_a_lease_that_is_no_number_of_seconds_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("AUTOACCUM_LEASE_S", text)
+
+    with pytest.raises(InvalidInputError, match="AUTOACCUM_LEASE_S="):
+        Lease(tmp_path)
+
+
+# --- which process is gone --------------------------------------------------------------------------------------------
+
+
+def test_process_is_gone_when_it_has_ended_also_before_anybody_has_asked_how():
+    process = subprocess.Popen(["/bin/sleep", "1000"])
+    identity = identity_of(process.pid)
+    assert not identity.is_gone()
+
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert identity.is_gone()  # a zombie
+    process.wait()
+    assert identity.is_gone()
+
+
+def test_number_that_another_process_has_by_now_is_one_of_a_process_that_is_gone():
+    own = ProcessIdentity.own()
+
+    assert not own.is_gone()
+    assert ProcessIdentity(own.host, own.pid, own.boot, own.namespace, own.start - 1).is_gone()
+
+
+@pytest.mark.parametrize("other", [{"boot": "x"}, {"namespace": 1}, {"boot": "", "namespace": 0}, {"start": 0}])
+def test_process_of_elsewhere_is_never_known_to_be_gone(other):
+    fields = fields_of(ProcessIdentity.own()) | {"pid": 2**31 - 1} | other
+
+    assert not ProcessIdentity.of(fields).is_gone()
+
+
+# --- who has lost it --------------------------------------------------------------------------------------------------
+
+
+def test_holder_that_was_suspended_finds_out_before_it_renames_and_touches_nothing(of_host, clock, tmp_path):
+    owner = take(of_host("node1"), clock)
+    storage = Storage(tmp_path)
+    storage.guard = owner.check
+    storage.write({"by": "node1"}, 3)
+    other = Storage(tmp_path)
+    other.guard = take(of_host("node2"), clock).check
+    newer = other.write({"by": "node2"}, 4)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    for act in (lambda: storage.write({"by": "node1"}, 4), storage.tidy, storage.remove_others):
+        with pytest.raises(CheckpointInUseError, match="in use by process 7 on node2, which has taken it over"):
+            act()
+
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert newer in before
+    assert owner.is_lost
+    owner.release()
+    other.guard()
+
+
+def test_holder_suspended_between_its_last_look_and_the_rename_renames_nothing(of_host, clock, tmp_path):
+    owner, storage, other = take(of_host("node1"), clock), Storage(tmp_path), Storage(tmp_path)
+    storage.write({"by": "node1"}, 3)
+
+    def look_and_sleep():
+        owner.check()
+        if other.newest is None:
+            other.guard = take(of_host("node2"), clock).check
+            other.tidy()
+            other.write({"by": "node2"}, 4)
+
+    storage.guard = look_and_sleep
+
+    with pytest.raises(CheckpointInUseError, match="on node2"):
+        storage.write({"by": "node1"}, 4)
+
+    (path,) = other.found()
+    assert other.read_back() == (path, {"by": "node2"})
+
+
+def test_lease_that_somebody_has_removed_is_not_taken_again(tmp_path, clock):
+    lease = take(Lease(tmp_path), clock)
+    (tmp_path / ".lease-00000001").unlink()
+
+    with pytest.raises(CheckpointInUseError, match="is gone: another process has taken the folder over and has ended"):
+        lease.check()
+
+    lease.release()
+    assert leases(tmp_path) == []
+
+
+def test_holder_that_wakes_does_not_mistake_another_file_of_its_number_for_its_own(of_host, clock, tmp_path):
+    owner = take(of_host("node1"), clock)
+    take(of_host("node2"), clock).release()
+    third = take(of_host("node3"), clock)
+    assert leases(tmp_path) == [".lease-00000001"]
+
+    assert not owner._renewed()
+    with pytest.raises(CheckpointInUseError, match="on node3"):
+        owner.check()
+    owner.release()
+
+    third.check()
+
+
+def test_renewing_goes_on_after_an_error_that_passes(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOACCUM_LEASE_S", "0.06")
+    went_well, calls, written = threading.Event(), itertools.count(), lease_module._write_all
+
+    def write(file, content):
+        if next(calls) in (1, 2):
+            raise OSError(5, "Input/output error")
+        written(file, content)
+        if next(calls) > 4:
+            went_well.set()
+
+    monkeypatch.setattr(lease_module, "_write_all", write)
+    lease = Lease(tmp_path)
+    assert list(lease.taking(lambda _: None)) == []
+    try:
+        assert went_well.wait(60)
+        assert not lease.is_lost
+        assert lease._thread.daemon  # it keeps no process alive
+    finally:
+        lease.release()
+    assert not lease._thread.is_alive()
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+class Contest:
+    """Leases of several machines on one folder; each is taken and given back, step by step in a drawn order."""
+
+    def __init__(self, seed, members, clock):
+        self.order = Interleaving(seed)
+        self.members = members
+        self.taken = []
+        self._clock = clock
+
+    def run(self, old=None):
+        for member in self.members:
+            self.order.add(functools.partial(self._live, member))
+        if old is not None:
+            self.taken.append(old)
+            self.order.add(functools.partial(self._wake, old))
+        self.order.run(self._look)
+
+    def _live(self, member):
+        for pause_s in member.taking(lambda _: None):
+            self._clock.sleep(pause_s)
+            self.order.point()
+        self.taken.append(member)
+        self.order.point()
+        member.release()
+
+    def _wake(self, old):
+        for _ in range(30):
+            self.order.point()
+        old.release()
+
+    def _look(self):
+        assert len([one for one in self.taken if has_its_file(one)]) <= 1
+
+
+def has_its_file(lease):
+    return lease._path is not None and lease._path.exists() and lease._token in lease._path.read_text()
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["empty folder", "silent holder"])
+def test_of_several_at_once_one_holds_the_folder_however_their_steps_fall(
+    of_host, tmp_path, clock, monkeypatch, is_held
+):
+    contest = None
+
+    def at_a_point(function):
+        def call(*args, **options):
+            if contest is not None:
+                contest.order.point()
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(lease_module, "_LOOKS", 4)  # for time's sake
+    monkeypatch.setattr(lease_module, "_PATIENCE", 1000.0)  # all are to have their turn
+    monkeypatch.setattr(Lease, "_begin_to_renew", lambda _: None)
+    monkeypatch.setattr(lease_module.os, "open", at_a_point(os.open))
+    for name in ("iterdir", "unlink"):
+        monkeypatch.setattr(Path, name, at_a_point(getattr(Path, name)))
+    for seed in range(100):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        old, *members = (of_host(f"node{number}", folder) for number in range(4))
+        contest = None
+        if is_held:
+            take(old, clock)
+        contest = Contest(seed, members, clock)
+
+        contest.run(old if is_held else None)
+
+        assert len(contest.taken) == 3 + is_held
+        assert leases(folder) == []
+
+
+# --- in fit -----------------------------------------------------------------------------------------------------------
+
+
+def test_folder_is_free_again_however_a_call_ends(tmp_path):
+    Run(checkpoint=tmp_path, max_steps=2).fit()
+    assert list(tmp_path.glob(".lease-*")) == []
+
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path).fit(StopAt(4))
+
+    assert list(tmp_path.glob(".lease-*")) == []
+    assert checkpoints(tmp_path) == ["step-00000002.pt", "step-00000004.pt"]
+
+
+def test_fit_within_a_fit_on_the_same_folder_is_refused_and_the_outer_one_goes_on(tmp_path):
+    class Nested(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            if report.step == 2:
+                with pytest.raises(CheckpointInUseError, match="this very process"):
+                    Run(checkpoint=tmp_path).fit()
+
+    expected = Run(max_steps=4)
+    expected.fit()
+    run = Run(checkpoint=tmp_path, checkpoint_steps=1, max_steps=4)
+    run.fit(Nested())
+
+    assert run.result.steps == 4
+    assert checkpoints(tmp_path) == ["step-00000003.pt", "step-00000004.pt"]
+
+
+def test_run_that_has_lost_its_folder_ends_at_the_next_window_and_writes_nothing(tmp_path, of_host, clock, monkeypatch):
+    made = []
+    begin = Lease.__init__
+    monkeypatch.setattr(Lease, "__init__", lambda lease, folder: (begin(lease, folder), made.append(lease))[0])
+
+    class Lost(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            if report.step == 3:
+                (tmp_path / ".lease-00000001").unlink()
+                take(of_host("node2"), clock)
+                made[0].is_lost = not made[0]._renewed()  # as its thread does every few seconds
+
+    run = Run(checkpoint=tmp_path, checkpoint_minutes=None, max_steps=9)
+    with pytest.raises(CheckpointInUseError, match="on node2, which has taken it over from this process"):
+        run.fit(Lost())
+
+    assert list(run.samples.windows) == [1, 2, 3]
+    assert checkpoints(tmp_path) == []
+
+
+def test_folder_in_use_has_an_exit_code_of_its_own_which_never_means_memory():
+    assert code_for(CheckpointInUseError("in use")) == ExitCode.IN_USE == 8
