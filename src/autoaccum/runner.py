@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import devices, oom
 from autoaccum.accumulation import Accumulation
+from autoaccum.arguments import check_iterable, shown
 from autoaccum.attempt import Again, Attempts, Made, refuse_to_try_for_ever
 from autoaccum.batches import as_window
-from autoaccum.batchnorm import BatchNorms
+from autoaccum.batchnorm import BatchNorms, check_batchnorm
+from autoaccum.callbacks import check_callbacks
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.evaluation import Evaluator
 from autoaccum.notices import Notices
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
 from autoaccum.room import Room
+from autoaccum.scope import check_loss_scope
 from autoaccum.sizing import Sizing, Told, Wanted
 from autoaccum.state import RandomState
 from autoaccum.step import assemble, drop_old_gradients
@@ -108,8 +111,12 @@ class Runner:
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise InvalidInputError(f"plan={plan!r} is no autoaccum.Plan; autoaccum.plan(target, limit) makes one")
+        _check_plan(plan)
+        check_callbacks(callbacks)
+        check_loss_scope(loss_scope)
+        check_batchnorm(batchnorm)
+        if notices is not None and not isinstance(notices, Notices):
+            raise InvalidInputError(f"notices={shown(notices)} must be autoaccum.notices.Notices, or None for stderr")
         notices = notices or Notices()
         step = assemble(
             model,
@@ -235,6 +242,7 @@ class Runner:
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
+        _check_plan(plan)
         self._sizing.set(plan)
 
     @property
@@ -395,6 +403,7 @@ class Runner:
             InvalidInputError: The loader gives nothing, or the model gives no loss in evaluation mode.
             DoesNotFitError: Not even one sample at a time fits.
         """
+        check_iterable("loader", loader)
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step, loss_scope=self._loss_scope)
         before = RandomState(self._memory.device)
@@ -470,3 +479,8 @@ class Runner:
             self._sizing.shrink()
         else:
             self._sizing.end(is_clean=clean, has_room=self._room.is_free)
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise InvalidInputError(f"plan={shown(plan)} is no autoaccum.Plan; autoaccum.plan(target, limit) makes one")

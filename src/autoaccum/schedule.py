@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from autoaccum.arguments import check_call, check_choice, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
-
     from autoaccum.records import Evaluation
 
 _INTERVALS = ("step", "epoch")
+_NEEDS_VALIDATION = "scheduler: ReduceLROnPlateau moves with the validation loss; pass val_loader="
 
 
 class Schedule:
@@ -51,6 +52,18 @@ class Schedule:
         if self._on_plateau:
             self.scheduler.step(evaluation.loss)
 
+    def check_that_it_can_move(self, *, validates: bool) -> None:
+        """Refuse a scheduler that would never move.
+
+        Args:
+            validates: Whether there are evaluations.
+
+        Raises:
+            InvalidInputError: It moves with evaluations, and there are none.
+        """
+        if self._on_plateau and not validates:
+            raise InvalidInputError(_NEEDS_VALIDATION)
+
     def check_that_it_can_be_kept(self) -> None:
         """Refuse a scheduler of which no checkpoint can be made.
 
@@ -75,9 +88,21 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
     Raises:
         InvalidInputError: One of them cannot be used.
     """
-    if interval not in _INTERVALS:
-        raise InvalidInputError(f"scheduler_interval={interval!r} is unknown; choose 'step' or 'epoch'")
-    if scheduler is not None and not (hasattr(scheduler, "step") or callable(scheduler)):
-        raise InvalidInputError(f"scheduler={scheduler!r} has no step(), nor is it a function that makes one")
+    check_choice("scheduler_interval", interval, _INTERVALS)
+    if scheduler is None and interval != "step":
+        raise InvalidInputError(
+            f"scheduler_interval={interval!r} needs a scheduler, and there is none; pass scheduler="
+        )
+    if isinstance(scheduler, type):
+        raise InvalidInputError(
+            f"scheduler={shown(scheduler)} is a class; pass a scheduler, or a function of the optimizer that makes "
+            f"one: scheduler=lambda optimizer: {scheduler.__name__}(optimizer, ...)"
+        )
+    if isinstance(scheduler, torch.optim.Optimizer) or not (
+        scheduler is None or hasattr(scheduler, "step") or callable(scheduler)
+    ):
+        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step(), nor is it a function that makes one")
     if isinstance(scheduler, ReduceLROnPlateau) and val_loader is None:
-        raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
+        raise InvalidInputError(_NEEDS_VALIDATION)
+    if callable(scheduler) and not hasattr(scheduler, "step"):
+        check_call("scheduler", scheduler, "optimizer")
