@@ -70,7 +70,7 @@ def test_limit_that_is_no_positive_int_is_refused(most):
 
 
 def test_unknown_strategy_is_refused_with_the_known_ones():
-    with pytest.raises(autoaccum.InvalidInputError, match=r"'best'.*balanced, uniform, greedy, fastest"):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"'best'.*'balanced', 'uniform', 'greedy', 'fastest'"):
         plan(10, 5, strategy="best")
     with pytest.raises(autoaccum.InvalidInputError, match="'best'"):
         cut(10, 5, "best")

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from autoaccum.arguments import check_choice, check_iterable, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import check_positive_int
 
 LAST_WINDOW = ("step", "drop")
 
@@ -138,6 +138,8 @@ class Window(Sequence[Any]):
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
+        if not isinstance(batches, Iterable):
+            raise InvalidInputError(f"batches={shown(batches)} cannot be iterated over; pass a list of batches")
         spans = []
         for batch in batches:
             piece = Piece(batch)
@@ -265,6 +267,7 @@ def windows(loader: Iterable[Any], target_batch: int, *, last_window: str = "ste
     Raises:
         InvalidInputError: An argument or a batch cannot be used.
     """
+    check_iterable("loader", loader)
     check_windows(target_batch, last_window)
     return (window.joined() for window in stream(loader, target_batch, last_window=last_window))
 
@@ -276,8 +279,7 @@ def check_windows(target_batch: int, last_window: str) -> None:
         InvalidInputError: One of them cannot be used.
     """
     check_positive_int("target_batch", target_batch)
-    if last_window not in LAST_WINDOW:
-        raise InvalidInputError(f"last_window={last_window!r} is unknown; choose 'step' or 'drop'")
+    check_choice("last_window", last_window, LAST_WINDOW)
 
 
 def stream(

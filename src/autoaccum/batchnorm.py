@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.errors import InvalidInputError
+from autoaccum.arguments import check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,8 +29,7 @@ def check_batchnorm(mode: object) -> None:
     Raises:
         InvalidInputError: It is unknown.
     """
-    if mode not in BATCHNORM_MODES:
-        raise InvalidInputError(f"batchnorm={mode!r} is unknown; choose {' or '.join(map(repr, BATCHNORM_MODES))}")
+    check_choice("batchnorm", mode, BATCHNORM_MODES)
 
 
 class BatchNorms:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autoaccum.arguments import shown
+from autoaccum.errors import InvalidInputError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -48,3 +51,15 @@ class Callback:
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """`fit` is about to return `result`, or to raise (then it is None). Always called once after `on_fit_start`."""
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Check the argument `callbacks`.
+
+    Raises:
+        InvalidInputError: It is no list (or tuple) of callbacks.
+    """
+    if isinstance(callbacks, Callback):
+        raise InvalidInputError(f"callbacks={shown(callbacks)} is a single callback; pass [it]")
+    if not isinstance(callbacks, list | tuple) or not all(isinstance(one, Callback) for one in callbacks):
+        raise InvalidInputError(f"callbacks={shown(callbacks)} must be a list of autoaccum.Callback objects")

@@ -10,6 +10,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from autoaccum.arguments import shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import parse_size
 
@@ -80,16 +81,20 @@ def card_named(name: str) -> Card:
     Raises:
         InvalidInputError: There is no such card, or several.
     """
+    if not isinstance(name, str):
+        raise InvalidInputError(f"gpus: {shown(name)} is no name of a card; pass one such as 'h100-80gb'")
     asked = _plain(name)
     if asked in _BY_NAME:
         return _BY_NAME[asked]
     several = [card.name for key, card in _CARDS.items() if asked and key.startswith(asked)]
     if len(several) > 1:
-        raise InvalidInputError(f"{name!r} is not one card but several: {', '.join(several)}; name one of them")
+        raise InvalidInputError(f"gpus: {name!r} is not one card but several: {', '.join(several)}; name one of them")
     near = difflib.get_close_matches(asked, list(_BY_NAME), n=2 * _SUGGESTED, cutoff=0.5)
     names = list(dict.fromkeys(_BY_NAME[key].name for key in near))[:_SUGGESTED]
     nearest = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(card.name for card in known_cards())}"
-    raise InvalidInputError(f"the card {name!r} is not known ({nearest}); for any other give --device-memory, as 24GiB")
+    raise InvalidInputError(
+        f"gpus: the card {shown(name)} is not known ({nearest}); for any other give --device-memory, as 24GiB"
+    )
 
 
 def custom_card(device_memory: str) -> Card:

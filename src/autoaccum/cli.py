@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoaccum.callbacks import Callback
+from autoaccum.callbacks import Callback, check_callbacks
 from autoaccum.cli_report import report_command
 from autoaccum.cli_run import SETTINGS, run_command_line
 from autoaccum.cli_slurm import jobs_command, slurm_command
@@ -222,6 +222,7 @@ def fit_command(
             memory_log = _MemoryLog()
             chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
             logs = [JSONLinesLog(log)] if log is not None and is_first else []
+            check_callbacks(job.callbacks)
             chosen["callbacks"] = [*job.callbacks, memory_log, *logs]
             arguments = dataclasses.replace(job, **chosen).fit_arguments()
             result = fit(**arguments, progress=False if quiet else "auto")

@@ -18,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from autoaccum.arguments import check_positive_int
 from autoaccum.errors import InvalidInputError
 from autoaccum.exit_codes import complain, errors_as_exit_codes, recipes_told
 from autoaccum.fallback import FALLBACKS
@@ -31,7 +32,6 @@ from autoaccum.memory.limits import parse_limit
 from autoaccum.memory.simulated import Simulated
 from autoaccum.precision import PRECISIONS
 from autoaccum.progress import format_cut
-from autoaccum.records import check_positive_int
 from autoaccum.shares import SHARES
 
 if TYPE_CHECKING:

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from autoaccum.arguments import shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import format_bytes
+from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-    from torch import nn
 
     from autoaccum.memory.base import MemoryBackend
 
@@ -45,13 +46,31 @@ def compile_options(compile: bool | Mapping[str, Any]) -> Mapping[str, Any] | No
     """Return what `fit` was told to compile with; None for not at all.
 
     Raises:
-        InvalidInputError: It is neither a bool nor a mapping.
+        InvalidInputError: It is neither a bool nor a mapping, or torch.compile refuses what is in it.
     """
     if isinstance(compile, bool):
         return {} if compile else None
     if not isinstance(compile, Mapping):
-        raise InvalidInputError(f"compile={compile!r} is unknown; pass True, False, or a mapping for torch.compile")
+        raise InvalidInputError(
+            f"compile={shown(compile)} is unknown; pass True, False, or a mapping for torch.compile"
+        )
+    if compile:
+        _try(compile)
     return compile
+
+
+def _try(options: Mapping[str, Any]) -> None:
+    """Let torch.compile look at its options, which it does when it wraps a module; nothing is compiled by that."""
+    for name in ("fullgraph", "disable", "dynamic"):
+        if name in options and not isinstance(options[name], bool | None if name == "dynamic" else bool):
+            raise InvalidInputError(f"compile={shown(options)}: {name} must be True or False")
+    try:
+        nn.Identity().compile(**{"dynamic": False, **options})
+    except Exception as error:
+        raise InvalidInputError(
+            f"compile={shown(options)} is refused by torch.compile ({first_line(error)}); pass what it takes: backend, "
+            "mode, options, dynamic, fullgraph"
+        ) from error
 
 
 def check_that_it_can_be_limited(memory: MemoryBackend, limit_bytes: int | None) -> None:

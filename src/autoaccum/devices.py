@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from autoaccum import ranks
+from autoaccum.arguments import shown
 from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError
 from autoaccum.memory import backend_for
 from autoaccum.memory.base import MemoryBackend
+from autoaccum.memory.existing import accelerator, existing, there_is
 from autoaccum.memory.limits import describe_neighbours, format_bytes
 from autoaccum.oom import first_line, is_device_lost, is_oom
 
@@ -35,10 +37,10 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
         InvalidInputError: The device is unknown or not there, or `model` is no module.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidInputError(f"model={model!r} is no torch.nn.Module; pass one, made and not its class")
+        raise InvalidInputError(f"model={shown(model)} is no torch.nn.Module; pass one, made and not its class")
     if isinstance(device, MemoryBackend):
         return device
-    memory = backend_for(_existing(device) if device is not None else _chosen(model, notices))
+    memory = backend_for(_of_this_process(existing(device)) if device is not None else _chosen(model, notices))
     if neighbours := describe_neighbours(memory):
         notices.say(neighbours)
     return memory
@@ -51,48 +53,27 @@ def _chosen(model: nn.Module, notices: Notices) -> torch.device:
     return chosen
 
 
-def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator(check_available=True)
-
-
 def _own_accelerator() -> torch.device | None:
     """Return the accelerator; of several, where several processes share a machine, the one of this process's number."""
-    accelerator = _accelerator()
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    if accelerator is None or count == 1 or ranks.world_size() == 1:
-        return accelerator
+    found = accelerator()
+    count = 0 if found is None else torch.accelerator.device_count()
+    if found is None or count == 1 or ranks.world_size() == 1:
+        return found
     index = ranks.local_rank()
     if index >= count:
-        raise DeviceMissingError(f"LOCAL_RANK={index} has no device of its own; {_there_is()}")
+        raise DeviceMissingError(f"LOCAL_RANK={index} has no device of its own; {there_is()}")
     torch.accelerator.set_device_index(index)
-    return torch.device(accelerator.type, index)
+    return torch.device(found.type, index)
 
 
-def _existing(device: str | torch.device) -> torch.device:
-    try:
-        asked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInputError(f"device={device!r} is no device that torch knows; {_there_is()}") from error
-    if asked.type == "cpu":
-        return torch.device("cpu")
-    accelerator = _accelerator()
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    if accelerator is None or accelerator.type != asked.type or (asked.index or 0) >= count:
-        raise DeviceMissingError(f"device={str(device)!r} is not there; {_there_is()}")
-    if asked.index is not None:
+def _of_this_process(asked: torch.device) -> torch.device:
+    """Return the device by its number, where only its kind was named."""
+    if asked.type == "cpu" or asked.index is not None:
         return asked
     own = _own_accelerator()
     return (
         torch.device(asked.type, torch.accelerator.current_device_index()) if own is None or own.index is None else own
     )
-
-
-def _there_is() -> str:
-    accelerator = _accelerator()
-    names = ["'cpu'"]
-    if accelerator is not None:
-        names += [f"'{accelerator.type}:{index}'" for index in range(torch.accelerator.device_count())]
-    return f"this machine has {', '.join(names)}"
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from autoaccum.arguments import check_positive_int
 from autoaccum.batches import Piece, copied, count, map_tensors, repeated
 from autoaccum.cuda_rules import cuda_workspace
 from autoaccum.errors import InvalidInputError
@@ -40,7 +41,6 @@ from autoaccum.objective import Objective
 from autoaccum.oom import first_line
 from autoaccum.optimizers import resolve
 from autoaccum.precision import PRECISIONS, Precision, own_half_type
-from autoaccum.records import check_positive_int
 from autoaccum.rehearsal import FakePrecision, LooseObjective, Rehearsal
 from autoaccum.step import TrainingStep
 from autoaccum.timeline import Timeline, between

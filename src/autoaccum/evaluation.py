@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autoaccum.arguments import check_function, shown
 from autoaccum.batches import Window, copied, map_tensors
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.oom import first_line, is_oom, is_too_large, let_go
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 
 Metric = Callable[[Any, Any], Any]
 _T = TypeVar("_T")
+_NO_SAMPLES = (
+    "the validation loader gave no samples (val_loader=), so there is nothing to evaluate; a generator can be read "
+    "only once"
+)
+# Samples that are evaluated before training where memory that runs out cannot be survived: as few as fit anywhere, and
+# enough for a metric that needs several.
+_TRIED = 32
 # Name, sum and weight, and whether it is only reported.
 _Loss = tuple[str, Tensor, float | Tensor, bool]
 
@@ -102,13 +110,58 @@ class Evaluator:
         others = [totals] if self._ranks is None else self._ranks.exchange("evaluation", totals.on_host())
         totals = _Totals.of_all(others)
         if not totals.samples:
-            raise InvalidInputError(
-                "the validation loader gave no samples, so there is nothing to evaluate; a generator can be read "
-                "only once"
-            )
+            raise InvalidInputError(_NO_SAMPLES)
         values = {name: value for metric in self._metrics for name, value in metric.result(self._ranks).items()}
         elapsed_s = time.perf_counter() - started
         return Evaluation(totals.mean(), values, totals.samples, elapsed_s, losses=totals.means())
+
+    def try_out(self, batches: Iterable[Any]) -> None:
+        """Evaluate one cut of the first batch that has samples; metrics, modes and what is known stay as they are.
+
+        Lack of memory is no answer: the evaluation itself finds the size that fits.
+
+        Raises:
+            InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
+        """
+        kept = [metric.state() for metric in self._metrics]
+        try:
+            for metric in self._metrics:
+                metric.reset()
+            self._try_first(batches)
+        except Exception as error:
+            if not (is_oom(error) or is_too_large(error)):
+                error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")
+                raise
+            let_go(error)
+        finally:
+            for metric, state in zip(self._metrics, kept, strict=True):
+                metric.put_back(state)
+        self._step.memory.release()
+
+    def _try_first(self, batches: Iterable[Any]) -> None:
+        window = next((window for window in map(Window, ([batch] for batch in batches)) if window.samples), None)
+        if window is not None:
+            size = window.samples if self._step.memory.fails_cleanly else min(window.samples, _TRIED)
+            with evaluation_mode(self._step.objective.modules), torch.no_grad():
+                self._try_cut(window, size)
+        elif self._ranks is None:  # others may have some
+            raise InvalidInputError(_NO_SAMPLES)
+
+    def _try_cut(self, window: Window, size: int) -> None:
+        cut = window.cut(0, size)
+        batch = self._step.transfer.place(cut)
+        if self._whole is None:
+            terms, outputs = self._passes(batch, size)
+        else:
+            outputs = self._whole.outputs(batch, size)
+            of_whole = self._whole.terms(self._whole.join([outputs]), self._whole.batch(window.part(0, size)), size)
+            terms = [of_whole]
+        self._losses(terms, cut, size)
+        targets = batch[1] if is_pair(batch) else batch
+        for metric in self._metrics:
+            metric.update(outputs, targets, size)
+            if self._ranks is None:  # some would talk to other processes
+                metric.result(None)
 
     def _one_batch(self, window: Window, totals: _Totals, mark: Mark) -> None:
         start = 0
@@ -462,11 +515,33 @@ def _named(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> 
     return named
 
 
+def check_metrics(metrics: object) -> None:
+    """Check the argument `metrics`.
+
+    Raises:
+        InvalidInputError: One of them is no metric, or a mapping's key is no name.
+    """
+    for name, metric in _named(metrics).items():  # type: ignore[arg-type]
+        if not isinstance(name, str):
+            raise InvalidInputError(f"metrics={shown(metrics)} has the name {shown(name)}; names are texts")
+        _check_metric(name, metric)
+
+
+def _check_metric(name: str, metric: Any) -> None:
+    if not _is_stateful(metric) or isinstance(metric, type):
+        if not callable(metric):
+            raise InvalidInputError(
+                f"metrics: {name!r} is {shown(metric)}; pass a callable of (outputs, targets) or a torchmetrics object"
+            )
+        check_function(f"metrics: {name!r}", metric, "outputs, targets")
+
+
+def _is_stateful(metric: Any) -> bool:
+    return all(hasattr(metric, method) for method in ("update", "compute", "reset"))
+
+
 def _counted(name: str, metric: Any, device: torch.device, ranks: Ranks | None) -> _Averaged | _Stateful:
-    if all(hasattr(metric, method) for method in ("update", "compute", "reset")):
+    _check_metric(name, metric)
+    if _is_stateful(metric):
         return _Stateful(name, metric, device, ranks)
-    if not callable(metric):
-        raise InvalidInputError(
-            f"metric {name!r} is {metric!r}; pass a callable of (outputs, targets) or a torchmetrics object"
-        )
     return _Averaged(name, metric)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum.arguments import is_one_of, shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.state import RandomState
 
@@ -45,10 +46,10 @@ def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, 
     Raises:
         InvalidInputError: One is unknown, or can do nothing here.
     """
-    names = (fallback,) if isinstance(fallback, str) else tuple(fallback or ())
+    names = _names(fallback)
     for name in names:
-        if name not in FALLBACKS:
-            raise InvalidInputError(f"fallback={name!r} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
+        if not is_one_of(name, FALLBACKS):
+            raise InvalidInputError(f"fallback={shown(name)} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
     if "offload" in names and memory.is_host:
         raise InvalidInputError(
             f"fallback='offload' moves activations to the host's memory, where on {memory.name} they are already; "
@@ -57,6 +58,14 @@ def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, 
     if names and compiles:
         raise InvalidInputError("fallback= changes the model while it trains, which compile= does not see; choose one")
     return names
+
+
+def _names(fallback: Sequence[str] | str | None) -> tuple[str, ...]:
+    if fallback is None or isinstance(fallback, str):
+        return () if fallback is None else (fallback,)
+    if not isinstance(fallback, list | tuple):
+        raise InvalidInputError(f"fallback={shown(fallback)} is no name and no list of names, such as ['checkpoint']")
+    return tuple(fallback)
 
 
 class Fallbacks:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.arguments import check_choice, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of
 from autoaccum.planner import STRATEGIES, plan
 from autoaccum.probe import probe
-from autoaccum.records import check_positive_int
 from autoaccum.search import Line
 from autoaccum.sizing import Wanted
 
@@ -37,13 +37,12 @@ def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> N
         InvalidInputError: One of them is unknown.
     """
     if isinstance(micro_batch, str) and micro_batch != "auto":
-        raise InvalidInputError(f"micro_batch={micro_batch!r} is unknown; pass 'auto' or a whole number of samples")
-    if micro_batch != "auto":
+        raise InvalidInputError(f"micro_batch={shown(micro_batch)} is unknown; pass 'auto' or a whole number")
+    if not isinstance(micro_batch, str):
         check_positive_int("micro_batch", micro_batch)
-    if probe not in PROBES:
-        raise InvalidInputError(f"probe={probe!r} is unknown; choose one of {', '.join(map(repr, PROBES))}")
-    if strategy is not None and strategy not in STRATEGIES:
-        raise InvalidInputError(f"strategy={strategy!r} is unknown; choose one of {', '.join(map(repr, STRATEGIES))}")
+    check_choice("probe", probe, PROBES)
+    if strategy is not None:
+        check_choice("strategy", strategy, STRATEGIES)
 
 
 class Finding:

@@ -14,35 +14,39 @@ from torch import nn
 
 from autoaccum import devices, optimizers
 from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
+from autoaccum.arguments import check_bool, check_iterable, check_positive_int, check_whole_number
 from autoaccum.batches import check_windows
 from autoaccum.batchnorm import check_batchnorm
-from autoaccum.callbacks import Callback
+from autoaccum.callbacks import check_callbacks
 from autoaccum.company import Company
 from autoaccum.compiling import Compiling, check_that_it_can_be_limited, compile_options
 from autoaccum.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum.errors import InvalidInputError
+from autoaccum.evaluation import check_metrics
 from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
 from autoaccum.memory.limits import parse_limit
 from autoaccum.notices import Notices
 from autoaccum.overlap import check_overlap, hindrance
+from autoaccum.peeking import can_be_read_once
 from autoaccum.plan_cache import PlanCache
-from autoaccum.postmortem import PostMortem, check_folder
+from autoaccum.postmortem import PostMortem, check_folder_name
 from autoaccum.progress import OtherRank, progress_for
 from autoaccum.ranks import joined, own_rank
-from autoaccum.records import check_positive_int
-from autoaccum.saving import saver_for
+from autoaccum.saving import check_saving, saver_for
 from autoaccum.schedule import check_scheduler
 from autoaccum.scope import check_loss_scope
 from autoaccum.sharded_model import check_sharded
 from autoaccum.shares import check_shares
 from autoaccum.step import assemble, check_clip
 from autoaccum.training import Training
+from autoaccum.untouched import Untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
+    from autoaccum.callbacks import Callback
     from autoaccum.evaluation import Metric
     from autoaccum.memory.base import MemoryBackend
     from autoaccum.objective import Loss
@@ -50,6 +54,9 @@ if TYPE_CHECKING:
     from autoaccum.ranks import Ranks
     from autoaccum.records import FitResult
     from autoaccum.step import TrainingStep
+
+# What torch.manual_seed takes.
+_SEEDS = (-(2**63), 2**64 - 1)
 
 
 def fit(
@@ -188,22 +195,16 @@ def fit(
         RankFailedError: Another process of this training has failed.
     """
     started = time.perf_counter()
-    check_windows(target_batch, last_window)
-    check_clip(clip_grad_norm)
+    _check_cuts(target_batch, last_window, micro_batch, probe, strategy, cache)
+    _check_updates(target_batch, clip_grad_norm, lr_scaling, base_batch, loss_scope, batchnorm)
     epochs, max_steps = _check_length(epochs, max_steps)
-    check_finding(micro_batch, probe, strategy)
     cap = max_micro_batch()
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
-    _check_data(loader, val_loader, metrics)
-    _check_callbacks(callbacks)
-    check_loss_scope(loss_scope)
-    check_batchnorm(batchnorm)
-    if lr_scaling is not None:
-        optimizers.scaling_factor(lr_scaling, target_batch, base_batch)
+    _check_data(loader, val_loader, metrics, epochs)
+    check_callbacks(callbacks)
     options = compile_options(compile)
-    saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
-    if oom_report is not None:
-        check_folder(oom_report)
+    folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
+    _check_seed(seed)
     check_shares(shares, shard=shard)
     check_overlap(overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -213,13 +214,12 @@ def fit(
     notices = Notices(silent=progress is False or rank > 0)
     if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target_batch):
         notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
-    cap = min((one for one in (cap, None if saver is None else saver.cap(notices)) if one is not None), default=None)
     memory = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, memory)
     if options is not None:
         check_that_it_can_be_limited(memory, limit_bytes)
     fallbacks = check_fallback(fallback, memory, compiles=options is not None)
-    with joined(memory) as ranks:
+    with Untouched(memory.device, folders, (loader, val_loader)) as untouched, joined(memory) as ranks:
         if seed is not None:
             _seed(seed + rank)
         step = assemble(
@@ -234,6 +234,12 @@ def fit(
             notices=notices,
             is_one_of_several=ranks is not None,
         )
+        untouched.keep_rates(step.optimizer, scheduler)
+        saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
+        earlier = None if saver is None else saver.cap(notices)
+        cap = min((one for one in (cap, earlier) if one is not None), default=None)
+        is_compiled = options is not None
+        watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled)
         company = None
         grows_from = None
         if ranks is not None:
@@ -303,6 +309,8 @@ def fit(
             fallbacks=Fallbacks(step.objective.modules, fallbacks, memory),
             company=company,
         )
+        untouched.training = training
+        training.try_validation()
         if lr_scaling is not None:
             optimizers.scale_learning_rate(
                 step.optimizer,
@@ -312,8 +320,7 @@ def fit(
                 notices=notices,
                 scheduler=scheduler,
             )
-        is_compiled = options is not None
-        with nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled):
+        with watching:
             return training.run(
                 limit_bytes=limit_bytes,
                 scheduler=scheduler,
@@ -358,6 +365,28 @@ def _company(
     )
 
 
+def _check_cuts(
+    target_batch: int, last_window: str, micro_batch: int | str, probe: str, strategy: str | None, cache: bool
+) -> None:
+    check_windows(target_batch, last_window)
+    check_finding(micro_batch, probe, strategy)
+    check_bool("cache", cache)
+
+
+def _check_updates(
+    target_batch: int,
+    clip_grad_norm: float | None,
+    lr_scaling: str | None,
+    base_batch: int | None,
+    loss_scope: str,
+    batchnorm: str,
+) -> None:
+    check_clip(clip_grad_norm)
+    optimizers.check_scaling(lr_scaling, target_batch, base_batch)
+    check_loss_scope(loss_scope)
+    check_batchnorm(batchnorm)
+
+
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:
     if epochs is not None:
         check_positive_int("epochs", epochs)
@@ -367,32 +396,29 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
     return (1 if epochs is None else epochs), None
 
 
-def _check_data(loader: Any, val_loader: Any, metrics: Any) -> None:
-    _check_iterable("loader", loader)
-    if val_loader is not None:
-        _check_iterable("val_loader", val_loader)
-    elif metrics is not None:
-        raise InvalidInputError("metrics= are for the evaluation of a val_loader=, and there is none; pass both")
-
-
-def _check_iterable(name: str, loader: Any) -> None:
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+def _check_data(loader: Any, val_loader: Any, metrics: Any, epochs: int | None) -> None:
+    check_iterable("loader", loader)
+    check_metrics(metrics)
+    if val_loader is None:
+        if metrics is not None:
+            raise InvalidInputError("metrics= are for the evaluation of a val_loader=, and there is none; pass both")
+        return
+    check_iterable("val_loader", val_loader)
+    if can_be_read_once(val_loader) and (val_loader is loader or (epochs or 1) > 1):
+        others = "the training reads it too" if val_loader is loader else f"epochs={epochs} evaluate {epochs} times"
         raise InvalidInputError(
-            f"{name}={loader!r} cannot be iterated over; pass a DataLoader, or any iterable of batches"
+            f"val_loader, a {type(val_loader).__name__}, can be read only once, and {others}; pass a DataLoader or a "
+            "list, which can be read every time"
         )
 
 
-def _check_callbacks(callbacks: Sequence[Callback]) -> None:
-    for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
-        if not isinstance(callback, Callback):
-            raise InvalidInputError(f"callbacks={callbacks!r} must be a list of autoaccum.Callback objects")
-    if not isinstance(callbacks, list | tuple):
-        raise InvalidInputError(f"callbacks={callbacks!r} is a single callback; pass [it]")
+def _check_seed(seed: int | None) -> None:
+    if seed is not None:
+        check_whole_number("seed", seed, *_SEEDS)
 
 
 def _seed(seed: int) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidInputError(f"seed={seed!r} must be a whole number")
+    seed = seed if seed <= _SEEDS[1] else seed - 2**64  # the number of a rank may lead beyond the last one
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's global generator

@@ -11,15 +11,16 @@ import json
 import math
 import time
 from os import SEEK_END
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.arguments import check_path
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from os import PathLike
+    from pathlib import Path
     from typing import TextIO
 
     from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
@@ -140,11 +141,14 @@ class JSONLinesLog(_OneStepLate):
 
     Args:
         path: The file; it is made, with its folder, where it is missing, and appended to where it is there.
+
+    Raises:
+        InvalidInputError: It is no path.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = check_path("path", path, "file for the log")
         self._file: TextIO | None = None
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
@@ -244,12 +248,12 @@ class TensorBoardLog(_OneStepLate):
         log_dir: The folder for the event files.
 
     Raises:
-        InvalidInputError: TensorBoard is not installed.
+        InvalidInputError: It is no path, or TensorBoard is not installed.
     """
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
         super().__init__()
-        self.log_dir = Path(log_dir)
+        self.log_dir = check_path("log_dir", log_dir, "folder for the event files")
         self._make_writer = _summary_writer()
         self._writer: Any = None
         self._oom_events = 0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum import oom, weighting
+from autoaccum.arguments import check_function, is_one_of, shown
 from autoaccum.batches import chosen, map_tensors
 from autoaccum.entries import TOTAL, Entries
 from autoaccum.errors import InvalidInputError
@@ -128,10 +129,11 @@ class Objective:
         loss_reduction: str | None,
         notices: Notices,
     ) -> None:
-        if loss_reduction not in (None, "mean", "sum"):
-            raise InvalidInputError(f"loss_reduction={loss_reduction!r} is unknown; choose 'mean', 'sum' or None")
-        if loss is not None and not isinstance(loss, list | tuple) and not callable(loss):
-            raise InvalidInputError(f"loss={loss!r} cannot be called; pass a torch.nn loss, a function or a list")
+        if loss_reduction is not None and not is_one_of(loss_reduction, ("mean", "sum")):
+            raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
+        _check_loss(loss)
+        if forward is not None:
+            check_function("forward", forward, "model, batch")
         self.model = model
         self._loss = loss
         self._forward = forward
@@ -352,8 +354,6 @@ class Objective:
     # --- calling the model and the loss -------------------------------------------------------------------------------
 
     def _from_callables(self, losses: Sequence[Loss]) -> tuple[Source, ...]:
-        if not losses or not all(map(callable, losses)):
-            raise InvalidInputError(f"loss={losses!r}: a list of losses must hold callables of (model, batch)")
         names: list[str] = []
         for loss in losses:
             name = getattr(loss, "__name__", type(loss).__name__)
@@ -461,6 +461,18 @@ def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[d
         ), None
 
     return run
+
+
+def _check_loss(loss: object) -> None:
+    if isinstance(loss, list | tuple):
+        if not loss or not all(map(callable, loss)):
+            raise InvalidInputError(f"loss={shown(loss)}: a list of losses must hold callables of (model, batch)")
+        for one in loss:
+            check_function("loss", one, "model, batch")
+    elif loss is not None and not callable(loss):
+        raise InvalidInputError(f"loss={shown(loss)} cannot be called; pass a torch.nn loss, a function or a list")
+    elif loss is not None:
+        check_function("loss", loss, "outputs, targets")
 
 
 def check_graph(total: Tensor, names: Iterable[str]) -> None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum.errors import AutoaccumError
+from autoaccum.arguments import shown
+from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,7 +215,12 @@ def is_oom(exception: BaseException) -> bool:
 
     Args:
         exception: Any exception.
+
+    Raises:
+        InvalidInputError: It is no exception.
     """
+    if not isinstance(exception, BaseException):
+        raise InvalidInputError(f"exception={shown(exception)} is no exception; pass the one that was caught")
     return any(_says_oom(link) for link in _causes(exception))
 
 

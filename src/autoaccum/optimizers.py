@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoaccum.arguments import check_call, check_choice, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import check_positive_int
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,14 +49,28 @@ def resolve(
     return made
 
 
+def check_scaling(rule: str | None, target_batch: int, base_batch: int | None) -> None:
+    """Check the arguments `lr_scaling` and `base_batch`.
+
+    Raises:
+        InvalidInputError: One of them cannot be used, or means nothing without the other.
+    """
+    if rule is not None:
+        scaling_factor(rule, target_batch, base_batch)
+    elif base_batch is not None:
+        raise InvalidInputError(
+            f"base_batch={shown(base_batch)} changes nothing without lr_scaling=; pass 'linear' or 'sqrt' there, or "
+            "leave it out"
+        )
+
+
 def scaling_factor(rule: str, target_batch: int, base_batch: int | None) -> float:
     """Return what learning rates are multiplied by; arguments as for `scale_learning_rate`.
 
     Raises:
         InvalidInputError: The rule is unknown or `base_batch` is missing.
     """
-    if rule not in _SCALINGS:
-        raise InvalidInputError(f"lr_scaling={rule!r} is unknown; choose {' or '.join(map(repr, _SCALINGS))}")
+    check_choice("lr_scaling", rule, tuple(_SCALINGS))
     if base_batch is None:
         raise InvalidInputError(
             f"lr_scaling={rule!r} needs base_batch, the batch size that the learning rate was chosen for"
@@ -112,10 +126,12 @@ def parts_of_scheduler(scheduler: Any) -> list[Any]:
 
 
 def _called(maker: MakesOptimizer, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if callable(maker):
+        check_call("optimizer", maker, "parameters")
     made = maker(trainable) if callable(maker) else maker
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidInputError(
-            f"optimizer={maker!r} is no torch.optim.Optimizer, nor a function of the parameters that returns one"
+            f"optimizer={shown(maker)} is no torch.optim.Optimizer, nor a function of the parameters that returns one"
         )
     return made
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum import signals
+from autoaccum.arguments import check_bool
 from autoaccum.buckets import BUCKET_BYTES, Buckets
-from autoaccum.errors import InvalidInputError, RankFailedError
+from autoaccum.errors import RankFailedError
 from autoaccum.memory.limits import format_bytes
 from autoaccum.objective import SUM
 from autoaccum.oom import is_oom
@@ -54,8 +55,7 @@ def check_overlap(overlap: object) -> None:
     Raises:
         InvalidInputError: It is neither True nor False.
     """
-    if not isinstance(overlap, bool):
-        raise InvalidInputError(f"overlap={overlap!r} is unknown; choose True or False")
+    check_bool("overlap", overlap)
 
 
 def hindrance(memory: MemoryBackend, limit_bytes: int | None) -> str:

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from autoaccum.arguments import check_positive_int
 from autoaccum.errors import InvalidInputError
 from autoaccum.oom import first_line
-from autoaccum.records import check_positive_int
 
 if TYPE_CHECKING:
     from autoaccum.notices import Notices

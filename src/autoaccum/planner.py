@@ -7,15 +7,11 @@ chooses by memory and time alone. It measures nothing itself.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from autoaccum.arguments import check_choice, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import Plan, check_positive_int
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from autoaccum.records import Trial
+from autoaccum.records import Plan, Trial
 
 STRATEGIES = ("balanced", "uniform", "greedy", "fastest")
 
@@ -25,6 +21,8 @@ STRATEGIES = ("balanced", "uniform", "greedy", "fastest")
 GROWTH_AFTER_FAILURE = 1.25
 # A single size is worth at most this many times the fewest micro-steps; 101 with at most 50 would be 101 x 1.
 MOST_STEPS_FOR_EQUAL_SIZES = 2
+# A cut of more is a mistake, and as a tuple would take gigabytes.
+MOST_STEPS = 100_000_000
 # Times of single trials say no more than this; where two cuts differ by less, the one with less memory is taken.
 EQUALLY_FAST = 0.01
 
@@ -64,11 +62,16 @@ def plan(
     check_positive_int("max_micro_batch", max_micro_batch)
     check_positive_int("multiple_of", multiple_of)
     _check_strategy(strategy)
-    trials = tuple(trials)
+    trials = _checked(trials)
     smallest_failed = min((trial.size for trial in trials if not trial.fits), default=max_micro_batch + 1)
     if smallest_failed == 1:
         raise InvalidInputError("a trial with one sample did not fit, so there is nothing to plan; see DoesNotFitError")
     most = min(max_micro_batch, smallest_failed - 1)
+    if target_batch // most > MOST_STEPS:
+        raise InvalidInputError(
+            f"target_batch={target_batch} in micro-batches of at most {most} (max_micro_batch={max_micro_batch}) takes "
+            f"more than {MOST_STEPS} of them an update; pass a smaller target or larger micro-batches"
+        )
     times = _times(trial for trial in trials if trial.size <= most) if strategy == "fastest" else {}
     if len(times) > 1:
         return Plan(target_batch, _fastest(target_batch, most, times, multiple_of))
@@ -115,9 +118,18 @@ def shrink(samples: int, failed_size: int) -> int | None:
     return max(1, min(-(-samples // steps), failed_size - 1))
 
 
+def _checked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    if isinstance(trials, Iterable):
+        several = tuple(trials)
+        if all(isinstance(trial, Trial) for trial in several):
+            for trial in several:
+                check_positive_int("the size of each of trials", trial.size)
+            return several
+    raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records; pass those of find_micro_batch")
+
+
 def _check_strategy(strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        raise InvalidInputError(f"strategy={strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+    check_choice("strategy", strategy, STRATEGIES)
 
 
 def _split(samples: int, parts: int) -> tuple[int, ...]:

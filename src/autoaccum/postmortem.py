@@ -16,18 +16,19 @@ import traceback
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum.alive import CATEGORIES, survey
+from autoaccum.arguments import check_path
 from autoaccum.errors import InvalidInputError
 from autoaccum.oom import first_line
 from autoaccum.places import Places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from autoaccum.alive import Alive
@@ -191,15 +192,22 @@ class _History:
             torch.cuda.memory._record_memory_history(None)
 
 
+def check_folder_name(folder: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder as a path; whether it is there is not looked at. None stays None.
+
+    Raises:
+        InvalidInputError: It is no path of a folder.
+    """
+    return None if folder is None else check_path("oom_report", folder, "folder for the report")
+
+
 def check_folder(folder: str | os.PathLike[str]) -> Path:
     """Return the folder as a path, made if need be.
 
     Raises:
         InvalidInputError: It cannot be written to.
     """
-    if not isinstance(folder, str | os.PathLike):
-        raise InvalidInputError(f"oom_report={folder!r} must be the path of a folder")
-    path = Path(folder)
+    path = check_path("oom_report", folder, "folder for the report")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum.errors import InvalidInputError
+from autoaccum.arguments import check_choice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,8 +55,7 @@ def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices)
     Raises:
         InvalidInputError: The name is unknown.
     """
-    if name not in PRECISIONS:
-        raise InvalidInputError(f"precision={name!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
+    check_choice("precision", name, PRECISIONS)
     own = own_half_type(model)
     if own is not None:
         # Casting and scaling are for fp32 parameters: a scaler refuses fp16 gradients.

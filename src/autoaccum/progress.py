@@ -27,6 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from autoaccum.arguments import is_one_of, shown
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import format_bytes
@@ -59,15 +60,15 @@ def progress_for(progress: bool | str | Callback) -> Callback:
         return progress
     if progress is False:
         return Callback()
-    if progress is True or progress == "auto":
+    if progress is True or is_one_of(progress, ["auto"]):
         # isatty, not rich's own idea of a terminal: FORCE_COLOR would put a bar into a log file.
         progress = "bar" if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else "lines"
-    if progress == "bar":
+    if is_one_of(progress, ["bar"]):
         return RichProgress()
-    if progress == "lines":
+    if is_one_of(progress, ["lines"]):
         return LineProgress()
     raise InvalidInputError(
-        f"progress={progress!r} is not known; use 'auto', 'bar', 'lines', False or a Callback of your own"
+        f"progress={shown(progress)} is not known; use 'auto', 'bar', 'lines', False or a Callback of your own"
     )
 
 

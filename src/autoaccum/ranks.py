@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 
 from autoaccum.errors import InvalidInputError, RankFailedError
+from autoaccum.memory.existing import existing
 from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
@@ -328,10 +329,10 @@ def join_ranks(device: str | torch.device | None = None) -> None:
         device: What this process computes on; None for a card where there is one.
 
     Raises:
-        InvalidInputError: torchrun's variables are half set.
+        InvalidInputError: There is no such device, or torchrun's variables are half set.
         RankFailedError: Another process has not come.
     """
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = existing(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if not _is_to_be_set_up():
         return
     if chosen.type == "cuda":

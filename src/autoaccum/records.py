@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from autoaccum.arguments import check_positive_int
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -271,18 +272,3 @@ class FitResult:
     def last_loss(self) -> float | None:
         """The loss of the last window of this call; None where there was none to do."""
         return self.history[-1].loss if self.history else None
-
-
-def check_positive_int(name: str, value: object) -> int:
-    """Return `value` if it is a whole number of at least 1 (and no bool).
-
-    Raises:
-        InvalidInputError: It is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInputError(
-            f"{name} must be a whole number, got {value!r} ({type(value).__name__}); pass an int of at least 1"
-        )
-    if value < 1:
-        raise InvalidInputError(f"{name} must be at least 1, got {value}")
-    return value

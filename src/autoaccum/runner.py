@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import afterwards, devices, oom, optimizers
 from autoaccum.accumulation import Accumulation
+from autoaccum.arguments import check_iterable, shown
 from autoaccum.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
 from autoaccum.batches import as_window
-from autoaccum.batchnorm import BatchNorms
+from autoaccum.batchnorm import BatchNorms, check_batchnorm
+from autoaccum.callbacks import check_callbacks
 from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
 from autoaccum.evaluation import Evaluator
 from autoaccum.notices import Notices
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
 from autoaccum.room import Room
+from autoaccum.scope import check_loss_scope
 from autoaccum.sizing import Sizing, Told, Wanted
 from autoaccum.state import RandomState
 from autoaccum.step import assemble, drop_old_gradients
@@ -164,6 +167,11 @@ class Runner:
         notices: Notices | None = None,
     ) -> None:
         _check_plan(plan)
+        check_callbacks(callbacks)
+        check_loss_scope(loss_scope)
+        check_batchnorm(batchnorm)
+        if notices is not None and not isinstance(notices, Notices):
+            raise InvalidInputError(f"notices={shown(notices)} must be autoaccum.notices.Notices, or None for stderr")
         notices = notices or Notices()
         step = assemble(
             model,
@@ -555,6 +563,7 @@ class Runner:
             InvalidInputError: The loader gives nothing, or the model gives no loss in evaluation mode.
             DoesNotFitError: Not even one sample at a time fits.
         """
+        check_iterable("loader", loader)
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step, loss_scope=self._loss_scope)
         before = RandomState(self._memory.device)
@@ -628,4 +637,4 @@ class Runner:
 
 def _check_plan(plan: object) -> None:
     if not isinstance(plan, Plan):
-        raise InvalidInputError(f"plan={plan!r} is no autoaccum.Plan; autoaccum.plan(target, limit) makes one")
+        raise InvalidInputError(f"plan={shown(plan)} is no autoaccum.Plan; autoaccum.plan(target, limit) makes one")

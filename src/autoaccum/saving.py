@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.lease import Lease
-from autoaccum.records import check_positive_int
 from autoaccum.storage import Storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from os import PathLike
+    from pathlib import Path
 
     from autoaccum.checkpoint import Moment
     from autoaccum.notices import Notices
@@ -195,41 +194,37 @@ class Saver:
 def saver_for(
     checkpoint: str | PathLike[str] | None, steps: int | None, minutes: float | None, resume: bool | str
 ) -> Saver | None:
-    """Check the arguments of `fit` that are about checkpoints; return None where none are asked for.
+    """Return what writes the checkpoints that `fit` was asked for, its folder made; None where none are asked for.
+
+    Raises:
+        InvalidInputError: One of the arguments cannot be used, or the folder cannot be written to.
+    """
+    folder = check_saving(checkpoint, steps, minutes, resume)
+    if folder is None:
+        return None
+    return Saver(Storage(folder), every_steps=steps, every_s=None if minutes is None else 60.0 * minutes, resume=resume)
+
+
+def check_saving(
+    checkpoint: str | PathLike[str] | None, steps: int | None, minutes: float | None, resume: bool | str
+) -> Path | None:
+    """Check the arguments of `fit` that are about checkpoints; return their folder, which is not looked at.
 
     Raises:
         InvalidInputError: One of them cannot be used.
     """
-    if not isinstance(resume, bool) and resume != "auto":
+    if not isinstance(resume, bool) and not is_one_of(resume, ["auto"]):
         raise InvalidInputError(
-            f"resume={resume!r} is unknown; choose 'auto' (go on if there is a checkpoint), True (there must be one) "
-            "or False (start anew)"
+            f"resume={shown(resume)} is unknown; choose 'auto' (go on if there is a checkpoint), True (there must be "
+            "one) or False (start anew)"
         )
     if steps is not None:
         check_positive_int("checkpoint_steps", steps)
-    if minutes is not None and not _is_positive(minutes):
-        raise InvalidInputError(f"checkpoint_minutes={minutes!r} must be a positive number, or None")
+    if minutes is not None:
+        check_positive_number("checkpoint_minutes", minutes)
     if checkpoint is None:
         needing = {"checkpoint_steps": steps is not None, "resume": resume is True}
         for name in (name for name, is_set in needing.items() if is_set):
             raise InvalidInputError(f"{name}= needs a folder for checkpoints; pass checkpoint= too")
         return None
-    folder = _folder(checkpoint)
-    return Saver(Storage(folder), every_steps=steps, every_s=None if minutes is None else 60.0 * minutes, resume=resume)
-
-
-def _folder(checkpoint: str | PathLike[str]) -> Path:
-    if checkpoint == "":  # which pathlib takes for the current folder
-        raise InvalidInputError("checkpoint='' names no folder; pass one for checkpoints, or None for none")
-    try:
-        return Path(checkpoint).expanduser()
-    except TypeError:
-        raise InvalidInputError(f"checkpoint={checkpoint!r} is no path; pass the folder for checkpoints") from None
-    except RuntimeError as error:  # there is no such user
-        raise InvalidInputError(
-            f"checkpoint={checkpoint!r} cannot be found ({error}); pass the folder with its whole path"
-        ) from None
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value) and value > 0
+    return check_path("checkpoint", checkpoint, "folder for checkpoints")

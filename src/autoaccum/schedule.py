@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from autoaccum.arguments import check_call, check_choice, shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.optimizers import parts_of_scheduler
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from autoaccum.records import Evaluation
 
 _INTERVALS = ("step", "epoch")
+_NEEDS_VALIDATION = "scheduler: ReduceLROnPlateau moves with the validation loss; pass val_loader="
 
 
 class Schedule:
@@ -82,11 +84,17 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
     Raises:
         InvalidInputError: One of them cannot be used.
     """
-    if interval not in _INTERVALS:
-        raise InvalidInputError(f"scheduler_interval={interval!r} is unknown; choose 'step' or 'epoch'")
-    if scheduler is not None and not (hasattr(scheduler, "step") or callable(scheduler)):
-        raise InvalidInputError(f"scheduler={scheduler!r} has no step(), nor is it a function that makes one")
-    if scheduler is None or _is_maker(scheduler):
+    check_choice("scheduler_interval", interval, _INTERVALS)
+    if scheduler is None and interval != "step":
+        raise InvalidInputError(
+            f"scheduler_interval={interval!r} needs a scheduler, and there is none; pass scheduler="
+        )
+    if isinstance(scheduler, Optimizer) or not (scheduler is None or hasattr(scheduler, "step") or callable(scheduler)):
+        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step(), nor is it a function that makes one")
+    if scheduler is None:
+        return
+    if _is_maker(scheduler):
+        check_call("scheduler", scheduler, "optimizer")
         return
     _check_steps(scheduler, is_evaluated=val_loader is not None)
     if isinstance(optimizer, Optimizer):
@@ -127,8 +135,8 @@ def _made(maker: Any, optimizer: Optimizer) -> Any:
         ) from error
     if isinstance(made, type) or not callable(getattr(made, "step", None)):
         raise InvalidInputError(
-            f"scheduler={maker!r} returned {made!r}, which has no step(); return the scheduler: scheduler=lambda "
-            "optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+            f"scheduler={shown(maker)} returned {shown(made)}, which has no step(); return the scheduler: "
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
         )
     return made
 
@@ -136,11 +144,11 @@ def _made(maker: Any, optimizer: Optimizer) -> Any:
 def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         if not is_evaluated:
-            raise InvalidInputError("ReduceLROnPlateau moves with the validation loss; pass val_loader=")
+            raise InvalidInputError(_NEEDS_VALIDATION)
         return
     step = getattr(scheduler, "step", None)
     if not callable(step):
-        raise InvalidInputError(f"scheduler={scheduler!r} has no step() that can be called")
+        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step() that can be called")
     try:
         inspect.signature(step).bind()
     except ValueError:  # it does not tell what it takes

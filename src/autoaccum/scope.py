@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoaccum import reported
+from autoaccum.arguments import check_choice
 from autoaccum.batches import Piece, Window, copied, map_tensors, repeated
 from autoaccum.errors import InvalidInputError
 from autoaccum.objective import Factors, check_graph
@@ -49,8 +50,7 @@ def check_loss_scope(value: object) -> None:
     Raises:
         InvalidInputError: It is unknown.
     """
-    if value not in LOSS_SCOPES:
-        raise InvalidInputError(f"loss_scope={value!r} is unknown; choose {' or '.join(map(repr, LOSS_SCOPES))}")
+    check_choice("loss_scope", value, LOSS_SCOPES)
 
 
 class WindowLoss:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from autoaccum.arguments import check_bool, check_choice
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ def check_shares(shares: object, *, shard: object) -> None:
     Raises:
         InvalidInputError: One is unknown, or they contradict each other.
     """
-    if not isinstance(shard, bool):
-        raise InvalidInputError(f"shard={shard!r} must be True or False")
-    if shares not in SHARES:
-        raise InvalidInputError(f"shares={shares!r} is unknown; choose {' or '.join(map(repr, SHARES))}")
+    check_bool("shard", shard)
+    check_choice("shares", shares, SHARES)
     if shares == "speed" and not shard:
         raise InvalidInputError(
             "shares='speed' needs shard=True: where every rank's loader gives that rank's own samples, their number is "

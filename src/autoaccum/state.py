@@ -162,6 +162,19 @@ class _OwnGenerator:
             self._generator.bit_generator.state = state
 
 
+class OwnGenerators:
+    """Generators that belong to one owner, with the states in which they were found."""
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._own = [_OwnGenerator(generator) for generator in generators]
+        self._states = [own.take() for own in self._own]
+
+    def put_back(self) -> None:
+        """Set them to the states in which they were found."""
+        for own, state in zip(self._own, self._states, strict=True):
+            own.put_back(state)
+
+
 def _generators(modules: Iterable[nn.Module]) -> list[Any]:
     kinds = (torch.Generator, random.Random, np.random.Generator)
     parts = [part for module in modules for part in module.modules()]

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from autoaccum import devices, optimizers, precision, reported
+from autoaccum.arguments import check_positive_number, shown
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.inventory import Inventory
 from autoaccum.memory.limits import format_bytes
@@ -274,8 +276,7 @@ def assemble(
         DoesNotFitError: The model itself, or what is made beside it, does not fit on the device; it is where it was.
     """
     check_clip(clip_grad_norm)
-    if not isinstance(model, nn.Module):
-        raise InvalidInputError(f"model={model!r} is no torch.nn.Module")
+    check_model(model)
     with devices.failures_told(memory, "what a training needs beside the model"):
         objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
         if not is_one_of_several:
@@ -290,15 +291,35 @@ def assemble(
     return TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
 
 
+def check_model(model: object) -> None:
+    """Refuse what is no model, or one that has no values to train.
+
+    Raises:
+        InvalidInputError: It is no module, or its parameters are not there yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model={shown(model)} is no torch.nn.Module; pass one, made and not its class")
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(value):
+            raise InvalidInputError(
+                f"model: {name} of {type(model).__name__} has no shape before a first forward pass (a lazy module); "
+                "run the model on a batch once, then make the optimizer"
+            )
+        if value.is_meta:
+            raise InvalidInputError(
+                f"model: {name} of {type(model).__name__} is on the meta device and has no values; call "
+                "model.to_empty(device=...) and initialise it, or load weights with assign=True"
+            )
+
+
 def check_clip(clip_grad_norm: object) -> None:
     """Check the norm to clip to.
 
     Raises:
         InvalidInputError: It is no positive number.
     """
-    number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
-    if clip_grad_norm is not None and not (number and clip_grad_norm > 0):  # type: ignore[operator]
-        raise InvalidInputError(f"clip_grad_norm={clip_grad_norm!r} must be a positive number, or None")
+    if clip_grad_norm is not None:
+        check_positive_number("clip_grad_norm", clip_grad_norm)
 
 
 def drop_old_gradients(step: TrainingStep, notices: Notices) -> None:

@@ -126,10 +126,11 @@ class Training:
         if val_loader is not None:
             self._validation = Validation(
                 step,
-                val_loader if company is None else company.part_of_validation(val_loader),
+                val_loader,
                 metrics,
                 _evaluation_ran_out(self._callbacks, self._course),
                 loss_scope=loss_scope,
+                part=val_loader if company is None else company.part_of_validation(val_loader),
                 ranks=None if company is None else company.ranks,
                 random=self._random,
                 is_kept=saver is not None,
@@ -137,6 +138,20 @@ class Training:
         self._history: list[StepReport] = []
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._resumed_from: int | None = None
+
+    @property
+    def windows(self) -> int:
+        """Windows done, those of the calls that this one goes on from included."""
+        return self._course.moment.windows
+
+    def try_validation(self) -> None:
+        """Evaluate a few samples before anything is drawn from the loader, which may be the same one.
+
+        Raises:
+            InvalidInputError: The validation data, a metric or the model's evaluation cannot be used.
+        """
+        if self._validation is not None:
+            self._validation.try_out()
 
     def run(
         self,

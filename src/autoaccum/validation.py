@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.evaluation import Evaluator
+from autoaccum.peeking import can_be_looked_at, left_as_it_was
 from autoaccum.state import Mark
 
 if TYPE_CHECKING:
@@ -22,10 +23,11 @@ class Validation:
 
     Args:
         step: The training step.
-        val_loader: This process's validation data.
+        val_loader: The validation data as the user gave it.
         metrics: As for `fit`.
         on_oom: Told when memory has run out.
         loss_scope: As for `fit`.
+        part: This process's part of it.
         ranks: The processes that evaluate together; None where this is the only one.
         random: The generators that are put back afterwards.
         is_kept: Whether a checkpoint of before may have to be written in the middle of it.
@@ -42,15 +44,40 @@ class Validation:
         on_oom: Callable[[MemoryEvent], None],
         *,
         loss_scope: str,
+        part: Iterable[Any],
         ranks: Ranks | None,
         random: RandomState,
         is_kept: bool,
     ) -> None:
         self._step = step
         self._val_loader = val_loader
+        self._part = part
         self._evaluator = Evaluator(step, metrics, on_oom, loss_scope=loss_scope, ranks=ranks)
         self._random = random
         self._is_kept = is_kept
+
+    def try_out(self) -> None:
+        """Evaluate a few samples, so that what cannot be evaluated is known before the first update.
+
+        Nothing that the training sees is moved. A loader that cannot be begun again is not touched, nor a model whose
+        forward pass other processes would have to join.
+
+        Raises:
+            InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
+        """
+        if self._step.passes is not None or not can_be_looked_at(self._val_loader):
+            return
+        self._random.take()
+        before = self._random.taken
+        mark = Mark(self._step.objective.modules, self._step.memory.device)
+        mark.take()
+        try:
+            with left_as_it_was(self._val_loader):
+                self._evaluator.try_out(iter(self._val_loader))
+        finally:
+            mark.put_back()
+            self._random.assume(before)
+            self._random.put_back()
 
     def run(self, trained_size: int) -> Evaluation:
         """Evaluate; where that fails and checkpoints are kept, put back what it has moved.
@@ -67,7 +94,7 @@ class Validation:
             mark.take()
         try:
             with self._step.memory.lifted():
-                batches = iter(self._val_loader)
+                batches = iter(self._part)
             evaluation = self._evaluator.run(batches, trained_size=trained_size)
         except BaseException:
             if mark is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoaccum.arguments import check_positive_int
 from autoaccum.errors import InvalidInputError
 from autoaccum.planner import MOST_STEPS_FOR_EQUAL_SIZES, shrink
-from autoaccum.records import check_positive_int
 
 
 @dataclass(frozen=True, slots=True)

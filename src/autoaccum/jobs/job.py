@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from autoaccum.arguments import check_call
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Job:
     def _made_model(self) -> nn.Module:
         if isinstance(self.model, nn.Module):
             return self.model
+        if callable(self.model):
+            check_call("model", self.model, "")
         made = self.model() if callable(self.model) else self.model
         if not isinstance(made, nn.Module):
             how = "a function that returned" if made is not self.model else "a value of type"

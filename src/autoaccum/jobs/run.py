@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoaccum import reason_file
+from autoaccum.arguments import check_positive_int
 from autoaccum.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs.attempts import AttemptLog
@@ -29,7 +30,6 @@ from autoaccum.jobs.world import world_size_of
 from autoaccum.memory.kills import read_kills
 from autoaccum.notices import Notices
 from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of_command
-from autoaccum.records import check_positive_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -43,6 +43,13 @@ class MemoryBackend(ABC):
     def reading(self) -> MemoryReading:
         """What there is now; cheap enough for once a window, not for once a micro-batch."""
 
+    def check_limit(self, limit_bytes: int) -> None:  # noqa: B027 - most devices take any limit
+        """Refuse a limit that `limited` would refuse, before anything is changed.
+
+        Raises:
+            InvalidInputError: It cannot be held to.
+        """
+
     @abstractmethod
     def limited(self, limit_bytes: int | None) -> AbstractContextManager[None]:
         """Hold this process to `limit_bytes` on entry and put back what was before on exit.

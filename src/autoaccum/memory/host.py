@@ -106,7 +106,7 @@ class Host(MemoryBackend):
         if self._entered:
             raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
         if limit_bytes is not None:
-            self._refuse(limit_bytes)
+            self.check_limit(limit_bytes)
         self._entered = True
         try:
             with self._enforced(limit_bytes):
@@ -232,15 +232,16 @@ class Host(MemoryBackend):
                 "start there with a smaller micro_batch"
             ) from error
 
-    def _refuse(self, limit_bytes: int) -> None:
+    def check_limit(self, limit_bytes: int) -> None:
+        """Refuse a limit that leaves native code no room, that is reached already or cannot be enforced here."""
         if limit_bytes < _LEAST_LIMIT_BYTES:
             raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory to train in: native code "
-                f"needs room for itself; give at least {format_bytes(_LEAST_LIMIT_BYTES)}"
+                f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory to train "
+                f"in: native code needs room for itself; give at least {format_bytes(_LEAST_LIMIT_BYTES)}"
             )
         if resource is None or _linux.status_bytes("VmData") is None:
             raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced here: "
+                f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced here: "
                 "that takes Linux (RLIMIT_DATA, /proc/self/status); leave memory_limit out, or set micro_batch"
             )
 
@@ -251,9 +252,9 @@ class Host(MemoryBackend):
 
     def _no_room(self, limit_bytes: int, held: int, bound: int) -> InvalidInputError:
         return InvalidInputError(
-            f"a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory: this process already holds "
-            f"{format_bytes(held)} of the {format_bytes(bound)} that its resource limits allow; raise them (ulimit -d, "
-            "ulimit -v)"
+            f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory: this process "
+            f"already holds {format_bytes(held)} of the {format_bytes(bound)} that its resource limits allow; "
+            "raise them (ulimit -d, ulimit -v)"
         )
 
     def _begin(self) -> None:

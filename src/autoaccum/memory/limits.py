@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from autoaccum.arguments import shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ _UNIT_BYTES = {"b": 1} | {
 }
 # Of the other processes on a device so many are named.
 _NAMED = 3
+# An exbibyte: what counts bytes in 64 bits, with a sign, still has room for more beside it.
+_MOST_BYTES = 2**60
+# Of a size as text; `int` refuses thousands of digits with an error of its own.
+_LONGEST = 100
 _UNITS_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -37,8 +42,7 @@ def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str 
 
     Args:
         limit: Bytes (int, or a string of digits); a string with a unit, where KiB, MiB, GiB, TiB and bare
-        letters
-            count in 1024 and KB, MB, GB, TB in 1000; or a fraction above 0 and up to 1 (float, string with a
+            letters count in 1024 and KB, MB, GB, TB in 1000; or a fraction above 0 and up to 1 (float, string with a
             point, or percent) of `backend.total_for_fraction()`.
         backend: The device that the limit is for.
         name: What the user calls the argument, for the message.
@@ -49,15 +53,15 @@ def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str 
     if limit is None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, int | float | str):
-        raise InvalidInputError(f"{name}={limit!r} ({type(limit).__name__}) cannot be read; {_FORMS}")
+        raise InvalidInputError(f"{name}={shown(limit)} ({type(limit).__name__}) cannot be read; {_FORMS}")
     if isinstance(limit, str):
         n_bytes = _parse_text(name, limit, backend)
     elif isinstance(limit, float):
         n_bytes = _fraction(name, limit, limit, backend)
     else:
         n_bytes = limit
-    if n_bytes < 1:
-        raise InvalidInputError(f"{name}={limit!r} leaves no memory; {_FORMS}")
+    _check_bounds(name, limit, n_bytes)
+    backend.check_limit(n_bytes)
     return n_bytes
 
 
@@ -71,9 +75,12 @@ def parse_size(text: str, *, name: str) -> int:
     Raises:
         InvalidInputError: This is no such size.
     """
+    if not isinstance(text, str):
+        raise InvalidInputError(f"{name}={shown(text)} is no size; give one such as '24GiB'")
     n_bytes = _parse_text(name, text, None)
     if n_bytes < 1:
         raise InvalidInputError(f"{name}={text!r} is no memory; give a size such as '24GiB'")
+    _check_bounds(name, text, n_bytes)
     return n_bytes
 
 
@@ -94,10 +101,17 @@ def format_bytes(n_bytes: int) -> str:
     return f"{sign}{size:.1f} {unit}"
 
 
+def _check_bounds(name: str, limit: float | str, n_bytes: float) -> None:
+    if n_bytes < 1:
+        raise InvalidInputError(f"{name}={shown(limit)} leaves no memory; {_FORMS}")
+    if n_bytes > _MOST_BYTES:
+        raise InvalidInputError(f"{name}={shown(limit)} is more than any device has; {_FORMS}")
+
+
 def _parse_text(name: str, limit: str, backend: MemoryBackend | None) -> int:
-    match = _SIZE.fullmatch(limit.strip())
+    match = _SIZE.fullmatch(limit.strip()) if len(limit) <= _LONGEST else None
     if match is None:
-        raise InvalidInputError(f"{name}={limit!r} cannot be read; {_FORMS}")
+        raise InvalidInputError(f"{name}={shown(limit)} cannot be read; {_FORMS}")
     number, unit = match["number"], match["unit"].lower()
     if unit == "%":
         return _fraction(name, limit, float(number) / 100, backend)

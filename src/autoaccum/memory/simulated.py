@@ -18,6 +18,7 @@ import torch
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory._storages import StorageWatch
 from autoaccum.memory.base import MemoryBackend
+from autoaccum.memory.existing import existing
 from autoaccum.memory.limits import format_bytes, parse_limit
 from autoaccum.records import MemoryReading
 
@@ -36,11 +37,12 @@ class Simulated(MemoryBackend):
         device: Where the tensors really are. Only a CPU's backward pass runs where the count can see it.
 
     Raises:
-        InvalidInputError: The capacity cannot be read, is a fraction (of what?) or is not positive.
+        InvalidInputError: The capacity cannot be read, is a fraction (of what?) or is not positive; or there is no such
+            device.
     """
 
     def __init__(self, capacity: int | str, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+        self.device = existing(device)
         # A fraction of nothing is nothing, so parse_limit refuses fractions by itself.
         self._capacity_bytes = 0
         self._capacity_bytes = parse_limit(capacity, self, name="capacity") or 0

@@ -6,11 +6,14 @@ import re
 import time
 from typing import TYPE_CHECKING
 
+from autoaccum.arguments import shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# `int` refuses thousands of digits with an error of its own.
+_LONGEST = 100
 _UNIT_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])")
 # As `sbatch --time` takes them, but for a lone number: days-hours:minutes:seconds, hours:minutes:seconds.
@@ -29,9 +32,11 @@ def seconds_in(text: str, *, name: str) -> float:
     Raises:
         InvalidInputError: This is no such time, or none at all.
     """
-    found = _slurm_seconds(text.strip()) if ":" in text or "-" in text else _unit_seconds(text.strip().lower())
+    text = text.strip().lower()
+    reads = _slurm_seconds if ":" in text or "-" in text else _unit_seconds
+    found = reads(text) if len(text) <= _LONGEST else 0.0
     if not found:
-        raise InvalidInputError(f"{name}={text!r} is no time; give one such as '12h', '1h 30min' or '1-12:00:00'")
+        raise InvalidInputError(f"{name}={shown(text)} is no time; give one such as '12h', '1h 30min' or '1-12:00:00'")
     return found
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum.batches import count
-from autoaccum.position import generators_of
+from autoaccum.peeking import left_as_it_was
 from autoaccum.report.records import LoaderFacts
-from autoaccum.state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +38,7 @@ def listen_to(loader: Iterable[Any], for_s: float = _LISTENED_S) -> LoaderFacts 
     """
     if isinstance(loader, Iterator):
         return None
-    with _left_as_it_was(loader):
+    with left_as_it_was(loader):
         return _timed(iter(loader), loader, for_s)
 
 
@@ -57,7 +55,7 @@ def first_batches(loader: Iterable[Any], most: int, for_s: float = _LISTENED_S) 
     """
     if isinstance(loader, Iterator):
         return []
-    with _left_as_it_was(loader):
+    with left_as_it_was(loader):
         batches: list[Any] = []
         first_at = time.perf_counter()
         for batch in loader:
@@ -76,7 +74,7 @@ def first_of(loader: Iterable[Any]) -> Any | None:
     """
     if isinstance(loader, Iterator):
         return None
-    with _left_as_it_was(loader):
+    with left_as_it_was(loader):
         return next(iter(loader), None)
 
 
@@ -117,22 +115,3 @@ def _timed(batches: Iterator[Any], loader: Any, for_s: float) -> LoaderFacts | N
     later = sum(sizes[counted_from + 1 :])
     speed = later / max(last_at - counted_at, 1e-9) if later else None
     return LoaderFacts(len(sizes), sum(sizes), first_at - started, speed, workers)
-
-
-@contextmanager
-def _left_as_it_was(loader: Any) -> Iterator[None]:
-    """Put back random state, the loader's generators, and workers that stand between epochs."""
-    random = RandomState(torch.device("cpu"))
-    random.take()
-    own = [(generator, generator.get_state()) for generator in generators_of(loader)]
-    standing = getattr(loader, "_iterator", None)
-    if standing is not None:
-        loader._iterator = None
-    try:
-        yield
-    finally:
-        if hasattr(loader, "_iterator"):
-            loader._iterator = standing  # workers that were started here end with what held them
-        for generator, state in own:
-            generator.set_state(state)
-        random.put_back()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoaccum.arguments import check_positive_int
 from autoaccum.batches import Piece, map_tensors
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import check_positive_int
 from autoaccum.report.records import Lengths
 
 if TYPE_CHECKING:

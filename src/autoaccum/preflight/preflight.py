@@ -14,6 +14,16 @@ import torch
 from torch import nn
 
 from autoaccum import devices, optimizers
+from autoaccum.arguments import (
+    check_bool,
+    check_call,
+    check_choice,
+    check_function,
+    check_iterable,
+    check_positive_int,
+    check_positive_number,
+    shown,
+)
 from autoaccum.batches import count
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.cards import card_named, custom_card
@@ -31,7 +41,6 @@ from autoaccum.preflight.lengths import may_vary, of_length
 from autoaccum.preflight.measuring import Asked, measure_on
 from autoaccum.preflight.predicting import predict
 from autoaccum.preflight.remedies import Place, Remedies, are_due, computes_bf16
-from autoaccum.records import check_positive_int
 from autoaccum.report import Report
 from autoaccum.report.records import HostFacts, Subject
 from autoaccum.report.wording import format_seconds
@@ -129,10 +138,9 @@ def preflight(
     check_loss_scope(loss_scope)
     check_batchnorm(batchnorm)
     most = target_batch if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
-    for name, number in (("epochs", epochs), ("max_steps", max_steps)):
-        if number is not None:
-            check_positive_int(name, number)
-    limit_s = seconds_in(time_limit, name="time_limit") if isinstance(time_limit, str) else time_limit
+    check_choice("precision", precision, PRECISIONS)
+    _check_ways(measure, loader, on_trial, on_part)
+    limit_s = _limit_s(epochs, max_steps, time_limit)
     count(batch)
     batch, lengths = of_length(batch, _further(loader, batch), length)
     cards = _cards(gpus, device_memory)
@@ -203,6 +211,27 @@ def preflight(
     )
 
 
+def _check_ways(measure: object, loader: object, on_trial: object, on_part: object) -> None:
+    if measure is not None:
+        check_bool("measure", measure)
+    if loader is not None:
+        check_iterable("loader", loader)
+    check_function("on_trial", on_trial, "trial")
+    check_function("on_part", on_part, "text")
+
+
+def _limit_s(epochs: int | None, max_steps: int | None, time_limit: float | str | None) -> float | None:
+    """Check how long the training is to be and may take; return the latter."""
+    for name, number in (("epochs", epochs), ("max_steps", max_steps)):
+        if number is not None:
+            check_positive_int(name, number)
+    if time_limit is None:
+        return None
+    if isinstance(time_limit, str):
+        return seconds_in(time_limit, name="time_limit")
+    return check_positive_number("time_limit", time_limit)
+
+
 def _further(loader: Iterable[Any] | None, batch: Any) -> list[Any]:
     """Return the loader's first batches, where they may tell of other lengths."""
     return [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
@@ -217,7 +246,9 @@ def _of_lengths(lengths: Lengths | None) -> list[str]:
 
 
 def _cards(gpus: str | Sequence[str], device_memory: str | None) -> list[Card]:
-    names = [gpus] if isinstance(gpus, str) else list(gpus)
+    if not isinstance(gpus, str | list | tuple):
+        raise InvalidInputError(f"gpus={shown(gpus)} is no name and no list of names, such as ['h100-80gb']")
+    names = [gpus] if isinstance(gpus, str) else gpus
     cards = list(dict.fromkeys(card_named(name) for name in names))  # two names may mean the same
     return cards if device_memory is None else [*cards, custom_card(device_memory)]
 
@@ -236,10 +267,12 @@ def _measures(asked: bool | None, cards: Sequence[Card], device: object) -> bool
 def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_meta: bool) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
+    if callable(model):
+        check_call("model", model, "")
     made = (built_on_meta(model, notices) if on_meta else model()) if callable(model) else model
     if not isinstance(made, nn.Module):
         raise InvalidInputError(
-            f"model={model!r} is neither a torch.nn.Module nor a function without arguments that makes one"
+            f"model={shown(model)} is neither a torch.nn.Module nor a function without arguments that makes one"
         )
     return made
 
@@ -335,8 +368,6 @@ def _remedies(
 
 
 def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
-    if asked not in PRECISIONS:
-        raise InvalidInputError(f"precision={asked!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
     own = own_half_type(model)
     if own is not None or asked != "auto":
         return own or asked

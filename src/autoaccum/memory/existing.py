@@ -1,0 +1,41 @@
+"""Which devices this machine has: what the user calls one in, the device out. None is initialised by that."""
+
+from __future__ import annotations
+
+import torch
+
+from autoaccum.arguments import shown
+from autoaccum.errors import DeviceMissingError, InvalidInputError
+
+
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this machine has; None where it has none."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def existing(device: str | torch.device) -> torch.device:
+    """Return a device that was asked for; without its number where that was not given.
+
+    Raises:
+        InvalidInputError: torch knows no such device.
+        DeviceMissingError: This machine does not have it.
+    """
+    try:
+        asked = torch.device(str(device) if isinstance(device, bool) else device)  # True would be card 1
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidInputError(f"device={shown(device)} is no device that torch knows; {there_is()}") from error
+    if asked.type == "cpu" and not asked.index:
+        return torch.device("cpu")
+    there = accelerator()
+    if there is None or there.type != asked.type or (asked.index or 0) >= torch.accelerator.device_count():
+        raise DeviceMissingError(f"device={str(device)!r} is not there; {there_is()}")
+    return asked
+
+
+def there_is() -> str:
+    """Say which devices this machine has."""
+    there = accelerator()
+    names = ["'cpu'"]
+    if there is not None:
+        names += [f"'{there.type}:{index}'" for index in range(torch.accelerator.device_count())]
+    return f"this machine has {', '.join(names)}"

@@ -1,0 +1,107 @@
+"""Puts back what a call of `fit` changes before its first update, where it ends there: seeds, rates, new folders.
+
+Parameters, buffers, gradients and optimizer state are the runner's to put back. Here is what the call itself does to
+get ready, so that one that is refused can be corrected and made again as if it had not been made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+
+from autoaccum.position import generators_of
+from autoaccum.state import RandomState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from types import TracebackType
+
+
+class _CountsWindows(Protocol):
+    @property
+    def windows(self) -> int: ...
+
+
+class Untouched:
+    """A context that puts back what was there when it was entered, unless a window was done in it.
+
+    Args:
+        device: Its random state is kept beside the host's.
+        folders: Removed again where they are made in the context and still empty, with those above that were made.
+        loaders: The random generators of their own are put back too.
+
+    Attributes:
+        training: Says how many windows are done; None before it is put together.
+    """
+
+    def __init__(self, device: torch.device, folders: Iterable[Path | None], loaders: Iterable[Any]) -> None:
+        self.training: _CountsWindows | None = None
+        self._random = RandomState(device)
+        self._folders = [one for folder in folders if folder is not None for one in _missing(folder)]
+        self._generators = [generator for loader in loaders for generator in generators_of(loader)]
+        self._states: list[torch.Tensor] = []
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._base_rates: list[tuple[Any, list[Any]]] = []
+
+    def __enter__(self) -> Self:
+        self._random.take()
+        self._states = [generator.get_state() for generator in self._generators]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        if kind is None or (self.training is not None and self.training.windows):
+            return
+        self._random.put_back()
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        for group, before in self._groups:
+            _put_back_settings(group, before)
+        for scheduler, rates in self._base_rates:
+            scheduler.base_lrs = rates
+        for folder in self._folders:
+            with contextlib.suppress(OSError):  # it was not made, or holds something
+                folder.rmdir()
+
+    def keep_rates(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        """Keep the optimizer's settings and the rates from which a scheduler starts.
+
+        Args:
+            optimizer: Its groups are read.
+            scheduler: One, or a function that makes one, or None.
+        """
+        self._groups = [(group, _settings(group)) for group in optimizer.param_groups]
+        parts = (scheduler, *getattr(scheduler, "_schedulers", ()))
+        self._base_rates = [(part, part.base_lrs) for part in parts if hasattr(part, "base_lrs")]
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return a folder and those above it that are not there, the deepest first."""
+    try:
+        return [one for one in (folder, *folder.parents) if not one.exists()]
+    except OSError:  # a name that is too long, a folder that may not be looked into: nothing can be made there
+        return []
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters; rates that are tensors are written in place, so copied."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _put_back_settings(group: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in [name for name in group if name != "params" and name not in before]:
+        del group[name]
+    for name, value in before.items():
+        now = group.get(name)
+        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+            now.copy_(value)
+        else:
+            group[name] = value
