@@ -12,7 +12,7 @@ Exit codes (`ExitCode`):
 - 0: done; of a report: it fits, and what was required is met
 - 1: an unexpected error; its traceback is on stderr
 - 2: the command line could not be understood
-- 3: bad input, or a recipe that cannot be used
+- 3: bad input, or a recipe that cannot be used, or that exits
 - 4: not even the smallest micro-batch fits in memory
 - 5: the device was lost, an optimizer failed half-way, or another process of the same training failed; start a new
   process, from a checkpoint
@@ -42,6 +42,7 @@ from autoaccum.cli_run import SETTINGS, run_command_line
 from autoaccum.cli_slurm import jobs_command, slurm_command
 from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded
 from autoaccum.fit import fit
+from autoaccum.jobs.recipe_exits import exits_refused
 from autoaccum.loggers import (
     JSONLinesLog,
     evaluation_record,
@@ -222,9 +223,10 @@ def fit_command(
             memory_log = _MemoryLog()
             chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
             logs = [JSONLinesLog(log)] if log is not None and is_first else []
-            chosen["callbacks"] = [*job.callbacks, memory_log, *logs]
-            arguments = dataclasses.replace(job, **chosen).fit_arguments()
-            result = fit(**arguments, progress=False if quiet else "auto")
+            with exits_refused(recipe):
+                chosen["callbacks"] = [*job.callbacks, memory_log, *logs]
+                arguments = dataclasses.replace(job, **chosen).fit_arguments()
+                result = fit(**arguments, progress=False if quiet else "auto")
         if as_json and is_first:
             typer.echo(json.dumps(_document(recipe, result, memory_log), allow_nan=False))
 

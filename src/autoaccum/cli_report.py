@@ -25,6 +25,7 @@ from autoaccum.batches import shapes_of
 from autoaccum.cards import card_named, custom_card
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded
+from autoaccum.jobs.recipe_exits import exits_refused, is_exit
 from autoaccum.memory.limits import format_bytes, parse_size
 from autoaccum.oom import first_line, is_oom
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
@@ -129,7 +130,11 @@ def report_command(
             overrides = {"target_batch": target_batch, "memory_limit": memory_limit, "device": device}
             overrides |= {"precision": precision, "strategy": strategy}
             given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-            with _in_words_of_options([*given, "length", "max_micro_batch"]), _told(quiet=quiet) as on_part:
+            with (
+                exits_refused(recipe),
+                _in_words_of_options([*given, "length", "max_micro_batch"]),
+                _told(quiet=quiet) as on_part,
+            ):
                 report = _report(
                     dataclasses.replace(job, **given),
                     gpus=gpu or (),
@@ -213,7 +218,13 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, AutoaccumError) or is_oom(error) or _BUSY in str(error) or _is_our_own(error):
+        if (
+            isinstance(error, AutoaccumError)
+            or is_exit(error)
+            or is_oom(error)
+            or _BUSY in str(error)
+            or _is_our_own(error)
+        ):
             raise
         traceback.print_exception(error, file=sys.stderr)
         name = type(job.model).__name__ if isinstance(job.model, nn.Module) else f"{_name_of(job.model)}()"
@@ -293,6 +304,8 @@ def _first_batch(job: Job) -> Any:
         for batch in batches:
             return batch
     except Exception as error:
+        if is_exit(error):
+            raise
         # Whatever it says, it is the loader's, and no device that is busy.
         traceback.print_exception(error, file=sys.stderr)
         raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error
