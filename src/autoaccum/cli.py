@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoaccum.callbacks import Callback
+from autoaccum.cli_numbers import check_counts, check_minutes, check_seed, check_texts
 from autoaccum.cli_report import report_command
 from autoaccum.cli_run import SETTINGS, run_command_line
 from autoaccum.cli_slurm import jobs_command, slurm_command
@@ -217,6 +218,11 @@ def fit_command(
     }
     is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints what all have done
     with errors_as_exit_codes():
+        names = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
+        check_counts({name: overrides[name] for name in names})
+        check_seed(seed)
+        check_minutes("checkpoint_minutes", checkpoint_minutes)
+        check_texts({"memory_limit": memory_limit})
         # What the recipe prints must not get into the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             job = loaded(recipe)
