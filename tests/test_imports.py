@@ -115,6 +115,7 @@ ORDER = (
     "jobs",
     "integrations",
     "exit_codes",
+    "cli_numbers",
     "cli_report",
     "cli_run",
     "cli_slurm",

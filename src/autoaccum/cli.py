@@ -12,7 +12,7 @@ Exit codes (`ExitCode`):
 - 0: done; of a report: it fits, and what was required is met
 - 1: an unexpected error; its traceback is on stderr
 - 2: the command line could not be understood
-- 3: bad input, or a recipe that cannot be used
+- 3: bad input, or a recipe that cannot be used, or that exits
 - 4: not even the smallest micro-batch fits in memory
 - 5: the device was lost, an optimizer failed half-way, or another process of the same training failed; start a new
   process, from a checkpoint
@@ -37,11 +37,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoaccum.callbacks import Callback, check_callbacks
+from autoaccum.cli_numbers import check_counts, check_minutes, check_seed, check_texts
 from autoaccum.cli_report import report_command
 from autoaccum.cli_run import SETTINGS, run_command_line
 from autoaccum.cli_slurm import jobs_command, slurm_command
 from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded
 from autoaccum.fit import fit
+from autoaccum.jobs.recipe_exits import exits_refused
 from autoaccum.loggers import (
     JSONLinesLog,
     evaluation_record,
@@ -216,16 +218,22 @@ def fit_command(
     }
     is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints what all have done
     with errors_as_exit_codes():
+        names = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
+        check_counts({name: overrides[name] for name in names})
+        check_seed(seed)
+        check_minutes("checkpoint_minutes", checkpoint_minutes)
+        check_texts({"memory_limit": memory_limit})
         # What the recipe prints must not get into the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             job = loaded(recipe)
             memory_log = _MemoryLog()
             chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
             logs = [JSONLinesLog(log)] if log is not None and is_first else []
-            check_callbacks(job.callbacks)
-            chosen["callbacks"] = [*job.callbacks, memory_log, *logs]
-            arguments = dataclasses.replace(job, **chosen).fit_arguments()
-            result = fit(**arguments, progress=False if quiet else "auto")
+            with exits_refused(recipe):
+                check_callbacks(job.callbacks)
+                chosen["callbacks"] = [*job.callbacks, memory_log, *logs]
+                arguments = dataclasses.replace(job, **chosen).fit_arguments()
+                result = fit(**arguments, progress=False if quiet else "auto")
         if as_json and is_first:
             typer.echo(json.dumps(_document(recipe, result, memory_log), allow_nan=False))
 

@@ -23,8 +23,10 @@ from torch import nn
 
 from autoaccum.batches import shapes_of
 from autoaccum.cards import card_named, custom_card
+from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded
+from autoaccum.jobs.recipe_exits import exits_refused, is_exit
 from autoaccum.memory.limits import format_bytes, parse_size
 from autoaccum.oom import first_line, is_oom
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).parent
 # Where a model, a loss or an optimizer's function is called: arguments that it does not take raise there.
 _CALLS_THE_RECIPE = ("objective.py", "optimizers.py", "fakes.py")
+# No sequence is as long; `int` refuses numbers of thousands of digits with an error of its own.
+_MOST_DIGITS = 12
 # What CUDA says where another process has a card to itself.
 _BUSY = "busy or unavailable"
 
@@ -117,6 +121,10 @@ def report_command(
             _print(read_postmortem(oom) if as_json else show_postmortem(oom))
             return
         assert recipe is not None
+        counts = {"target_batch": target_batch, "max_micro_batch": max_micro_batch}
+        check_counts({**counts, "require_micro_batch": require_micro_batch})
+        sizes = {"memory_limit": memory_limit, "device_memory": device_memory, "require_free": require_free}
+        check_texts({**sizes, "time": time})
         lengths = _lengths(length or ())
         limit_s = left_by_slurm(os.environ) if time is None else seconds_in(time, name="--time")
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
@@ -129,7 +137,11 @@ def report_command(
             overrides = {"target_batch": target_batch, "memory_limit": memory_limit, "device": device}
             overrides |= {"precision": precision, "strategy": strategy}
             given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-            with _in_words_of_options([*given, "length", "max_micro_batch"]), _told(quiet=quiet) as on_part:
+            with (
+                exits_refused(recipe),
+                _in_words_of_options([*given, "length", "max_micro_batch"]),
+                _told(quiet=quiet) as on_part,
+            ):
                 report = _report(
                     dataclasses.replace(job, **given),
                     gpus=gpu or (),
@@ -213,7 +225,13 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, AutoaccumError) or is_oom(error) or _BUSY in str(error) or _is_our_own(error):
+        if (
+            isinstance(error, AutoaccumError)
+            or is_exit(error)
+            or is_oom(error)
+            or _BUSY in str(error)
+            or _is_our_own(error)
+        ):
             raise
         traceback.print_exception(error, file=sys.stderr)
         name = type(job.model).__name__ if isinstance(job.model, nn.Module) else f"{_name_of(job.model)}()"
@@ -272,7 +290,12 @@ def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:
     by_name: dict[str, int] = {}
     for text in given:
         name, _, number = text.rpartition("=")
-        if not number.isdigit() or int(number) < 1 or (not name and len(given) > 1):
+        if (
+            not (number.isascii() and number.isdigit())
+            or len(number) > _MOST_DIGITS
+            or int(number) < 1
+            or (not name and len(given) > 1)
+        ):
             raise InvalidInputError(
                 f"--length {text} is no length; give one number (--length 512), or numbers by the names under which a "
                 "batch holds its sequences (--length input_ids=512 --length labels=64)"
@@ -293,6 +316,8 @@ def _first_batch(job: Job) -> Any:
         for batch in batches:
             return batch
     except Exception as error:
+        if is_exit(error):
+            raise
         # Whatever it says, it is the loader's, and no device that is busy.
         traceback.print_exception(error, file=sys.stderr)
         raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error

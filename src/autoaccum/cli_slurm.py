@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoaccum.arguments import check_positive_int
+from autoaccum.cli_numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum.errors import InvalidInputError
 from autoaccum.exit_codes import complain, errors_as_exit_codes, recipes_told
 from autoaccum.fallback import FALLBACKS
@@ -154,6 +155,10 @@ def slurm_command(
     chosen = {name: value for name, value in overrides.items() if value is not None}
     with errors_as_exit_codes():
         _check(chosen, retries)
+        counts = {"nodes": nodes, "gpus_per_node": gpus_per_node, "tasks_per_node": tasks_per_node}
+        counts |= {"signal_delay": signal_delay, "retries": retries}
+        check_counts({**counts, "cpus_per_task": cpus_per_task}, MOST_OF_SLURM)
+        check_texts({"time": time_limit, "mem": mem})
         with recipes_told():
             whole = check_recipe(recipe)
         wanted = Wanted(
@@ -209,9 +214,14 @@ def jobs_command(
 
 def _check(chosen: dict[str, Any], retries: int) -> None:
     """Refuse here what `fit` would refuse hours later, on a node."""
-    for name in ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps"):
+    names = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
+    for name in names:
         if name in chosen:
             check_positive_int(name, chosen[name])
+    check_counts({name: chosen.get(name) for name in names})
+    check_seed(chosen.get("seed"))
+    check_minutes("checkpoint_minutes", chosen.get("checkpoint_minutes"))
+    check_texts({"memory_limit": chosen.get("memory_limit")})
     check_finding("auto", "off", chosen.get("strategy"))
     for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "shares": SHARES}.items():
         asked = chosen.get(name, ())

@@ -26,6 +26,11 @@ def short():
         raise autoaccum.StartAgainError("a rank ran out of memory with 4 samples", 4)
     return autoaccum.Job(torch.nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))], 8, loss=loss, device="cpu")
 
+def leaves():
+    def loss(outputs, targets):
+        raise SystemExit(0)
+    return autoaccum.Job(torch.nn.Linear(2, 1), [(torch.randn(8, 2), torch.randn(8, 1))], 8, loss=loss, device="cpu")
+
 def spoilt():
     return autoaccum.Job(torch.nn.Linear(3, 1), [(torch.randn(8, 2), torch.randn(8, 1))], 8, device="cpu")
 """
@@ -137,3 +142,11 @@ def test_one_of_several_processes_is_told_who_it_is(run, monkeypatch):
         run("nonesuch")
 
     assert [os.environ[name] for name in names] == ["node07", "29500", "3", "4", "1", "2"]
+
+
+def test_recipe_that_exits_has_failed_and_not_ended(run, folder):
+    with pytest.raises(InvalidInputError, match=r"exited by sys\.exit\(0\) at .*recipe\.py:\d+, in loss\(\)"):
+        run("leaves", checks=False)
+
+    assert folder.progress.phase == "failed"
+    assert "exited by sys.exit(0)" in folder.take_failures()[0]["error"]

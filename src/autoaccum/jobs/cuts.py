@@ -7,6 +7,7 @@ said, with a target beside it that leaves a better one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autoaccum.arguments import check_positive_int
@@ -95,5 +96,6 @@ def remark(cut: Cut, most: int) -> str | None:
 
 
 def _largest_divisor(share: int, most: int) -> int:
-    # By the number of parts: what is wanted is near the fewest, and that is found at once for all but bad targets.
-    return next(share // parts for parts in range(-(-share // min(most, share)), share + 1) if share % parts == 0)
+    # Divisors come in pairs, of which one is at most the root: a large prime is no reason to count to it.
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    return max(size for divisor in small for size in (divisor, share // divisor) if size <= most)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs.job import Job
+from autoaccum.jobs.recipe_exits import exit_error, is_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,8 +33,8 @@ def load_recipe(recipe: str) -> Job:
             arguments (or none that must be given) and returns a `Job`.
 
     Raises:
-        InvalidInputError: There is no such file or function, it raised (then the cause is what it raised), or
-            it returned something else than a Job.
+        InvalidInputError: There is no such file or function, it raised or exited (then the cause is what it raised),
+            or it returned something else than a Job.
     """
     path, name = _split(recipe)
     # The folder stays in place for the call too: a function may well import its neighbours when it runs.
@@ -42,7 +43,9 @@ def load_recipe(recipe: str) -> Job:
         function = _function(module, name, path)
         try:
             job = function()
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_exit(error):
+                raise
             raise _recipe_error(f"{name}() of the recipe {str(path)!r}", error, path) from error
     if not isinstance(job, Job):
         raise InvalidInputError(
@@ -56,7 +59,8 @@ def check_recipe(recipe: str) -> str:
     """Import a recipe without calling its function, which may take long, and return it with its whole path.
 
     Raises:
-        InvalidInputError: There is no such file or function, or the file raised (then the cause is what it raised).
+        InvalidInputError: There is no such file or function, or the file raised or exited (then the cause is
+            what it raised).
     """
     path, name = _split(recipe)
     with _importable(path.parent):
@@ -102,8 +106,10 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if not isinstance(error, Exception) and not is_exit(error):
+            raise
         raise _recipe_error(f"the recipe {str(path)!r}", error, path) from error
     return module
 
@@ -145,11 +151,15 @@ def _own_functions(module: ModuleType) -> list[str]:
     ]
 
 
-def _recipe_error(what: str, error: Exception, path: Path) -> InvalidInputError:
+def _recipe_error(what: str, error: BaseException, path: Path) -> InvalidInputError:
+    if is_exit(error):
+        made = exit_error(path, error)
+    else:
+        made = InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe")
     # Only the recipe's own frames: those before it are the import system's and ours, and tell the user
     # nothing.
     error.__traceback__ = _from_file(error.__traceback__, path)
-    return InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe")
+    return made
 
 
 def _from_file(traceback: TracebackType | None, path: Path) -> TracebackType | None:

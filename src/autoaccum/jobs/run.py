@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 RETRIES = 5
+# No training counts more samples; and divisors are looked for up to the root of it.
+_MOST = 10**12
+_MOST_GRACE_S = 7 * 24 * 60 * 60
 # More than anything that could be remembered, where there is no target batch to hold it against.
 _NO_TARGET = 1 << 62
 
@@ -292,12 +295,15 @@ def _check(command: Sequence[str], options: Options) -> None:
         raise InvalidInputError("there is no command to run; write it after --")
     for name in ("target_batch", "micro_batch", "world_size"):
         value = getattr(options, name)
-        if value is not None:
-            check_positive_int(name, value)
+        if value is not None and check_positive_int(name, value) > _MOST:
+            raise InvalidInputError(f"{name}={value!s:.20} is too large; give at most {_MOST}")
     if options.retries < 0:
         raise InvalidInputError(f"retries={options.retries} must be 0 or more")
-    if not options.grace_s >= 0:
-        raise InvalidInputError(f"grace={options.grace_s} must be a number of seconds, 0 or more")
+    # Not beyond what `poll` can wait, which is known only when a signal has come.
+    if not 0 <= options.grace_s <= _MOST_GRACE_S:
+        raise InvalidInputError(
+            f"grace={options.grace_s:g} must be a number of seconds from 0 to {_MOST_GRACE_S} (a week)"
+        )
 
 
 def _say(text: str) -> None:

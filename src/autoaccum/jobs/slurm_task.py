@@ -30,6 +30,7 @@ from autoaccum.errors import (
 from autoaccum.fit import fit
 from autoaccum.jobs import slurm_preflight
 from autoaccum.jobs.recipe import load_recipe
+from autoaccum.jobs.recipe_exits import exits_refused
 from autoaccum.jobs.slurm_folder import IN_VAIN, JobFolder, Restart
 from autoaccum.jobs.slurm_progress import ProgressFile
 from autoaccum.jobs.slurm_stop import Stop, Stopped
@@ -112,7 +113,8 @@ class _Run:
         try:
             with stop:
                 self._be_one_of_many()
-                result = self._train()
+                with exits_refused(self._task.recipe):
+                    result = self._train()
         except Stopped:
             pass
         except Exception as error:

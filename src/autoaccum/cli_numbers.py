@@ -1,0 +1,87 @@
+"""Bounds of the numbers that options take: what is not finite, or beyond any training, is refused before anything runs.
+
+Lower bounds that the library checks itself are left to it, and so are the units of sizes and times.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# A million million: no training counts so many samples or steps, and beyond 2**63 torch cannot.
+MOST = 10**12
+# Slurm's own numbers have 32 bits.
+MOST_OF_SLURM = 2**31 - 1
+# What torch.manual_seed takes.
+_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
+# Ten years.
+_MOST_MINUTES = 10 * 366 * 24 * 60
+# A size or a time takes some twenty characters; Python refuses to read numbers of thousands of digits.
+_MOST_CHARACTERS = 64
+
+
+def check_counts(given: Mapping[str, int | None], most: int = MOST) -> None:
+    """Refuse counts beyond a bound.
+
+    Args:
+        given: Values by the name of their option, without dashes; None where it was not given.
+        most: The bound.
+
+    Raises:
+        InvalidInputError: One is larger.
+    """
+    for name, value in given.items():
+        if isinstance(value, int) and value > most:
+            raise InvalidInputError(f"--{_option(name)} {_short(value)} is too large; give at most {most}")
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed that random generators do not take.
+
+    Raises:
+        InvalidInputError: It has more than 64 bits.
+    """
+    if seed is not None and not _LEAST_SEED <= seed <= _MOST_SEED:
+        raise InvalidInputError(f"--seed {_short(seed)} cannot be used; give a whole number from -2**63 to 2**64 - 1")
+
+
+def check_minutes(name: str, minutes: float | None) -> None:
+    """Refuse what is no time, or is longer than any training.
+
+    Raises:
+        InvalidInputError: It is not finite, not positive, or longer than ten years.
+    """
+    if minutes is not None and not 0 < minutes <= _MOST_MINUTES:
+        raise InvalidInputError(
+            f"--{_option(name)} {minutes:g} must be a number of minutes above 0 and at most {_MOST_MINUTES} (ten years)"
+        )
+
+
+def check_texts(given: Mapping[str, str | None]) -> None:
+    """Refuse sizes and times of more characters than any has.
+
+    Args:
+        given: Values by the name of their option, without dashes; None where it was not given.
+
+    Raises:
+        InvalidInputError: One is longer.
+    """
+    for name, text in given.items():
+        if text is not None and len(text) > _MOST_CHARACTERS:
+            raise InvalidInputError(
+                f"--{_option(name)} {text[:20]}… has {len(text)} characters; give a size such as 24GiB, or a time such "
+                "as 12:00:00"
+            )
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _short(value: int) -> str:
+    text = str(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:20]}… ({len(text)} digits)"

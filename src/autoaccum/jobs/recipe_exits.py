@@ -1,0 +1,90 @@
+"""A recipe that exits, by `sys.exit` or as click does, is bad input whatever its exit code: its training is not done.
+
+Without this, `sys.exit(0)` in a recipe, or in the model or loss that it holds, would end a command with 0, which says
+"done" of a training and "it fits" of a report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoaccum.errors import InvalidInputError
+from autoaccum.jobs.slurm_stop import Stopped
+from autoaccum.signals import Terminated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+_PACKAGE = Path(__file__).parent.parent
+# By name: click, which typer may carry within itself, is not imported with the library.
+_EXITS_OF_CLICK = ("Exit", "Abort", "ClickException")
+_HINT = "return from there, or raise an exception that says what is wrong"
+
+
+@contextlib.contextmanager
+def exits_refused(recipe: str | Path) -> Iterator[None]:
+    """Raise an error where code of a recipe exits within the block.
+
+    Ctrl-C, SIGTERM and what a handler of the recipe's does with a signal stay as they are.
+
+    Args:
+        recipe: Its path, or the path and the name of its function.
+
+    Raises:
+        InvalidInputError: It did; the cause is what it raised.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_exit(error):
+            raise
+        raise exit_error(recipe, error) from error
+
+
+def is_exit(error: BaseException) -> bool:
+    """Whether an exception is a recipe's way to end the process."""
+    if isinstance(error, KeyboardInterrupt | Terminated | Stopped) or _is_from_signal(error.__traceback__):
+        return False
+    return not isinstance(error, Exception) or any(
+        kind.__name__ in _EXITS_OF_CLICK and kind.__module__.split(".")[0] in ("click", "typer")
+        for kind in type(error).__mro__
+    )
+
+
+def exit_error(recipe: str | Path, error: BaseException) -> InvalidInputError:
+    """Return the error that says where a recipe exited, and how."""
+    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}({error})"
+    return InvalidInputError(f"the recipe {str(recipe)!r} exited by {said}{_place(recipe, error)}; {_HINT}")
+
+
+def _place(recipe: str | Path, error: BaseException) -> str:
+    """Return where it exited: in the recipe's own file where that is on the way, else in the user's last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    path = Path(recipe)
+    path = path if path.suffix == ".py" else Path(str(recipe).rpartition(":")[0])
+    own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
+    others = [frame for frame in frames if _PACKAGE not in Path(frame.filename).parents]
+    last = next((group[-1] for group in (own, others, frames) if group), None)
+    if last is None:
+        return ""
+    function = "" if last.name == "<module>" else f", in {last.name}()"
+    return f" at {last.filename}:{last.lineno}{function}"
+
+
+def _is_from_signal(link: TracebackType | None) -> bool:
+    """Whether a signal's handler, as it is set now, is on the way."""
+    handlers = {
+        getattr(handler, "__code__", None)
+        for number in signal.valid_signals()
+        if callable(handler := signal.getsignal(number))
+    } - {None}
+    while link is not None:
+        if link.tb_frame.f_code in handlers:
+            return True
+        link = link.tb_next
+    return False
