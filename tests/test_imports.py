@@ -75,6 +75,7 @@ ORDER = (
     "alike",
     "company",
     "callbacks",
+    "outside",
     "progress",
     "loggers",
     "places",

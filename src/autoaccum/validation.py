@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.evaluation import Evaluator
+from autoaccum.outside import drawn
 from autoaccum.state import Mark
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Validation:
         try:
             with self._step.memory.lifted():
                 batches = iter(self._val_loader)
-            evaluation = self._evaluator.run(batches, trained_size=trained_size)
+            evaluation = self._evaluator.run(drawn(batches, self._step.memory), trained_size=trained_size)
         except BaseException:
             if mark is not None:
                 mark.put_back()
