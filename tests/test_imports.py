@@ -23,6 +23,7 @@ ORDER = (
     "weighting",
     "targets",
     "questions",
+    "output",
     "notices",
     "environment",
     "reason_file",

@@ -40,7 +40,7 @@ from autoaccum.callbacks import Callback
 from autoaccum.cli_report import report_command
 from autoaccum.cli_run import SETTINGS, run_command_line
 from autoaccum.cli_slurm import jobs_command, slurm_command
-from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded
+from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
 from autoaccum.fit import fit
 from autoaccum.loggers import (
     JSONLinesLog,
@@ -51,6 +51,7 @@ from autoaccum.loggers import (
     probe_record,
     trial_record,
 )
+from autoaccum.output import Dropping, stand_in_for_closed
 
 if TYPE_CHECKING:
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult
@@ -70,7 +71,12 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; the entry point of the `autoaccum` script."""
-    app()
+    stand_in_for_closed()
+    try:
+        app()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            Dropping(stream).flush()
 
 
 def _print_version(wanted: bool) -> None:
@@ -226,7 +232,8 @@ def fit_command(
             arguments = dataclasses.replace(job, **chosen).fit_arguments()
             result = fit(**arguments, progress=False if quiet else "auto")
         if as_json and is_first:
-            typer.echo(json.dumps(_document(recipe, result, memory_log), allow_nan=False))
+            document = json.dumps(_document(recipe, result, memory_log), allow_nan=False)
+            print_result(document, done="the training is done")
 
 
 class _MemoryLog(Callback):

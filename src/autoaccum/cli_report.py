@@ -24,9 +24,10 @@ from torch import nn
 from autoaccum.batches import shapes_of
 from autoaccum.cards import card_named, custom_card
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
-from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded
+from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum.memory.limits import format_bytes, parse_size
 from autoaccum.oom import first_line, is_oom
+from autoaccum.output import is_terminal
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
 from autoaccum.preflight import preflight
 from autoaccum.preflight.deadline import left_by_slurm, seconds_in
@@ -47,6 +48,7 @@ _PACKAGE = Path(__file__).parent
 _CALLS_THE_RECIPE = ("objective.py", "optimizers.py", "fakes.py")
 # What CUDA says where another process has a card to itself.
 _BUSY = "busy or unavailable"
+_DONE = "the report was made"
 
 
 def report_command(
@@ -215,7 +217,7 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, AutoaccumError) or is_oom(error) or _BUSY in str(error) or _is_our_own(error):
             raise
-        traceback.print_exception(error, file=sys.stderr)
+        show_traceback(error)
         name = type(job.model).__name__ if isinstance(job.model, nn.Module) else f"{_name_of(job.model)}()"
         raise InvalidInputError(
             f"the recipe's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
@@ -294,7 +296,7 @@ def _first_batch(job: Job) -> Any:
             return batch
     except Exception as error:
         # Whatever it says, it is the loader's, and no device that is busy.
-        traceback.print_exception(error, file=sys.stderr)
+        show_traceback(error)
         raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error
     raise InvalidInputError(
         f"the recipe's loader ({type(job.loader).__name__}) has no batch, and a report needs the first one"
@@ -343,7 +345,7 @@ def _check_files(html: Path | None, plot: Path | None) -> None:
 @contextlib.contextmanager
 def _told(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield what shows on a terminal what is being done; nothing is shown where there is none."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not is_terminal(sys.stderr):
         yield lambda _: None
         return
     with Console(stderr=True).status("") as status:
@@ -353,13 +355,13 @@ def _told(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 def _print(result: RenderableType | dict[str, Any]) -> None:
     """Print a result to stdout: a document as JSON; all else in colours on a terminal, and plain where it is none."""
     if isinstance(result, dict):
-        typer.echo(json.dumps(result, allow_nan=False))
+        print_result(json.dumps(result, allow_nan=False), done=_DONE)
         return
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         Console().print(result)
     else:
         # Not by what rich takes for a terminal: FORCE_COLOR would put escape codes into a file.
-        typer.echo(plain_text(result))
+        print_result(plain_text(result), done=_DONE)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.jobs.slurm_folder import FINAL, JobFolder, Restart
+from autoaccum.output import write_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +135,7 @@ def _tail(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"autoaccum: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the job's log
+    write_line(f"autoaccum: {text}")
 
 
 if __name__ == "__main__":

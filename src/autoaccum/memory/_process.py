@@ -52,7 +52,8 @@ class Hold:
             self._owner._release(self._key)
 
     def __del__(self) -> None:
-        self.release()
+        if hasattr(self, "_key"):  # else an interrupt came before it
+            self.release()
 
 
 class Owner:
