@@ -41,7 +41,7 @@ from autoaccum.cli_numbers import check_counts, check_minutes, check_seed, check
 from autoaccum.cli_report import report_command
 from autoaccum.cli_run import SETTINGS, run_command_line
 from autoaccum.cli_slurm import jobs_command, slurm_command
-from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded
+from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
 from autoaccum.fit import fit
 from autoaccum.jobs.recipe_exits import exits_refused
 from autoaccum.loggers import (
@@ -53,6 +53,7 @@ from autoaccum.loggers import (
     probe_record,
     trial_record,
 )
+from autoaccum.output import Dropping, stand_in_for_closed
 
 if TYPE_CHECKING:
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult
@@ -72,7 +73,12 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; the entry point of the `autoaccum` script."""
-    app()
+    stand_in_for_closed()
+    try:
+        app()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            Dropping(stream).flush()
 
 
 def _print_version(wanted: bool) -> None:
@@ -235,7 +241,8 @@ def fit_command(
                 arguments = dataclasses.replace(job, **chosen).fit_arguments()
                 result = fit(**arguments, progress=False if quiet else "auto")
         if as_json and is_first:
-            typer.echo(json.dumps(_document(recipe, result, memory_log), allow_nan=False))
+            document = json.dumps(_document(recipe, result, memory_log), allow_nan=False)
+            print_result(document, done="the training is done")
 
 
 class _MemoryLog(Callback):

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +24,11 @@ from autoaccum.batches import shapes_of
 from autoaccum.cards import card_named, custom_card
 from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
-from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded
+from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum.jobs.recipe_exits import exits_refused, is_exit
 from autoaccum.memory.limits import format_bytes, parse_size
 from autoaccum.oom import first_line, is_oom
+from autoaccum.output import is_terminal
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
 from autoaccum.preflight import preflight
 from autoaccum.preflight.deadline import left_by_slurm, seconds_in
@@ -51,6 +51,7 @@ _CALLS_THE_RECIPE = ("objective.py", "optimizers.py", "fakes.py")
 _MOST_DIGITS = 12
 # What CUDA says where another process has a card to itself.
 _BUSY = "busy or unavailable"
+_DONE = "the report was made"
 
 
 def report_command(
@@ -233,7 +234,7 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
             or _is_our_own(error)
         ):
             raise
-        traceback.print_exception(error, file=sys.stderr)
+        show_traceback(error)
         name = type(job.model).__name__ if isinstance(job.model, nn.Module) else f"{_name_of(job.model)}()"
         raise InvalidInputError(
             f"the recipe's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
@@ -319,7 +320,7 @@ def _first_batch(job: Job) -> Any:
         if is_exit(error):
             raise
         # Whatever it says, it is the loader's, and no device that is busy.
-        traceback.print_exception(error, file=sys.stderr)
+        show_traceback(error)
         raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error
     raise InvalidInputError(
         f"the recipe's loader ({type(job.loader).__name__}) has no batch, and a report needs the first one"
@@ -368,7 +369,7 @@ def _check_files(html: Path | None, plot: Path | None) -> None:
 @contextlib.contextmanager
 def _told(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield what shows on a terminal what is being done; nothing is shown where there is none."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not is_terminal(sys.stderr):
         yield lambda _: None
         return
     with Console(stderr=True).status("") as status:
@@ -378,13 +379,13 @@ def _told(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 def _print(result: RenderableType | dict[str, Any]) -> None:
     """Print a result to stdout: a document as JSON; all else in colours on a terminal, and plain where it is none."""
     if isinstance(result, dict):
-        typer.echo(json.dumps(result, allow_nan=False))
+        print_result(json.dumps(result, allow_nan=False), done=_DONE)
         return
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         Console().print(result)
     else:
         # Not by what rich takes for a terminal: FORCE_COLOR would put escape codes into a file.
-        typer.echo(plain_text(result))
+        print_result(plain_text(result), done=_DONE)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from rich.table import Table
 from autoaccum.arguments import check_positive_int
 from autoaccum.cli_numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum.errors import InvalidInputError
-from autoaccum.exit_codes import complain, errors_as_exit_codes, recipes_told
+from autoaccum.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
 from autoaccum.fallback import FALLBACKS
 from autoaccum.finding import check_finding
 from autoaccum.jobs.recipe import check_recipe
@@ -177,7 +177,7 @@ def slurm_command(
             others=dict(_key_and_value(text) for text in slurm or ()),
         )
         if dry_run:
-            typer.echo(script_of(wanted, folder))
+            print_result(script_of(wanted, folder), done="nothing was submitted")
             return
         job_id, made = submit(
             wanted,
@@ -205,7 +205,7 @@ def jobs_command(
     with errors_as_exit_codes():
         listed = jobs_in(folder)
         if as_json:
-            typer.echo(json.dumps([one.to_dict() for one in listed], allow_nan=False))
+            print_result(json.dumps([one.to_dict() for one in listed], allow_nan=False), done="no job was changed")
         elif listed:
             _print_jobs(listed)
         else:
@@ -244,9 +244,9 @@ def _key_and_value(text: str) -> tuple[str, str | bool]:
 def _print_submitted(job_id: str, folder: JobFolder, *, as_json: bool) -> None:
     if as_json:
         document = {"job_id": job_id, "folder": str(folder.path), "log": str(folder.log(job_id))}
-        typer.echo(json.dumps(document))
+        print_result(json.dumps(document), done=f"job {job_id} is submitted, in {folder.path}")
         return
-    typer.echo(f"{job_id} {folder.path}")
+    print_result(f"{job_id} {folder.path}", done=f"job {job_id} is submitted, in {folder.path}")
     complain(f"submitted; its log is {folder.log(job_id)}, and `autoaccum jobs` says how far it is")
 
 

@@ -128,7 +128,10 @@ class Course:
         if self.moment.windows == self._max_steps:
             return None
         first, self._first = self._first, None
-        window = next(windows, None) if first is None else first
+        if first is None:
+            with self._memory.lifted():  # a data set may start processes for a sample
+                first = next(windows, None)
+        window = first
         # Other ranks may have some of it left.
         return Window.empty() if window is None and self._company is not None else window
 
@@ -150,7 +153,9 @@ class Course:
         return None if self._company.is_to_be_dropped(part) else part
 
     def _first_window(self) -> Window:
-        first = next(self._begin_epoch(), None)
+        windows = self._begin_epoch()
+        with self._memory.lifted():
+            first = next(windows, None)
         if first is None and self._company is not None and self._company.has_anything(0):
             return Window.empty()  # other ranks have some
         if first is not None and self._company is not None:

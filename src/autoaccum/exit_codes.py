@@ -27,6 +27,7 @@ from autoaccum.errors import (
     UpdateCompleteError,
 )
 from autoaccum.jobs import load_recipe
+from autoaccum.output import drop_pending, write_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +82,30 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 def complain(text: str) -> None:
     """Say something to the person at the terminal, or in the log."""
-    typer.echo(f"autoaccum: {text}", err=True)
+    write_line(f"autoaccum: {text}")
+
+
+def print_result(text: str, *, done: str) -> None:
+    """Print a result to stdout, and end with an exit code of its own where that is not possible.
+
+    Args:
+        text: The result.
+        done: What is done all the same, for the message.
+    """
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")  # noqa: TRY301 - as if it had been written to
+        typer.echo(text)
+    except (OSError, ValueError) as error:
+        drop_pending(sys.stdout)
+        reason = getattr(error, "strerror", None) or error
+        complain(f"error: the result could not be written to stdout ({reason}); {done}")
+        raise typer.Exit(ExitCode.UNEXPECTED) from None
+
+
+def show_traceback(error: BaseException) -> None:
+    """Show where an error came from."""
+    write_line("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 def code_for(error: AutoaccumError) -> ExitCode:
@@ -116,5 +140,5 @@ def recipes_told() -> Iterator[None]:
         yield
     except InvalidInputError as error:
         if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__, file=sys.stderr)
+            show_traceback(error.__cause__)
         raise

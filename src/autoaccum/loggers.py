@@ -7,6 +7,7 @@ command line's `--json` uses the same ones.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.arguments import check_path
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
+from autoaccum.oom import first_line
+from autoaccum.output import write_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from os import PathLike
     from pathlib import Path
-    from typing import TextIO
+    from typing import BinaryIO
 
     from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
@@ -137,7 +140,8 @@ class JSONLinesLog(_OneStepLate):
     - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s
 
     A number that is NaN or infinite is null. A process that is killed can leave a last line that is cut short; the run
-    that goes on begins a line of its own.
+    that goes on begins a line of its own. Events that cannot be written (a full disk) are dropped, with one notice on
+    stderr; training goes on, and so does the log once there is room again.
 
     Args:
         path: The file; it is made, with its folder, where it is missing, and appended to where it is there.
@@ -149,7 +153,9 @@ class JSONLinesLog(_OneStepLate):
     def __init__(self, path: str | PathLike[str]) -> None:
         super().__init__()
         self.path = check_path("path", path, "file for the log")
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._is_cut = False
+        self._has_complained = False
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Open the file.
@@ -160,9 +166,9 @@ class JSONLinesLog(_OneStepLate):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # It stays open over many calls; on_fit_end, which always comes, closes it.
-            self._file = self.path.open("a", encoding="utf-8")
-            if _is_cut_short(self.path):
-                self._file.write("\n")
+            # Unbuffered: what a buffer cannot write it keeps, and tries again in the middle of another line.
+            self._file = self.path.open("ab", buffering=0)
+            self._is_cut = _is_cut_short(self.path)
         except OSError as error:
             raise InvalidInputError(
                 f"the log {str(self.path)!r} cannot be opened for writing ({error.strerror}); "
@@ -206,7 +212,8 @@ class JSONLinesLog(_OneStepLate):
         try:
             self._write("fit_end", _end_record(result))
         finally:
-            self._file.close()
+            with contextlib.suppress(OSError):  # where the last write came to nothing
+                self._file.close()
             self._file = None
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
@@ -224,9 +231,26 @@ class JSONLinesLog(_OneStepLate):
 
     def _write_line(self, event: str, fields: dict[str, Any], *, at_s: float) -> None:
         assert self._file is not None, "on_fit_start comes first"
-        line = json.dumps({"event": event, "time": at_s, **fields}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        line = json.dumps({"event": event, "time": at_s, **fields}, allow_nan=False).encode() + b"\n"
+        before = b"\n" if self._is_cut else b""
+        try:
+            written = self._file.write(before + line)
+        except OSError as error:
+            self._complain(error.strerror or str(error))
+            return
+        if written < len(before + line):
+            self._is_cut = written > len(before) or (self._is_cut and not written)
+            self._complain("there was room for a part of a line only")
+        else:
+            self._is_cut = False
+
+    def _complain(self, reason: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            write_line(
+                f"autoaccum: the log {str(self.path)!r} cannot be written ({reason}); training goes on, and events are "
+                "missing there"
+            )
 
 
 def _is_cut_short(path: Path) -> bool:
@@ -256,6 +280,7 @@ class TensorBoardLog(_OneStepLate):
         self.log_dir = check_path("log_dir", log_dir, "folder for the event files")
         self._make_writer = _summary_writer()
         self._writer: Any = None
+        self._has_complained = False
         self._oom_events = 0
 
     def on_fit_start(
@@ -265,40 +290,43 @@ class TensorBoardLog(_OneStepLate):
         max_steps: int | None,  # noqa: ARG002
         steps_per_epoch: int | None,  # noqa: ARG002
     ) -> None:
-        """Open the event file."""
+        """Open the event file.
+
+        Raises:
+            InvalidInputError: It cannot be opened for writing.
+        """
         self._oom_events = 0
-        self._writer = self._make_writer(str(self.log_dir))
+        self._writer = self._made()
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
         """Write the largest micro-batch."""
-        self._writer.add_scalar("plan/micro_batch", plan.micro_batch, step)
+        self._add("plan/micro_batch", plan.micro_batch, step)
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - the protocol's
         """Write how often memory ran out so far."""
         self._oom_events += 1
-        self._writer.add_scalar("memory/oom_events", self._oom_events, step)
+        self._add("memory/oom_events", self._oom_events, step)
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
         """Write the loss and the metrics."""
-        self._writer.add_scalar("evaluation/loss", evaluation.loss, step)
+        self._add("evaluation/loss", evaluation.loss, step)
         for name, value in evaluation.metrics.items():
-            self._writer.add_scalar(f"evaluation/{name}", value, step)
+            self._add(f"evaluation/{name}", value, step)
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
         """Begin another event file, with which TensorBoard hides what it has of later steps."""
         self._held = None
-        self._writer.close()
-        self._writer = self._make_writer(str(self.log_dir), purge_step=step + 1)
+        with self._failures_told():
+            self._close()
+            self._writer = self._make_writer(str(self.log_dir), purge_step=step + 1)
 
     def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
         """Write the last step and close the event file."""
         if self._writer is None:
             return
-        try:
-            self._write_held()
-        finally:
-            self._writer.close()
-            self._writer = None
+        self._write_held()
+        with self._failures_told():
+            self._close()
 
     def _write_step(self, report: StepReport, *, epoch: int, at_s: float) -> None:  # noqa: ARG002 - the base's
         try:
@@ -306,7 +334,40 @@ class TensorBoardLog(_OneStepLate):
         except RuntimeError:  # the device was lost; see JSONLinesLog
             return
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, report.step, walltime=at_s)
+            self._add(name, value, report.step, walltime=at_s)
+
+    def _made(self) -> Any:
+        try:
+            return self._make_writer(str(self.log_dir))
+        except OSError as error:
+            raise InvalidInputError(
+                f"the event file in {str(self.log_dir)!r} cannot be opened for writing ({error.strerror}); pass a "
+                "folder that you may write to"
+            ) from error
+
+    def _add(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
+        if self._writer is not None:
+            with self._failures_told():
+                self._writer.add_scalar(name, value, step, walltime=walltime)
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    @contextlib.contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        """Give the log up where TensorBoard fails: its thread that writes does not begin again after an error."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, training matters more
+            self._writer = None
+            if not self._has_complained:
+                self._has_complained = True
+                write_line(
+                    f"autoaccum: the event file in {str(self.log_dir)!r} cannot be written ({first_line(error)}); "
+                    "training goes on without it"
+                )
 
 
 def _step_scalars(report: StepReport) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
+
+from autoaccum.output import write_line
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Notices:
             return
         self._said[key] = text
         if not self.silent:
-            print(f"autoaccum: {text}", file=sys.stderr, flush=True)  # noqa: T201 - what it is for
+            write_line(f"autoaccum: {text}")
 
     @property
     def texts(self) -> tuple[str, ...]:

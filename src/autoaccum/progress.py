@@ -8,11 +8,12 @@ it, and a thread that draws meanwhile would be in the way of both.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -31,9 +32,10 @@ from autoaccum.arguments import is_one_of, shown
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import format_bytes
+from autoaccum.output import Dropping, is_terminal, write_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
@@ -62,7 +64,7 @@ def progress_for(progress: bool | str | Callback) -> Callback:
         return Callback()
     if progress is True or is_one_of(progress, ["auto"]):
         # isatty, not rich's own idea of a terminal: FORCE_COLOR would put a bar into a log file.
-        progress = "bar" if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else "lines"
+        progress = "bar" if is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb" else "lines"
     if is_one_of(progress, ["bar"]):
         return RichProgress()
     if is_one_of(progress, ["lines"]):
@@ -89,11 +91,7 @@ class OtherRank(Callback):
         if self._silent:
             return
         what = "" if event.size is None else f" of {event.size} samples"
-        print(  # noqa: T201 - what it is for
-            f"autoaccum: rank {self._rank}: out of memory in step {step}, {event.phase}{what}: {event.message}",
-            file=sys.stderr,
-            flush=True,
-        )
+        write_line(f"autoaccum: rank {self._rank}: out of memory in step {step}, {event.phase}{what}: {event.message}")
 
 
 def format_cut(micro_batches: Sequence[int]) -> str:
@@ -266,7 +264,7 @@ class LineProgress(Callback):
         self._last_line = time.monotonic()
 
     def _write(self, text: str) -> None:
-        print(f"autoaccum: {text}", file=self._file or sys.stderr, flush=True)
+        write_line(f"autoaccum: {text}", self._file)
 
 
 class RichProgress(Callback):
@@ -288,7 +286,7 @@ class RichProgress(Callback):
         """Begin to draw."""
         self._tally = _Tally(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         # Made here rather than in __init__, so that it draws on the stderr of the call.
-        console = self._console or Console(stderr=True)
+        console = self._console or Console(file=cast("IO[str]", Dropping(sys.stderr)))
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -306,9 +304,10 @@ class RichProgress(Callback):
             # What else is written to stderr meanwhile then appears above the bar. The same goes for stdout
             # where it is the terminal too; where it is a file or a pipe it must stay what it is.
             redirect_stderr=True,
-            redirect_stdout=sys.stdout.isatty(),
+            redirect_stdout=is_terminal(sys.stdout),
         )
-        self._live.start(refresh=True)
+        with _dropped():
+            self._live.start(refresh=True)
 
     def on_trial(self, trial: Trial) -> None:
         """Print a line above the bar: the size and whether it fits."""
@@ -362,14 +361,17 @@ class RichProgress(Callback):
             return
         if result is not None and self._tally.report is not None:
             self._update()
-        live.stop()
+        with _dropped():
+            live.stop()
         if result is not None:
-            live.console.print(Text(_summary_text(result), style="bold"))
+            with _dropped():
+                live.console.print(Text(_summary_text(result), style="bold"))
 
     def _draw(self) -> None:
         self._update()
         if self._live is not None:
-            self._live.refresh()
+            with _dropped():
+                self._live.refresh()
         self._last_draw = time.monotonic()
 
     def _update(self) -> None:
@@ -383,7 +385,17 @@ class RichProgress(Callback):
 
     def _print(self, what: RenderableType) -> None:
         if self._live is not None:
-            self._live.console.print(what)
+            with _dropped():
+                self._live.console.print(what)
+
+
+@contextlib.contextmanager
+def _dropped() -> Iterator[None]:
+    """Drop what cannot be drawn; of a pipe that nobody reads, rich makes SystemExit."""
+    try:
+        yield
+    except (OSError, ValueError, SystemExit):
+        return
 
 
 def _total_steps(*, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> int | None:

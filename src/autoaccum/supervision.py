@@ -156,7 +156,10 @@ class Supervision:
             raise
         except StartAgainError as error:
             if self._keeping is not None and error.micro_batch is not None:
-                self._keeping.saver.note_lack(error.micro_batch, str(error))
+                try:
+                    self._keeping.saver.note_lack(error.micro_batch, str(error))
+                except OSError as failure:  # which must not take the place of the reason to start again
+                    error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise
         except DeviceLostError as error:
             if self._keeping is None or self._keeping.saver.newest is None:

@@ -10,6 +10,7 @@ from autoaccum import devices, signals
 from autoaccum.checkpoint import Contents
 from autoaccum.course import Course
 from autoaccum.keeping import Keeping
+from autoaccum.outside import Outside
 from autoaccum.records import FitResult
 from autoaccum.runners import Runners
 from autoaccum.schedule import Schedule
@@ -108,7 +109,7 @@ class Training:
         self._runners = Runners(
             step,
             self._course,
-            callbacks,
+            [Outside(callback, step.memory) for callback in callbacks],
             notices,
             finding=finding,
             fallbacks=fallbacks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.evaluation import Evaluator
+from autoaccum.outside import drawn
 from autoaccum.peeking import can_be_looked_at, left_as_it_was
 from autoaccum.state import Mark
 
@@ -73,7 +74,9 @@ class Validation:
         mark.take()
         try:
             with left_as_it_was(self._val_loader):
-                self._evaluator.try_out(iter(self._val_loader))
+                with self._step.memory.lifted():
+                    batches = iter(self._val_loader)
+                self._evaluator.try_out(drawn(batches, self._step.memory))
         finally:
             mark.put_back()
             self._random.assume(before)
@@ -95,7 +98,7 @@ class Validation:
         try:
             with self._step.memory.lifted():
                 batches = iter(self._part)
-            evaluation = self._evaluator.run(batches, trained_size=trained_size)
+            evaluation = self._evaluator.run(drawn(batches, self._step.memory), trained_size=trained_size)
         except BaseException:
             if mark is not None:
                 mark.put_back()

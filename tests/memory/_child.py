@@ -205,6 +205,252 @@ def _refuse(*arguments):
     raise RuntimeError("could not create a primitive")
 
 
+def check_second_thread_is_refused(host, torch):
+    import threading
+
+    from autoaccum.errors import InvalidInputError
+    from autoaccum.memory import Host
+
+    before, entered, seen = _soft(), threading.Event(), {}
+    refused = threading.Event()
+
+    def first():
+        with host.limited(200 * _MIB):
+            seen["limited"] = _soft()
+            entered.set()
+            refused.wait(60)
+
+    thread = threading.Thread(target=first, name="first")
+    thread.start()
+    entered.wait(60)
+    try:
+        with Host().limited(100 * _MIB):
+            pass
+    except InvalidInputError as error:
+        seen["refusal"] = str(error)
+    refused.set()
+    thread.join()
+    after = _soft()
+    with Host().limited(100 * _MIB):
+        seen["afterwards"] = "limited" if _soft() != before else "not limited"
+    return {"before": before, "after": after, **seen}
+
+
+def check_limits_nest_and_end_in_any_order(host, torch):
+    from autoaccum.memory import Host, _glibc
+
+    before, seen, thresholds = _soft(), {}, []
+    set_thresholds = _glibc._set_thresholds
+    _glibc._set_thresholds = lambda *sizes: (thresholds.append(sizes[0]), set_thresholds(*sizes))
+    outer, inner = host.limited(200 * _MIB), Host().limited(100 * _MIB)
+    outer.__enter__()
+    seen["outer"] = _soft()
+    with Host().limited(10_000 * _MIB):
+        seen["wider"] = _soft()
+    inner.__enter__()
+    seen["inner"] = _soft()
+    outer.__exit__(None, None, None)
+    seen["outer_ended_first"] = _soft()
+    inner.__exit__(None, None, None)
+    _glibc._set_thresholds = set_thresholds
+    return {"before": before, "after": _soft(), "thresholds": thresholds, **seen}
+
+
+def check_limit_within_a_lifted_one_holds(host, torch):
+    from autoaccum.memory import Host
+
+    before, seen, other = _soft(), {}, Host()
+    with host.limited(200 * _MIB):
+        seen["outer"] = _soft()
+        with host.lifted():
+            seen["lifted"] = _soft()
+            with other.limited(10_000 * _MIB):
+                seen["within"] = _soft()
+                seen["room"] = other.reading().limit_bytes
+            seen["lifted_again"] = _soft()
+        seen["lowered_again"] = _soft()
+    return {"before": before, **seen}
+
+
+def check_interrupt_at_every_line_leaves_no_limit(host, torch):
+    from autoaccum.memory import Host, _process
+    from autoaccum.memory import host as module
+
+    module._warm_up = lambda: None  # which takes milliseconds and sets nothing
+    files, before, tries, left = (module.__file__, _process.__file__), _soft(), 0, []
+    own = Host()
+    own.release = lambda: None
+    done = False
+    while not done:
+        interrupt = _Interrupt(tries, files)
+        sys.settrace(interrupt)
+        try:
+            with own.limited(200 * _MIB), own.lifted():
+                pass
+        except KeyboardInterrupt:
+            pass
+        sys.settrace(None)
+        done, tries = interrupt.where is None, tries + 1
+        own._entered = False
+        if _soft() != before or _process.owner._entered or module._ONEDNN_CACHE in os.environ:
+            left.append(interrupt.where)
+            _process.owner._forget()
+    return {"tries": tries, "left": left}
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt before one line of some files, as a signal would where none are held back."""
+
+    def __init__(self, number, files):
+        self._left, self._files = number, files
+        self.where = None
+
+    def __call__(self, frame, event, argument):
+        import signal
+
+        if frame.f_code.co_filename not in self._files or frame.f_code.co_name == "__del__":
+            return None  # Python drops what is raised in __del__
+        if event == "line" and self.where is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            if self._left == 0:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+            self._left -= 1
+        return self
+
+
+def check_limit_that_cannot_be_set_leaves_nothing(host, torch):
+    from autoaccum.memory import Host
+
+    before, said = _soft(), "nothing"
+    set_limit, resource.setrlimit = resource.setrlimit, _refuse_to_set
+    try:
+        with host.limited(200 * _MIB):
+            pass
+    except ValueError as error:
+        said = f"{type(error).__name__}: {error}"
+    resource.setrlimit = set_limit
+    after = _soft()
+    with Host().limited(100 * _MIB):
+        following = "limited" if _soft() != before else "not limited"
+    return {"before": before, "after": after, "said": said, "next": following}
+
+
+def _refuse_to_set(kind, limits):
+    raise ValueError("refused")
+
+
+def check_hard_limit_that_was_lowered_meanwhile_stays(host, torch):
+    # The last of the checks: a hard limit cannot be raised again.
+    with host.limited(200 * _MIB):
+        resource.setrlimit(resource.RLIMIT_DATA, (_soft(), 2**40))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    return {"after": soft, "hard": hard}
+
+
+ASK = "import resource; print(resource.getrlimit(resource.RLIMIT_DATA)[0])"
+
+
+def _asked():
+    return int(subprocess.run([sys.executable, "-S", "-c", ASK], capture_output=True, text=True, check=True).stdout)
+
+
+def check_processes_do_not_inherit_the_limit(host, torch):
+    import multiprocessing
+
+    import autoaccum
+
+    before, seen = _soft(), {}
+
+    class Model(torch.nn.Linear):
+        def forward(self, inputs):
+            if "limited" not in seen:
+                seen["limited"] = _soft()
+                reading, writing = os.pipe()
+                child = os.fork()
+                if child == 0:
+                    os.write(writing, str(_soft()).encode())
+                    os._exit(0)
+                os.waitpid(child, 0)
+                seen["fork in a step"] = int(os.read(reading, 100))
+                queue = multiprocessing.get_context("fork").SimpleQueue()
+                process = multiprocessing.get_context("fork").Process(target=lambda: queue.put(_soft()))
+                process.start()
+                seen["multiprocessing fork in a step"] = queue.get()
+                process.join()
+            return super().forward(inputs)
+
+    class Starts(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            seen.setdefault("callback", _asked())
+
+    def batches():
+        for _ in range(2):
+            seen["loader"] = _asked()
+            yield torch.ones(4, 2), torch.ones(4, 1)
+
+    autoaccum.fit(
+        Model(2, 1),
+        batches(),
+        4,
+        device="cpu",
+        micro_batch=4,
+        memory_limit="200MiB",
+        callbacks=[Starts()],
+        progress=False,
+    )
+    return {"before": before, **seen}
+
+
+def check_fit_in_a_second_thread_and_in_a_callback(host, torch):
+    import threading
+
+    import autoaccum
+    from autoaccum.errors import InvalidInputError
+
+    before, steps, refusals, nested = _soft(), [], [], []
+
+    def train(callbacks=()):
+        batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+        return autoaccum.fit(
+            torch.nn.Linear(2, 1),
+            batches,
+            4,
+            device="cpu",
+            micro_batch=4,
+            memory_limit="200MiB",
+            callbacks=list(callbacks),
+            progress=False,
+        ).steps
+
+    class Nests(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            nested.append(train())
+
+    def until_it_may():
+        while True:
+            try:
+                steps.append(train([Nests()] if not nested else ()))
+            except InvalidInputError as error:
+                refusals.append(str(error))
+            else:
+                return
+
+    threads = [threading.Thread(target=until_it_may) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = refusals[0] if refusals else ""
+    return {
+        "before": before,
+        "after": _soft(),
+        "steps": steps,
+        "in_a_callback": nested[0],
+        "refusals": len(refusals),
+        "said": said,
+    }
+
+
 def main(names):
     import torch
 

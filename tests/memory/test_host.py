@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import Host, _glibc, _linux
+from autoaccum.memory import Host, _linux
 from memory._child import run_checks
 
 MIB = 2**20
@@ -209,19 +209,6 @@ def test_container_whose_path_lies_outside_its_mount_reads_the_mount_itself(tmp_
 
 def test_system_without_control_groups_has_no_group_limits(tmp_path):
     assert list(_linux.group_limits(tmp_path)) == []
-
-
-def test_allocator_stays_settled_until_the_outermost_context_ends(monkeypatch):
-    seen = []
-    monkeypatch.setattr(_glibc, "_set_thresholds", lambda *sizes: seen.append(sizes))
-
-    with _glibc.settled():
-        with _glibc.settled():
-            pass
-        inner_done = list(seen)
-
-    assert {sizes[0] for sizes in inner_done} == {128 * 1024}
-    assert seen[-1][0] > 128 * 1024
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.jobs.last_words import slurm_words
 from autoaccum.jobs.launchers import KILLED
 from autoaccum.jobs.slurm_folder import FINAL, JobFolder, Restart
+from autoaccum.output import write_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +132,7 @@ def _tail(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"autoaccum: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the job's log
+    write_line(f"autoaccum: {text}")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,9 @@ glibc nothing here does anything.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # From <malloc.h>.
 _M_TRIM_THRESHOLD = -1
@@ -29,25 +24,19 @@ _SETTLED_BYTES = 128 * 1024
 _GROWN_MMAP_BYTES = 32 * 1024 * 1024
 _GROWN_TRIM_BYTES = 64 * 1024 * 1024
 
-_depth = 0
+
+def settle() -> None:
+    """Make freed blocks of 128 KiB and more go back to the kernel at once."""
+    _set_thresholds(_SETTLED_BYTES, _SETTLED_BYTES)
 
 
-@contextlib.contextmanager
-def settled() -> Iterator[None]:
-    """Make freed blocks of 128 KiB and more go back to the kernel at once, until the outermost context ends.
+def unsettle() -> None:
+    """Undo that.
 
-    The thresholds cannot be read, so on exit they get the values that glibc itself arrives at in a training
-    process; it does not adjust them by itself again.
+    The thresholds cannot be read, so they get the values that glibc itself arrives at in a training process; it does
+    not adjust them by itself again.
     """
-    global _depth  # noqa: PLW0603 - the allocator is the process's, and so is its state
-    _depth += 1
-    try:
-        _set_thresholds(_SETTLED_BYTES, _SETTLED_BYTES)
-        yield
-    finally:
-        _depth -= 1
-        if _depth == 0:
-            _set_thresholds(_GROWN_MMAP_BYTES, _GROWN_TRIM_BYTES)
+    _set_thresholds(_GROWN_MMAP_BYTES, _GROWN_TRIM_BYTES)
 
 
 def trim() -> None:

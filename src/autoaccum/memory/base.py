@@ -64,9 +64,10 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def lifted(self) -> AbstractContextManager[None]:
-        """Suspend the limit, so that processes started meanwhile (a loader's workers) do not inherit it.
+        """Suspend the limit for what is not the step's: files, loaders, callbacks, and the processes that they start.
 
-        Does nothing where a limit is not inherited, or none is in force.
+        A process inherits the limit that holds when it is started. Does nothing where a limit is not inherited, or
+        none is in force.
         """
 
     def elsewhere(self) -> AbstractContextManager[None]:

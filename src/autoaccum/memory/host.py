@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from autoaccum import signals
 from autoaccum.errors import DeviceLostError, InvalidInputError
 from autoaccum.memory import _glibc, _linux, _mkl
+from autoaccum.memory._process import owner
 from autoaccum.memory.base import MemoryBackend
 from autoaccum.memory.limits import format_bytes
 from autoaccum.oom import first_line, is_oom
@@ -69,7 +71,6 @@ class Host(MemoryBackend):
         self.device = torch.device("cpu")
         self.name = "host memory"
         self._limit_bytes: int | None = None
-        self._rlimit_before: tuple[int, int] | None = None
         self._entered = False
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
@@ -99,9 +100,8 @@ class Host(MemoryBackend):
             limit_bytes: The limit, beyond what is held now; a tighter one that holds anyway stays in force.
 
         Raises:
-            InvalidInputError: The limit is not positive, the process already reached one that holds anyway,
-            the
-                system cannot enforce one, or another context of this backend is still open.
+            InvalidInputError: The limit is not positive, the process already reached one that holds anyway, the system
+                cannot enforce one, another thread is limited, or another context of this backend is still open.
         """
         if self._entered:
             raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
@@ -114,18 +114,9 @@ class Host(MemoryBackend):
         finally:
             self._entered = False
 
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Put the soft limit back to what it was before `limited`, for processes that are started inside."""
-        if self._rlimit_before is None:
-            yield
-            return
-        lowered = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, self._rlimit_before)
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, lowered)
+    def lifted(self) -> contextlib.AbstractContextManager[None]:
+        """Suspend the limits of this thread, those of other backends included, for what is not to be held to them."""
+        return owner.lifted()
 
     def reset_peak(self) -> None:
         """Let the kernel count the peak anew."""
@@ -203,22 +194,27 @@ class Host(MemoryBackend):
             self._begin()
             yield
             return
-        with _glibc.settled():
-            with _one_primitive_cached():
+        hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
+        try:
+            for bound, held in _process_limits():
+                # Asked before the warm-up, which would run out of memory itself.
+                if held >= bound:
+                    raise self._no_room(limit_bytes, held, bound)
+            with signals.held(), _one_primitive_cached():
                 _warm_up()
             self._begin()
-            before = resource.getrlimit(resource.RLIMIT_DATA)
-            held_anyway = [bound for bound in before if bound != resource.RLIM_INFINITY]
-            bound = min([self._data_then + limit_bytes, *held_anyway])
+            held_anyway = owner.tightest()
+            bound = self._data_then + limit_bytes
+            if held_anyway is not None:
+                bound = min(bound, held_anyway)
             if bound <= self._data_then:
                 raise self._no_room(limit_bytes, self._data_then, bound)
-            resource.setrlimit(resource.RLIMIT_DATA, (bound, before[1]))
-            self._rlimit_before, self._limit_bytes = before, bound - self._data_then
-            try:
-                yield
-            finally:
-                self._rlimit_before = self._limit_bytes = None
-                resource.setrlimit(resource.RLIMIT_DATA, before)
+            hold.lower(bound)
+            self._limit_bytes = bound - self._data_then
+            yield
+        finally:
+            self._limit_bytes = None
+            hold.release()
 
     def _check_onednn(self) -> None:
         try:
@@ -245,16 +241,11 @@ class Host(MemoryBackend):
                 "that takes Linux (RLIMIT_DATA, /proc/self/status); leave memory_limit out, or set micro_batch"
             )
 
-        for bound, held in _process_limits():
-            # Asked before the warm-up, which would run out of memory itself.
-            if held >= bound:
-                raise self._no_room(limit_bytes, held, bound)
-
     def _no_room(self, limit_bytes: int, held: int, bound: int) -> InvalidInputError:
         return InvalidInputError(
             f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory: this process "
             f"already holds {format_bytes(held)} of the {format_bytes(bound)} that its resource limits allow; "
-            "raise them (ulimit -d, ulimit -v)"
+            "raise them (ulimit -d, ulimit -v), or the memory_limit of the call around this one"
         )
 
     def _begin(self) -> None:
@@ -342,8 +333,8 @@ def _one_primitive_cached() -> Iterator[None]:
     if _ONEDNN_CACHE in os.environ:
         yield
         return
-    os.environ[_ONEDNN_CACHE] = "1"
     try:
+        os.environ[_ONEDNN_CACHE] = "1"
         yield
     finally:
-        del os.environ[_ONEDNN_CACHE]
+        os.environ.pop(_ONEDNN_CACHE, None)

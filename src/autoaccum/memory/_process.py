@@ -1,0 +1,158 @@
+"""The one owner of what a limit on host memory changes in the whole process: RLIMIT_DATA and the allocator's settings.
+
+Each limit in force is a hold. The process is held to the tightest of them, and the last hold that is given back puts
+everything back. Holds nest within one thread. Another thread is refused: `ensure` asks for memory and then uses it, and
+two trainings that ask at the same time are both promised the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from autoaccum import signals
+from autoaccum.errors import InvalidInputError
+from autoaccum.memory import _glibc
+
+try:
+    import resource
+except ImportError:  # Windows, which has no limit to own
+    resource = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# In place of a bound: the limit is suspended, for whatever was entered before.
+_LIFTED = -2
+
+
+class Hold:
+    """A share in the settings of the process.
+
+    It is given back by `release`, and at the latest when nothing refers to it any more: an interrupt that lands where
+    no handler is set up yet must not leave the process limited.
+    """
+
+    __slots__ = ("_key", "_owner")
+
+    def __init__(self, owner: Owner, key: int) -> None:
+        self._owner = owner
+        self._key = key
+
+    def lower(self, bound: int) -> None:
+        """Hold the process to `bound` bytes of data, unless it is held to less."""
+        self._owner._set(self._key, bound)
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing."""
+        with signals.held():
+            self._owner._release(self._key)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_key"):  # else an interrupt came before it
+            self.release()
+
+
+class Owner:
+    """Sets the limit of the process by all holds together, and puts back what was there before the first."""
+
+    def __init__(self) -> None:
+        # A hold may be collected, and so given back, while its own thread is in here.
+        self._lock = threading.RLock()
+        self._keys = itertools.count()
+        self._thread: tuple[int, str] | None = None
+        self._entered: dict[int, int | None] = {}  # in the order of entry: a bound, _LIFTED, or no bound yet
+        self._before: int | None = None
+        self._follows_forks = False
+
+    def hold(self, what: str) -> Hold:
+        """Return a hold, with which the allocator is settled.
+
+        Args:
+            what: What is to be limited, for the message.
+
+        Raises:
+            InvalidInputError: Another thread holds the process to a limit.
+        """
+        with self._lock:
+            me = threading.get_ident()
+            if self._entered and self._thread is not None and self._thread[0] != me:
+                raise InvalidInputError(
+                    f"{what} cannot be set in this thread: the limit (RLIMIT_DATA) is the whole process's, and the "
+                    f"thread {self._thread[1]!r} works under one; run one after the other, or each in a process of "
+                    "its own"
+                )
+            if not self._follows_forks:
+                os.register_at_fork(after_in_child=self._forget)
+                self._follows_forks = True
+            hold = Hold(self, next(self._keys))
+            self._thread = me, threading.current_thread().name
+            self._entered[hold._key] = None
+            _glibc.settle()
+            return hold
+
+    def tightest(self) -> int | None:
+        """Return the least that the process may hold by its own limits and by all holds; None for no such bound."""
+        bounds = [*resource.getrlimit(resource.RLIMIT_DATA), *self._bounds()]
+        return min((bound for bound in bounds if bound != resource.RLIM_INFINITY), default=None)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Suspend the limit of the present thread, if it has one; a limit that is entered inside holds again."""
+        if not self._entered or self._thread is None or self._thread[0] != threading.get_ident():
+            yield
+            return
+        lift = Hold(self, next(self._keys))
+        try:
+            self._set(lift._key, _LIFTED)
+            yield
+        finally:
+            self._release(lift._key)
+
+    def _set(self, key: int, bound: int) -> None:
+        with self._lock:
+            if self._before is None:
+                self._before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+            self._entered[key] = bound
+            self._apply(self._entered)
+
+    def _release(self, key: int) -> None:
+        with self._lock:
+            if key not in self._entered:
+                return
+            # The key goes last: what an interrupt leaves half-done here, the collected hold does once more.
+            left = {other: bound for other, bound in self._entered.items() if other != key}
+            self._apply(left)
+            if not left:
+                _glibc.unsettle()
+                self._before = None
+            del self._entered[key]
+
+    def _bounds(self) -> list[int]:
+        return [bound for bound in self._entered.values() if bound is not None and bound != _LIFTED]
+
+    def _apply(self, entered: dict[int, int | None]) -> None:
+        """Set the soft limit by those that are entered; the hard one, which a user may lower meanwhile, stays."""
+        if self._before is None:
+            return
+        bounds = [bound for bound in entered.values() if bound is not None]
+        is_free = not bounds or bounds[-1] == _LIFTED
+        soft = self._before if is_free else min(bound for bound in bounds if bound != _LIFTED)
+        now, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        within = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+        soft = min(within, default=resource.RLIM_INFINITY)
+        if soft != now:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def _forget(self) -> None:
+        """Take the limit off a child of a fork, which trains nothing: it inherits what its parent had before."""
+        # Another thread of the parent may have held the lock, and is not in the child to let it go.
+        self._lock = threading.RLock()
+        self._apply({})
+        self._entered, self._thread, self._before = {}, None, None
+
+
+owner = Owner()

@@ -1,0 +1,124 @@
+"""Lines for people, on stderr. A line that cannot be written is dropped: output never ends a training.
+
+The reader of a pipe may be gone, the disk of a log full, stderr closed. What was dropped is counted, and said with the
+next line that can be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, TextIO
+
+_dropped = 0
+
+
+def write_line(text: str, file: TextIO | None = None) -> bool:
+    """Write a line; return False where that is not possible.
+
+    Args:
+        text: The line.
+        file: Where to; None: `sys.stderr` as it is at the time, which can be None.
+    """
+    global _dropped  # noqa: PLW0603 - stderr is the process's
+    stream = sys.stderr if file is None else file
+    if stream is None:
+        return False
+    missing = f"autoaccum: {_dropped} lines before this one could not be written\n" if _dropped and file is None else ""
+    try:
+        stream.write(f"{missing}{text}\n")
+        stream.flush()
+    except (OSError, ValueError):  # a closed file, or a character that its encoding has not, is a ValueError
+        drop_pending(stream)
+        if file is None:
+            _dropped += 1
+        return False
+    if file is None:
+        _dropped = 0
+    return True
+
+
+def drop_pending(stream: Any) -> None:
+    """Drop what a stream holds and cannot write: Python would try again at its exit, and end with exit code 120.
+
+    A buffer can only be emptied by writing it, so its descriptor stands for the null device meanwhile.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = stream.fileno()
+        kept, null = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, descriptor)
+            stream.flush()
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+            os.close(null)
+
+
+class Dropping:
+    """A text stream that drops what cannot be written; for libraries that write to it by themselves.
+
+    Args:
+        stream: The stream; None for one that is closed.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError):
+                drop_pending(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop."""
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                drop_pending(self._stream)
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return is_terminal(self._stream)
+
+    def fileno(self) -> int:
+        """Return the stream's descriptor."""
+        if self._stream is None:
+            raise OSError("the stream is closed")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        """The stream's encoding."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream, which may be None or closed, is a terminal."""
+    try:
+        return stream is not None and bool(stream.isatty())
+    except (OSError, ValueError):
+        return False
+
+
+def stand_in_for_closed() -> None:
+    """Open the null device where the process was started with stderr closed (`2>&-`).
+
+    Else the next file that is opened gets its descriptor, and what native code writes to stderr goes into that file.
+    """
+    if sys.stderr is not None:
+        return
+    try:
+        os.fstat(2)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != 2:  # noqa: PLR2004 - stderr's
+            os.dup2(null, 2)
+            os.close(null)
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for the life of the process

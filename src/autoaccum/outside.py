@@ -1,0 +1,52 @@
+"""What is called outside of the memory limit, which is the training step's: callbacks and loaders.
+
+A process that they start would inherit the limit, and what they hold themselves still counts when the next step begins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from autoaccum.memory.base import MemoryBackend
+
+
+class Outside(Callback):
+    """Passes every event on to a callback, with the limit lifted meanwhile.
+
+    Args:
+        callback: The callback.
+        memory: Whose limit is lifted.
+    """
+
+    def __init__(self, callback: Callback, memory: MemoryBackend) -> None:
+        self._callback = callback
+        self._memory = memory
+
+
+def _passing(event: str) -> Callable[..., None]:
+    def passing(self: Outside, *arguments: Any, **keywords: Any) -> None:
+        with self._memory.lifted():
+            getattr(self._callback, event)(*arguments, **keywords)
+
+    return passing
+
+
+for _event in [name for name in vars(Callback) if name.startswith("on_")]:
+    setattr(Outside, _event, _passing(_event))
+
+
+def drawn(batches: Iterator[Any], memory: MemoryBackend) -> Iterator[Any]:
+    """Yield what a loader gives, with the limit lifted while it works."""
+    while True:
+        with memory.lifted():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
+        del batch
