@@ -53,9 +53,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], 
         _need(number not in known or isinstance(values, dict), f"optimizer: state {number!r}", "is no dictionary")
     if any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         _check_marks(saved["state"])
-    elif _can_step(optimizer):
-        error = _error_of_step(optimizer, saved)
-        if error is not None:
+    elif (fresh := _fresh(optimizer)) is not None:
+        if type(optimizer).__module__.startswith("torch.optim"):
+            _check_state(saved, fresh)
+        try:
+            _stepped(optimizer, saved)
+        except Exception as error:
             raise MalformedError(f"optimizer: its state does not serve a step ({_line(error)})") from error
 
 
@@ -168,23 +171,41 @@ def _need(is_so: bool, where: str, otherwise: str) -> None:
 # --- an optimizer's step on shapes ------------------------------------------------------------------------------------
 
 
-def _can_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fresh optimizer of this kind can step on stand-ins."""
+def _fresh(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return a stand-in for a fresh optimizer of this kind that has stepped; None where it cannot without numbers."""
     if optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks:
-        return False  # they would take the stand-in for an optimizer of the training
-    return _error_of_step(optimizer, {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}) is None
-
-
-def _error_of_step(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Exception | None:
-    """Return what a step with a saved state raises; None where it raises nothing."""
-    try:
-        stand_in = _stand_in(optimizer, saved)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            type(stand_in).step(stand_in)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the training would meet it
-        return error
+        return None  # they would take the stand-in for an optimizer of the training
+    with contextlib.suppress(Exception):
+        return _stepped(optimizer, {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
     return None
+
+
+def _stepped(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return a stand-in with a saved state that has stepped; whatever that raises, the training would meet."""
+    made = _stand_in(optimizer, saved)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        type(made).step(made)
+    return made
+
+
+def _check_state(saved: Mapping[str, Any], fresh: torch.optim.Optimizer) -> None:
+    """Look whether what is saved of each parameter is of the kind that a step makes."""
+    for group, kept in zip(fresh.param_groups, saved["param_groups"], strict=True):
+        for number, parameter in zip(kept["params"], group["params"], strict=True):
+            made, values = fresh.state.get(parameter, {}), saved["state"].get(number, {})
+            for name in made.keys() & values.keys():
+                _check_value(name, values[name], made[name], f"optimizer: state {number}: {name}")
+
+
+def _check_value(name: str, there: Any, here: Any, where: str) -> None:
+    if name == "step":
+        # Some versions of torch keep it as a tensor, some as a number.
+        _need(_is_number(there) and 0 <= float(there) < _LARGEST, where, "is no count of steps")
+    elif isinstance(here, Tensor):
+        _need(isinstance(there, Tensor) and there.shape == here.shape, where, f"is not of shape {tuple(here.shape)}")
+        _need(there.is_floating_point() == here.is_floating_point(), where, f"is of {there.dtype}")
+        _need(there.is_complex() == here.is_complex(), where, f"is of {there.dtype}")
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -315,17 +315,11 @@ def _check_optimizer(optimizer: Any) -> None:
             mapping(group, f"param_groups: {place}", {"params"})
             is_list = type(group["params"]) is list and all(type(one) is int for one in group["params"])
             _need(is_list, f"param_groups: {place}: params", "is no list of numbers")
-        names = optimizer.get("parameters")
-        _need(
-            names is None or (type(names) is list and all(_is_names(each) for each in names)),
-            "parameters",
-            "is no list of names",
-        )
-        _need(
-            names is None or [len(each) for each in names] == [len(group["params"]) for group in groups],
-            "parameters",
-            "has another number of names than there are parameters",
-        )
+        if "parameters" in optimizer:
+            names = optimizer["parameters"]
+            _need(type(names) is list and all(map(_is_names, names)), "parameters", "is no list of names")
+            numbers = [len(group["params"]) for group in groups]
+            _need([len(each) for each in names] == numbers, "parameters", "has not a name for each parameter")
 
 
 def _check_scaler(scaler: Any) -> None:
