@@ -1,4 +1,4 @@
-"""Checkpoints of a small run that are damaged in every way: flipped bits, one field in place of another, hostile pickles.
+"""Checkpoints of small runs that are damaged in every way: flipped bits, single fields, hostile pickles.
 
 A damaged file is resumed by `fit` itself. What counts is that it raises autoaccum's own error or goes on, and that an
 error leaves everything as it was.
@@ -251,9 +251,12 @@ def damages(value):
             "minus five": (value * 0 - 5) if value.is_floating_point() else value * 0,
         }
     if isinstance(value, np.ndarray):
-        found |= {"shorter": value[:-1], "float16": value.astype(np.float16), "two dimensions": value[None]}
+        found |= {"shorter": value[:-1], "float32": value.astype(np.float32), "two dimensions": value[None]}
     if isinstance(value, list | tuple) and value:
-        found |= {"one less": value[:-1], "one more": (*value, value[0]) if isinstance(value, tuple) else [*value, value[0]]}
+        found |= {
+            "one less": value[:-1],
+            "one more": (*value, value[0]) if isinstance(value, tuple) else [*value, value[0]],
+        }
     return found
 
 
@@ -302,7 +305,7 @@ def outcome(name, content, folder):
 
 
 def draw(contents, seed, count):
-    """Return so many damages, each as the name of a configuration, a path, the damage's name and the damaged content."""
+    """Yield so many damages, each as a configuration's name, a path, the damage's name and the damaged content."""
     drawn = random.Random(seed)  # noqa: S311
     names = list(contents)
     all_places = {name: list(places(content)) for name, content in contents.items()}
@@ -360,7 +363,7 @@ class Hostile:
 
 
 def hostile(mark):
-    """Return objects that a trusting reader rebuilds by running code of the file's, which would make the file `mark`."""
+    """Return objects that a trusting reader rebuilds by running the file's code, which would make the file `mark`."""
     command = f"touch {mark}"
     dtype = np.dtype("V8")
     return {
@@ -379,7 +382,7 @@ def hostile(mark):
         "NumPy's dtype with a state of its own": Hostile(
             np.dtype, "V8", False, True, state=(3, "|", dtype, None, None, 8, 1, 0x3F)
         ),
-        "NumPy's random state": np.random.RandomState(1),  # noqa: NPY002
+        "NumPy's random state": np.random.RandomState(1),
     }
 
 

@@ -47,7 +47,9 @@ def test_no_flipped_bit_loads_other_values(contents, folders, tmp_path):
         *range(8 * len(whole) - 8 * 90, 8 * len(whole), 7),  # the digest
     ]
 
-    losses = damaged.flips(tmp_path / path.name, whole, contents[FIRST], [one for one in chosen if one < 8 * len(whole)])
+    chosen = [one for one in chosen if one < 8 * len(whole)]
+
+    losses = damaged.flips(tmp_path / path.name, whole, contents[FIRST], chosen)
 
     assert list(losses) == []
 

@@ -11,9 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-import damaged_checkpoints as damaged
 from attacks.row import Row
 
+import damaged_checkpoints as damaged
 from autoaccum import AutoaccumError
 from autoaccum.notices import Notices
 from autoaccum.packing import packed
@@ -39,7 +39,7 @@ def _flips(run: Path, folder: Path, seed: int, share: float) -> Row:
     path, content = Storage(run).read_newest(Notices(silent=True))
     whole = path.read_bytes()
     count = min(8 * len(whole), max(1, int(_FLIPS * share)))
-    chosen = random.Random(seed).sample(range(8 * len(whole)), count)
+    chosen = random.Random(seed).sample(range(8 * len(whole)), count)  # noqa: S311
     losses = tuple(damaged.flips(folder / path.name, whole, content, chosen))
     return Row("one bit of a checkpoint flipped", count, losses, f"{8 * len(whole):,} bits")
 
