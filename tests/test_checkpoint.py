@@ -18,6 +18,8 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
+from autoaccum.notices import Notices
+from autoaccum.storage import Storage
 from long_runs import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -736,12 +738,12 @@ def test_checkpoint_of_another_target_batch_is_refused(folder, monkeypatch):
 
 
 def test_checkpoint_from_a_newer_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "_FORMAT_OF_ONE", 99)
+    monkeypatch.setattr(checkpoint_module, "FORMAT", 99)
     stopped_at(3, tmp_path)
     monkeypatch.undo()
 
     with pytest.raises(
-        CheckpointError, match=r"in format 99, and this one, .*, reads formats up to 3; use that version"
+        CheckpointError, match=r"in format 99, and this one, .*, reads formats up to 4; use that version"
     ):
         Run(checkpoint=tmp_path).fit()
 
@@ -787,11 +789,11 @@ def test_checkpoint_of_another_device_is_gone_on_from_and_its_random_state_is_sa
     tmp_path, undisturbed, capsys
 ):
     stopped_at(7, tmp_path)
-    (path,) = tmp_path.iterdir()
-    content = torch.load(path, weights_only=True)
+    storage = Storage(tmp_path)
+    _, content = storage.read_newest(Notices(silent=True))
     on_card = torch.zeros(16, dtype=torch.uint8)
     states = content["random"]
-    torch.save(content | {"device": "cuda", "random": (states[0], on_card, *states[2:])}, path)
+    storage.write(content | {"device": "cuda", "random": (states[0], on_card, *states[2:])}, content["windows"])
     run = Run(checkpoint=tmp_path)
 
     run.fit(progress="lines")

@@ -1,29 +1,30 @@
 """What a checkpoint of a training run holds: taken as plain values and tensors, checked, put back bit for bit.
 
-A checkpoint that belongs to another model, optimizer or run is refused before anything is changed. Files are another's
-(`storage.py`), and so is the question when one is due (`saving.py`).
+A checkpoint that is malformed (`schema.py`, `rehearsed.py`) or belongs to another model, optimizer or run is refused
+before anything is changed, and where an object of the user's refuses its part of one, everything is as it was. Files
+are another's (`storage.py`), and so is the question when one is due (`saving.py`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum import oom, shards
+from autoaccum import oom, rehearsed, schema, shards, undoing
 from autoaccum.errors import CheckpointError
 from autoaccum.position import Position
 from autoaccum.records import Plan
 from autoaccum.sharded_model import is_sharded, is_spread
-from autoaccum.storage import SHARDS
+from autoaccum.storage import FIRST_SEALED, SHARDS, malformed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from autoaccum.notices import Notices
@@ -32,16 +33,9 @@ if TYPE_CHECKING:
     from autoaccum.state import RandomState
     from autoaccum.step import TrainingStep
 
-# Raised whenever an older autoaccum could not read a new file, or would read it wrongly.
-FORMAT = 3
-# What a training of one process writes is as it was in the first, and of several with a whole model each in the second.
-_FORMAT_OF_ONE = 1
-_FORMAT_OF_SEVERAL = 2
-# What every file of that format holds.
-_KEYS = {
-    *("autoaccum", "format", "target_batch", "windows", "samples", "device", "random", "position", "cutting"),
-    *("modules", "optimizer", "scheduler", "scaler"),
-}
+# Raised whenever an older autoaccum could not read a new file, or would read it wrongly. Before the present one, a file
+# of one process was of the first, of several processes of the second, and with tensors spread over ranks of the third.
+FORMAT = FIRST_SEALED
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
 
@@ -140,7 +134,7 @@ class Contents:
         return {
             "autoaccum": version("autoaccum"),
             "torch": str(torch.version.__version__),
-            "format": _FORMAT_OF_ONE if ranks is None else _FORMAT_OF_SEVERAL if files is None else FORMAT,
+            "format": FORMAT,
             "ranks": None if ranks is None else list(ranks),
             SHARDS: None if files is None else [*files],
             "target_batch": self._target_batch,
@@ -157,8 +151,8 @@ class Contents:
     def part(self, moment: Moment, cutting: Cutting) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
         return {
-            "random": _packed(moment.random),
-            "position": {field.name: _packed(getattr(moment.position, field.name)) for field in fields(Position)},
+            "random": moment.random,
+            "position": {field.name: getattr(moment.position, field.name) for field in fields(Position)},
             "cutting": {
                 "plan": list(cutting.plan.micro_batches),
                 "largest": list(cutting.largest.micro_batches),
@@ -176,16 +170,44 @@ class Contents:
         """Refuse a checkpoint that is not this run's.
 
         Raises:
-            CheckpointError: It is from a newer autoaccum, or of another model, optimizer, scheduler, precision or
-                target batch.
+            CheckpointError: It is from a newer autoaccum, malformed, or of another model, optimizer, scheduler,
+                precision or target batch.
         """
         _check_format(content, path)
+        self._random.take()
+        try:
+            schema.check(content, self._random.taken)
+        except schema.MalformedError as error:
+            raise malformed(path, str(error)) from error
         wrong = next(self._differences(content), None)
         if wrong is not None:
             what, found = wrong
             raise CheckpointError(
                 f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, pass "
                 "another folder as checkpoint=, or resume=False to start anew"
+            )
+        try:
+            self._rehearse(content)
+        except schema.MalformedError as error:
+            raise malformed(path, str(error)) from error
+
+    def _rehearse(self, content: Mapping[str, Any]) -> None:
+        """Look whether what is saved of optimizer and scheduler serves them.
+
+        Raises:
+            MalformedError: It does not.
+        """
+        is_same_torch = content.get("torch") == str(torch.version.__version__)
+        if content["device"] == self._step.memory.device.type != "cpu":
+            schema.check_generator(content["random"][1], "random: torch on the device")
+        state = content["optimizer"]["state"]
+        rehearsed.check_optimizer(self._step.optimizer, state, is_same_torch=is_same_torch)
+        if content["scheduler"] is not None:
+            rehearsed.check_scheduler(
+                self._schedule.scheduler,
+                content["scheduler"]["state"],
+                state["param_groups"],
+                is_same_torch=is_same_torch,
             )
 
     def moment(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> Moment:
@@ -196,8 +218,8 @@ class Contents:
             part: What it holds of this rank, where there were several.
         """
         part = content if part is None else part
-        position = Position(**{name: _unpacked(value) for name, value in part["position"].items()})
-        random = _unpacked(part["random"])
+        position = Position(**part["position"])
+        random = part["random"]
         here = self._step.memory.device
         if here.type != content["device"]:
             self._notices.say(
@@ -232,29 +254,27 @@ class Contents:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.
 
         Raises:
-            CheckpointError: A module refuses what it is given; it may have taken a part of it.
+            CheckpointError: One of them refuses what it is given; all of them are as they were.
         """
-        # First, since modules have a say of their own (`set_extra_state`), and less is changed where one refuses.
-        for module, state in zip(self._step.objective.modules, content["modules"], strict=True):
-            try:
-                _put_module_back(module, state, self._step.memory.device)
-            except Exception as error:
-                if oom.is_device_lost(error) or oom.is_oom(error):
-                    raise
-                raise CheckpointError(
-                    f"{type(module).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
-                    f"{oom.first_line(error)}) and may have taken a part of it; make it anew, as it was for that run, "
-                    "or pass resume=False to start anew"
-                ) from error
-        if content["scheduler"] is not None:
-            self._schedule.scheduler.load_state_dict(content["scheduler"]["state"])
-        if content["scaler"] is not None:
-            assert self._step.precision.scaler is not None
-            self._step.precision.scaler.load_state_dict(content["scaler"])
-        if self.is_sharded:
-            shards.put_rest_back(self._step.optimizer, content["optimizer"]["state"])
-        else:
-            _put_optimizer_back(self._step.optimizer, content["optimizer"]["state"])
+        optimizer, scheduler, scaler = self._step.optimizer, self._schedule.scheduler, self._step.precision.scaler
+        state = content["optimizer"]["state"]
+        put = shards.put_rest_back if self.is_sharded else _put_optimizer_back
+        with ExitStack() as undo:
+            # What may refuse and holds little comes first.
+            if content["scheduler"] is not None:
+                undo.callback(undoing.remember(scheduler))
+                kept = copy.deepcopy(content["scheduler"]["state"])  # some take parts of it out
+                _offer(scheduler, lambda: scheduler.load_state_dict(kept))
+            if content["scaler"] is not None:
+                assert scaler is not None
+                undo.callback(scaler.load_state_dict, scaler.state_dict())
+                _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
+            undo.callback(undoing.remember_optimizer(optimizer))
+            _offer(optimizer, lambda: put(optimizer, state))
+            for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
+                undo.callback(undoing.remember_module(module))
+                _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
+            undo.pop_all()
 
     def _parameter_difference(self, saved: Mapping[str, Any]) -> str | None:
         # Files from before names were kept lack them.
@@ -294,11 +314,28 @@ class Contents:
         if (content["scaler"] is None) != (self._step.precision.scaler is None):
             had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
             yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
-        self._random.take()
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
         if content["target_batch"] != self._target_batch:
             yield "target_batch", f"it was made with {content['target_batch']}, and this call has {self._target_batch}"
+
+
+def _offer(owner: Any, load: Callable[[], object]) -> None:
+    """Give an object what a checkpoint holds of it.
+
+    Raises:
+        CheckpointError: It refuses that.
+    """
+    try:
+        load()
+    except Exception as error:
+        if oom.is_device_lost(error) or oom.is_oom(error):
+            raise
+        raise CheckpointError(
+            f"{type(owner).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
+            f"{oom.first_line(error)}), and everything is as it was before; make it as it was for that run, or pass "
+            "resume=False to start anew"
+        ) from error
 
 
 def _plan(sizes: Sequence[int]) -> Plan:
@@ -311,7 +348,7 @@ def _on_another_device(states: RandomStates | None, on_device: Tensor | None) ->
 
 def _check_format(content: Mapping[str, Any], path: Path) -> None:
     number = content.get("format")
-    if "autoaccum" not in content or not isinstance(number, int) or number < 1:
+    if "autoaccum" not in content or type(number) is not int or number < 1:
         raise _is_none(path)
     if number > FORMAT:
         raise CheckpointError(
@@ -319,7 +356,7 @@ def _check_format(content: Mapping[str, Any], path: Path) -> None:
             f"this one, {version('autoaccum')}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
             "resume=False to start anew"
         )
-    if _KEYS - content.keys():
+    if not content.keys() & {"windows", "modules", "optimizer"}:
         raise _is_none(path)
 
 
@@ -433,45 +470,6 @@ def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any])
             now = optimizer.state[parameter][name]
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(now.device)
-
-
-# --- plain values -----------------------------------------------------------------------------------------------------
-
-# In place of a NumPy array, so that a file of nothing unusual can be loaded without allowing for NumPy; and of a long
-# tuple of whole numbers (Python's random state), which torch's loader reads item by item in milliseconds.
-_ARRAY = "autoaccum.array"
-_NUMBERS = "autoaccum.numbers"
-_MANY = 100
-
-
-def _packed(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {_ARRAY: torch.from_numpy(value.copy())}
-    if type(value) is tuple and len(value) > _MANY and all(type(item) is int and 0 <= item < 2**63 for item in value):
-        return {_NUMBERS: torch.tensor(value)}
-    return _mapped(_packed, value)
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, dict) and value.keys() == {_ARRAY}:
-        return value[_ARRAY].numpy()
-    if isinstance(value, dict) and value.keys() == {_NUMBERS}:
-        return tuple(value[_NUMBERS].tolist())
-    return _mapped(_unpacked, value)
-
-
-def _mapped(function: Any, value: Any) -> Any:
-    """Apply `function` to what plain containers hold; anything else is returned as it is."""
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, function(item)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(function(item) for item in value)
-    return value
-
-
-def without_tensors(content: Any) -> Any:
-    """Return what a checkpoint holds beside tensors, which is small and where surprises are."""
-    return None if isinstance(content, Tensor) else _mapped(without_tensors, content)
 
 
 def _listed(names: Sequence[str] | set[str]) -> str:

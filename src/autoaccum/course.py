@@ -7,6 +7,7 @@ a run that goes on begins.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +255,18 @@ class Course:
             position, self._windows = self._track.at_start(position.epoch + 1), None
         self.moment = replace(self.moment, position=position, random=self._random_states())
         self.is_whole = True
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Put the loader and the random state where they are now, if the block raises."""
+        moment, random, undo = self.moment, self._random_states(), self._track.undo()
+        try:
+            yield
+        except BaseException:
+            undo()
+            self.moment, self._windows, self._first = moment, None, None
+            self._set_random(random)
+            raise
 
     def go_to(self, moment: Moment) -> None:
         """Put the loader and the random state where they were at a moment.

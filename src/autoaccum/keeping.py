@@ -6,16 +6,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import signals
-from autoaccum.checkpoint import Contents, without_tensors
 from autoaccum.company import WHOLE, part_of
 from autoaccum.errors import CheckpointError, StateDamagedError
+from autoaccum.packing import without_tensors
 from autoaccum.storage import check_that_it_can_be_kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from autoaccum.checkpoint import Cutting
+    from autoaccum.checkpoint import Contents, Cutting
     from autoaccum.company import Company
     from autoaccum.course import Course
     from autoaccum.memory.base import MemoryBackend
@@ -134,8 +134,9 @@ class Keeping:
                 "what is drawn at random begins anew"
             )
         # First, since a loader may turn out to be another one: then nothing else has been changed.
-        self._course.go_to(moment)
-        self.contents.put_back(content)
+        with self._course.undone_on_error():
+            self._course.go_to(moment)
+            self.contents.put_back(content)
         if self.contents.is_sharded:
             assert self._company is not None
             self._company.read_shards(path, content, self.contents.spread())

@@ -10,6 +10,7 @@ draw from it what they drew the first time.
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,9 +20,11 @@ import torch
 
 from autoaccum.batches import count
 from autoaccum.errors import CheckpointError
+from autoaccum.oom import first_line, is_device_lost, is_oom
+from autoaccum.undoing import remember
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from autoaccum.batches import Window
     from autoaccum.state import RandomState
@@ -169,8 +172,32 @@ class Track:
         random state is the caller's to set afterwards; where the epoch is still to begin, before `begin`.
 
         Raises:
-            CheckpointError: The loader is another one, gives other batches than it did, or cannot be begun again.
+            CheckpointError: The loader is another one, gives other batches than it did, refuses its state or cannot be
+                begun again; it is as it was, except that batches of it may have been drawn.
         """
+        undo = self.undo()
+        try:
+            return self._go_to(position)
+        except BaseException:
+            undo()
+            raise
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that gives the loader, its samplers and its generators the state that they have now."""
+        owners = [self._loader] if self._keeps_state else []
+        undos = [remember(owner, enters=False) for owner in (*owners, *_told_of_epochs(self._loader))]
+        states = self._generator_states()
+
+        def put_back() -> None:
+            self.close()
+            for undo in undos:
+                undo()
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+        return put_back
+
+    def _go_to(self, position: Position) -> Self:
         self._check_that_nothing_is_lost(position)
         self.close()
         if len(position.generators) != len(self._generators):
@@ -186,8 +213,11 @@ class Track:
         self._set_generators(position)
         whole = position.batches - (1 if position.used else 0)
         if self._keeps_state:
-            self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
-        self.begin(position.epoch)
+            with _refusals_told(self._loader):
+                self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
+                self.begin(position.epoch)  # where some take it in
+        else:
+            self.begin(position.epoch)
         self._start, self._start_generators = position.start, position.generators
         if self._keeps_state:
             self._drawn = whole
@@ -225,10 +255,11 @@ class Track:
 
     def _go_between_epochs(self, position: Position) -> None:
         if self._keeps_state and position.loader_state is not None:
-            self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
-            # Takes the state in. The epoch is begun by another iterator, since this one has drawn random numbers for
-            # the epoch that it finds finished.
-            iter(self._loader)
+            with _refusals_told(self._loader):
+                self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
+                # Takes the state in. The epoch is begun by another iterator, since this one has drawn random numbers
+                # for the epoch that it finds finished.
+                iter(self._loader)
         self._set_generators(position)
 
     def _draw_again(self, position: Position) -> Any:
@@ -255,13 +286,30 @@ class Track:
         return tuple(generator.get_state() for generator in self._generators)
 
     def _set_generators(self, position: Position) -> None:
-        for generator, state in zip(self._generators, position.generators, strict=True):
-            generator.set_state(state)
+        with _refusals_told(self._loader):
+            for generator, state in zip(self._generators, position.generators, strict=True):
+                generator.set_state(state)
 
     def _loader_state(self) -> Any:
         if self._random is None or not self._keeps_state:
             return None
         return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _refusals_told(loader: Any) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if is_device_lost(error) or is_oom(error):
+            raise
+        raise CheckpointError(
+            f"{type(loader).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
+            f"{first_line(error)}), and everything is as it was before; pass the same loader over the same data, or "
+            "resume=False to start anew"
+        ) from error
 
 
 def _check_rest(batch: Any, position: Position) -> None:
@@ -287,10 +335,14 @@ def _batch_size(loader: Any) -> int | None:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     """Tell samplers that shuffle by the number of the epoch (DistributedSampler), which count from 0."""
+    for sampler in _told_of_epochs(loader):
+        sampler.set_epoch(epoch - 1)
+
+
+def _told_of_epochs(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    for sampler in {id(one): one for one in samplers if callable(getattr(one, "set_epoch", None))}.values():
-        sampler.set_epoch(epoch - 1)
+    return list({id(one): one for one in samplers if callable(getattr(one, "set_epoch", None))}.values())
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 import platform
-import time
+import secrets
 import traceback
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoaccum import safe_files
 from autoaccum.alive import CATEGORIES, survey
 from autoaccum.arguments import check_path
 from autoaccum.errors import InvalidInputError
@@ -269,7 +270,9 @@ def _lines(snapshot: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
 
 @contextlib.contextmanager
 def _whole_or_not_at_all(path: Path) -> Iterator[Path]:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}.unfinished")
+    # A name that nobody can guess, and that is free: no link of that name is written through.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}.unfinished")
+    safe_files.create(unfinished).close()
     try:
         yield unfinished
         unfinished.replace(path)

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from autoaccum import safe_files
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import format_bytes
 from autoaccum.postmortem import FORMAT, VERSION
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _MODULES_SHOWN = 12
+# A report has some tens of thousands.
+_MOST_BYTES = 1 << 26
 # What holds less of all that was alive is told in one line.
 _SHARE_SHOWN = 0.01
 
@@ -33,7 +36,7 @@ def read_postmortem(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = safe_files.read(path, _MOST_BYTES, follows=True).decode()
     except UnicodeDecodeError as error:
         raise _no_report(path, "it is no text") from error
     except OSError as error:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from autoaccum import safe_files
 from autoaccum.environment import REASON_FILE
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -47,10 +49,11 @@ def write(reason: Reason) -> bool:
     if not named:
         return False
     path = Path(named)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}.unfinished")
     content = asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}
     try:
-        unfinished.write_text(json.dumps(content) + "\n")
+        with safe_files.create(unfinished) as file:
+            file.write(json.dumps(content).encode() + b"\n")
         if reason.reason == OUT_OF_MEMORY:
             unfinished.replace(path)
         else:
@@ -68,8 +71,7 @@ def write(reason: Reason) -> bool:
 def read(path: Path) -> Reason | None:
     """Return what was left in a file; None where there is none, or nothing that `write` could have left."""
     try:
-        with path.open("rb") as file:
-            content = json.loads(file.read(_MOST_BYTES))
+        content = json.loads(safe_files.read(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("reason"), str):

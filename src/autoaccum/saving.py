@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from autoaccum import safe_files
 from autoaccum.arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.lease import Lease
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # By how much less is tried after what did not fit.
 _LESS = 0.7
+# Of what `note_lack` writes.
+_MOST_NOTED_BYTES = 1 << 20
 # No window has more.
 _MOST_SAMPLES = 2**53
 
@@ -128,7 +130,7 @@ class Saver:
     def note_lack(self, micro_batch: int, message: str) -> None:
         """Keep for the next attempt that so many samples at once did not fit, where this process cannot go on."""
         content = {"micro_batch": micro_batch, "message": message}
-        unfinished = self._lack.with_name(f"{self._lack.name}.{os.getpid()}.unfinished")
+        unfinished = safe_files.create_beside(self._lack)
         self.check_folder()
         unfinished.write_text(json.dumps(content) + "\n")
         unfinished.replace(self._lack)
@@ -138,7 +140,7 @@ class Saver:
         if self._resume is False:
             return None
         try:
-            size = json.loads(self._lack.read_text())["micro_batch"]
+            size = json.loads(safe_files.read(self._lack, _MOST_NOTED_BYTES))["micro_batch"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         if type(size) is not int or not 0 < size <= _MOST_SAMPLES:  # nothing that `note_lack` has written

@@ -7,6 +7,7 @@ by their sizes and checksums, since the library itself does not look.
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Files = dict[str, tuple[int, int]]
 _READ_BYTES = 1 << 22
 _METADATA = ".metadata"
+_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 # In place of a tensor that is in the folder: its type.
 _SPREAD = "autoaccum.spread"
 
@@ -55,9 +57,11 @@ def read(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Read tensors in place, together with all ranks, of which there may be another number than wrote them."""
     from torch.distributed import checkpoint  # noqa: PLC0415 - as above
 
+    from autoaccum.shard_metadata import Reader  # noqa: PLC0415 - as above
+
     with _failures_told():
         checkpoint.load(  # type: ignore[attr-defined]
-            dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
+            dict(tensors), storage_reader=Reader(folder), process_group=ranks.hosts
         )
 
 
@@ -71,6 +75,18 @@ def _failures_told() -> Iterator[None]:
     except CheckpointException as error:
         who = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
         raise RuntimeError(who) from error
+
+
+def are_files(value: Any) -> bool:
+    """Whether a value read from a checkpoint is `Files`, of names that stay within their folder."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str)
+        and _NAME.fullmatch(name) is not None
+        and isinstance(file, list | tuple)
+        and len(file) == 2  # noqa: PLR2004 - a pair
+        and all(type(number) is int and number >= 0 for number in file)
+        for name, file in value.items()
+    )
 
 
 def damage(folder: Path, files: Files) -> str | None:

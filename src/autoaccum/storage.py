@@ -1,7 +1,8 @@
 """A folder of checkpoint files: each written beside its place and renamed, each taken only where it is whole.
 
-What is in a file is not looked at here, except that it can be loaded without running code (`weights_only=True`), and
-that a folder with further files which it names is there: it is written first, so that a file never lacks its folder.
+What is in a file is not looked at here, except that it can be loaded without running code (by plain
+`torch.load(weights_only=True)`, nothing added to what that allows), and that a folder with further files which it names
+is there: it is written first, so that a file never lacks its folder.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import time
 import zipfile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
 import torch
 
-from autoaccum import shards
+from autoaccum import safe_files, seal, shards
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.oom import first_line
+from autoaccum.packing import PackingError, packed, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,11 @@ _UNFINISHED = ".unfinished"
 # The name of such a folder, with what is in it, stands under this key.
 SHARDS = "shards"
 _OF_SHARDS = re.compile(r"step-\d{8,}\.\d+\.shards")
+# The end of an archive that has no comment.
+_END, _END_BYTES = b"PK\5\6", 22
+_FOLDER_FLAG = 0x10
+# Files of this format and later ones are sealed; those from before are taken by their archive's checksums.
+FIRST_SEALED = 4
 # The order of files is the order of their times, and not every file system tells times apart that are nearer.
 _APART_NS = 1_000_000
 
@@ -100,6 +106,7 @@ class Storage:
         needed = set()
         for path in self.found():
             with contextlib.suppress(Exception):  # one that cannot be read has none
+                safe_files.open_regular(path, follows=True).close()
                 needed.add(_load(path, mmap=True)[SHARDS][0])
         others = [path for path in self.folder.iterdir() if _OF_SHARDS.fullmatch(path.name)]
         self.guard()  # after they were listed: none of them is of another process that has come since
@@ -163,8 +170,9 @@ class Storage:
         # Nobody else writes under this name, so that what is renamed is what was written here.
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         with _told(path, self.guard), _removed_unless_renamed(unfinished):
-            with unfinished.open("xb") as file:
-                _save(content, file)
+            with safe_files.create(unfinished) as file:
+                with seal.sealing(file) as sealed:
+                    _save(content, sealed)
                 file.flush()
                 os.fsync(file.fileno())
             _check_that_it_loads(unfinished)
@@ -174,8 +182,9 @@ class Storage:
             _flush_folder(self.folder)
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
         for other in [other for other in self.found() if other not in self._whole]:
-            self.guard()  # after they were listed, as above
-            other.unlink(missing_ok=True)
+            if other.is_symlink() or not other.is_dir():  # a folder is not of any writer
+                self.guard()  # after they were listed, as above
+                other.unlink(missing_ok=True)
         return path
 
     def took(self, path: Path) -> None:
@@ -236,13 +245,13 @@ def check_that_it_can_be_kept(content: dict[str, Any]) -> None:
 def _save(content: dict[str, Any], file: BinaryIO) -> None:
     noting = _NotingFile(file)
     try:
-        torch.save(content, noting)  # type: ignore[arg-type]
+        torch.save(packed(content), noting)  # type: ignore[arg-type]
     except RuntimeError:
         # torch reports any error of a file as one of its own, and on the way loses what was the matter.
         if noting.error is not None:
             raise noting.error from None
         raise
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # the three that pickle raises
+    except (pickle.PicklingError, AttributeError, TypeError, PackingError) as error:  # the first three are pickle's
         raise _cannot_be_kept(first_line(error)) from error
 
 
@@ -281,74 +290,125 @@ def _cannot_be_kept(reason: str) -> CheckpointError:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        _check_sums(path)
+        with safe_files.open_regular(path, follows=True) as file:
+            is_sealed = seal.check(file)
+            file.seek(0)
+            if not is_sealed:
+                _check_sums(file)
+            file.seek(0)
+            content = _loaded(file, path)
+    except (seal.BrokenSealError, safe_files.NotRegularError) as error:
+        raise _DamagedError(str(error)) from error
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another folder as "
             "checkpoint="
         ) from error
-    try:
-        content = _load(path)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"the checkpoint {path} cannot be loaded by torch {torch.__version__}: {_unsafe(error)}; use the versions "
-            "that wrote it, or pass resume=False to start anew"
-        ) from error
-    except Exception as error:  # the sums are right, but not the archive around them
-        raise _DamagedError(first_line(error)) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no checkpoint of autoaccum; pass a folder of its own as checkpoint=")
+    number = content.get("format")
+    if not is_sealed and isinstance(number, int) and number >= FIRST_SEALED:
+        raise _DamagedError("the checksum of the whole file is missing")
     if content.get(SHARDS) is not None:
-        name, files = content[SHARDS]
+        name, files = _named_shards(content[SHARDS], path)
         wrong = shards.damage(path.parent / name, files)
         if wrong is not None:
             raise _DamagedError(wrong)
     return content
 
 
-def _check_sums(path: Path) -> None:
+def _loaded(file: BinaryIO, path: Path) -> Any:
+    try:
+        return unpacked(_load(file))
+    except pickle.UnpicklingError as error:
+        raise _refused(path, error) from error
+    except PackingError as error:
+        raise malformed(path, str(error)) from error
+    except OSError:
+        raise
+    except Exception as error:  # the sums are right, but not the archive around them
+        raise _DamagedError(first_line(error)) from error
+
+
+def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
+    reason = _unsafe(error)
+    if re.search(r"\bnumpy\b", reason):
+        return CheckpointError(
+            f"the checkpoint {path} holds values of NumPy as autoaccum wrote them before format {FIRST_SEALED} "
+            f"({reason}), and rebuilding those trusts whoever wrote the file; go on with the version that wrote it, or "
+            "pass resume=False to start anew"
+        )
+    return CheckpointError(
+        f"the checkpoint {path} cannot be loaded by torch {torch.__version__}: {reason}; only plain values and tensors "
+        "are loaded, since anything else can run code; use the versions that wrote it, or pass resume=False to start "
+        "anew"
+    )
+
+
+def malformed(path: Path, reason: str) -> CheckpointError:
+    """Return the error for a file that is whole and holds what no training has written."""
+    return CheckpointError(
+        f"the checkpoint {path} is not cut short, and yet malformed: {reason}; nothing was changed; restore it from a "
+        "backup, delete it to go on from the one before, or pass resume=False to start anew"
+    )
+
+
+def _named_shards(kept: Any, path: Path) -> tuple[str, shards.Files]:
+    """Return the folder with further files that a checkpoint names, and what they are.
+
+    Raises:
+        CheckpointError: It names anything else.
+    """
+    is_pair = isinstance(kept, list | tuple) and len(kept) == 2  # noqa: PLR2004 - a pair
+    if not is_pair or not isinstance(kept[0], str) or not _OF_SHARDS.fullmatch(kept[0]):
+        raise malformed(path, f"{SHARDS} names no folder of tensors beside it")
+    if not shards.are_files(kept[1]):
+        raise malformed(path, f"{SHARDS} names files that are none of tensors")
+    return kept[0], kept[1]
+
+
+def _check_sums(file: BinaryIO) -> None:
     """Compare all contents with their checksums, which torch writes but does not look at when it loads."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
+            # torch writes none of these, and takes other bytes for a tensor where a flag says that it is a folder.
+            is_other = any(_is_not_torchs(member) for member in archive.infolist())
             bad = archive.testzip()
+        file.seek(-_END_BYTES, os.SEEK_END)
+        is_at_end = file.read(len(_END)) == _END
     except OSError:
         raise
     except Exception as error:  # a damaged archive fails in many ways: struct.error, NotImplementedError, EOFError, ...
         raise _DamagedError(first_line(error)) from error
     if bad is not None:
         raise _DamagedError(f"wrong checksum of {bad}")
+    if is_other:
+        raise _DamagedError("its archive is not as torch writes it")
+    if not is_at_end:
+        raise _DamagedError("its end is missing")
+
+
+def _is_not_torchs(member: zipfile.ZipInfo) -> bool:
+    return member.is_dir() or bool(member.external_attr & _FOLDER_FLAG) or member.compress_type != zipfile.ZIP_STORED
 
 
 def _load(file: Path | BinaryIO, *, mmap: bool = False) -> Any:
-    with torch.serialization.safe_globals(_NUMPY):
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-def _numpy_globals() -> list[Any]:
-    """What NumPy's numbers and arrays are rebuilt by: schedulers often hold some, and none of it runs code.
-
-    The modules are private and were renamed in NumPy 2, so the functions are asked of the objects themselves.
-    """
-    rebuilds: tuple[Any, ...] = (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])
-    named = [
-        (rebuild, f"numpy.{core}.{module}.{rebuild.__name__}")
-        for rebuild in rebuilds
-        for core in ("core", "_core")
-        for module in ("multiarray", "numeric")
-    ]
-    return [*named, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efd"}]
-
-
-_NUMPY = _numpy_globals()
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def _unsafe(error: pickle.UnpicklingError) -> str:
-    """Return the part of torch's long message that names what cannot be loaded."""
+    """Return the part of torch's long message that names what cannot be loaded.
+
+    The rest advises to load the file with code in it, in the first line already.
+    """
     text = str(error)
     found = re.search(
         r"(Unsupported|Unsupported global:|Can only) [^\n]*?(?=( was not| is not|\.? ?Please|\n|$))", text
-    )
-    return found.group().strip() if found else first_line(error)
+    ) or re.search(r"(?<=WeightsUnpickler error: )[^\n]+", text)
+    if found is not None:
+        return found.group().strip()
+    first = first_line(error)
+    return "it holds what is no plain value" if "weights_only" in first or "Weights only" in first else first
 
 
 def _flush_folder(folder: Path) -> None:

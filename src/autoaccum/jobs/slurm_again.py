@@ -10,6 +10,7 @@ that was warned of its time limit before it could listen is requeued, as it woul
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum import safe_files
 from autoaccum.jobs.last_words import slurm_words
 from autoaccum.jobs.launchers import KILLED
 from autoaccum.jobs.slurm_folder import FINAL, JobFolder, Restart
@@ -124,8 +126,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _tail(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        with safe_files.open_regular(path, follows=True) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:
         return ""

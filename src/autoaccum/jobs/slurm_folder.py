@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from autoaccum import safe_files
 from autoaccum.errors import InvalidInputError
 from autoaccum.report.files import beside
 
@@ -27,6 +28,8 @@ IN_VAIN = 3
 _Record = TypeVar("_Record")
 # More in one second, and the names are counted up.
 _AT_ONCE = 1000
+# Of a file of this folder.
+_MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +223,7 @@ class JobFolder:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            content = json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = json.loads(safe_files.read(self.path / name, _MOST_BYTES))
         except (OSError, ValueError):
             return None
         return content if isinstance(content, dict) else None

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoaccum import safe_files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -37,17 +38,19 @@ def beside(path: str | PathLike[str]) -> Iterator[Path]:
         InvalidInputError: There is no such folder, or no permission to write there.
     """
     place = Path(path)
-    # With the same ending: what writes a picture chooses its kind by it.
-    unfinished = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+    unfinished = None
     try:
         try:
+            # With the same ending: what writes a picture chooses its kind by it.
+            unfinished = safe_files.create_beside(place, is_hidden=True)
             yield unfinished
             unfinished.replace(place)
         except OSError as error:
             raise _refused(place, error.strerror or str(error)) from error
     finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+        if unfinished is not None:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 def _refused(place: Path, reason: str) -> InvalidInputError:

@@ -1,0 +1,290 @@
+"""Tries out, on stand-ins without memory, what a checkpoint holds of an optimizer and a scheduler.
+
+Both take whatever they are given and fail when they next move, with a model that is changed already. So an optimizer's
+step is gone through beforehand on tensors that have a shape and no numbers, with the saved state and settings, and a
+scheduler's next rate is computed. What cannot be tried (a step that needs numbers or a closure, a scheduler of one's
+own) is left to the object itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as optim
+
+from autoaccum.schema import MalformedError
+from autoaccum.sharded_model import is_spread
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Settings by which an optimizer chooses kernels; all compute the same, and stand-ins can do with the plain ones.
+_KERNELS = ("foreach", "fused", "capturable", "differentiable")
+_NUMBERS = (int, float)
+_LARGEST = 2**63
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, is_same_torch: bool) -> None:
+    """Look whether an optimizer can go on from what was saved of one.
+
+    Args:
+        optimizer: This run's; nothing of it is changed.
+        saved: A `state_dict`, of the right form and with as many groups and parameters.
+        is_same_torch: Whether this torch wrote it; others have other settings.
+
+    Raises:
+        MalformedError: It cannot.
+    """
+    own = optimizer.state_dict()["param_groups"]
+    needs_all = is_same_torch and type(optimizer).__module__.startswith("torch.optim")
+    for place, (group, now) in enumerate(zip(saved["param_groups"], own, strict=True)):
+        _check_group(group, now, f"optimizer: param_groups {place}", needs_all=needs_all)
+    known = {number for group in own for number in group["params"]}
+    for number, values in saved["state"].items():
+        _need(number in known or not isinstance(number, int), f"optimizer: state {number!r}", "is of no parameter")
+        _need(number not in known or isinstance(values, dict), f"optimizer: state {number!r}", "is no dictionary")
+    if any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        _check_marks(saved["state"])
+    elif (fresh := _fresh(optimizer)) is not None:
+        if type(optimizer).__module__.startswith("torch.optim"):
+            _check_state(saved, fresh)
+        try:
+            _stepped(optimizer, saved)
+        except Exception as error:
+            raise MalformedError(f"optimizer: its state does not serve a step ({_line(error)})") from error
+
+
+def _check_group(group: Mapping[str, Any], now: Mapping[str, Any], where: str, *, needs_all: bool) -> None:
+    _need(group["params"] == now["params"], where, "has parameters that are not numbered as torch does")
+    for name, value in now.items():
+        if name in group:
+            _check_alike(group[name], value, f"{where}: {name}", may_be_none=name in _KERNELS)
+        else:
+            _need(not needs_all, where, f"lacks {name}")
+    _need(not _is_number(group.get("lr")) or float(group["lr"]) >= 0, where, "has a negative lr")
+
+
+def check_scheduler(
+    scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], *, is_same_torch: bool
+) -> None:
+    """Look whether a scheduler can go on from what was saved of one; one of the user's own is left alone.
+
+    Args:
+        scheduler: This run's; nothing of it is changed.
+        saved: A `state_dict`.
+        groups: The optimizer's groups as they were saved.
+        is_same_torch: Whether this torch wrote it; others have other attributes.
+
+    Raises:
+        MalformedError: It cannot.
+    """
+    if type(scheduler).__module__ != lr_scheduler.__name__:
+        return
+    _check_attributes(scheduler, saved, needs_all=is_same_torch)
+    parts, kept = getattr(scheduler, "_schedulers", None), saved.get("_schedulers")
+    if parts is not None:
+        if type(kept) is not list or len(kept) != len(parts) or not all(isinstance(each, dict) for each in kept):
+            raise MalformedError("scheduler: _schedulers is not what its parts are")
+        for part, state in zip(parts, kept, strict=True):
+            check_scheduler(part, state, groups, is_same_torch=is_same_torch)
+        return
+    lambdas = getattr(scheduler, "lr_lambdas", None)
+    if lambdas is not None:
+        # Whatever they compute is the user's own, and may count how often it is asked.
+        _check_lambdas(saved.get("lr_lambdas"), lambdas)
+    elif getattr(scheduler, "_scale_fn_custom", None) is None:
+        _check_rate(scheduler, saved, groups)
+
+
+def _check_attributes(scheduler: Any, saved: Mapping[str, Any], *, needs_all: bool) -> None:
+    for name in saved:
+        is_method = name == "optimizer" or callable(getattr(type(scheduler), str(name), None))
+        _need(not is_method, f"scheduler: {name}", "is no state of one")
+    for name, value in scheduler.state_dict().items():
+        if name in saved and name not in ("_schedulers", "lr_lambdas"):
+            _check_alike(saved[name], value, f"scheduler: {name}")
+        else:
+            _need(name in saved or not needs_all, "scheduler", f"lacks {name}")
+
+
+def _check_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    error = _error_of_rate(scheduler, saved, groups)
+    if error is not None:
+        raise MalformedError(f"scheduler: its state gives no learning rate ({_line(error)})") from error
+
+
+def _check_lambdas(kept: Any, own: list[Any]) -> None:
+    is_list = type(kept) is list and len(kept) == len(own)
+    if not is_list or not all(each is None or isinstance(each, dict) for each in kept):
+        raise MalformedError("scheduler: lr_lambdas is not what its functions are")
+
+
+# --- of the same kind -------------------------------------------------------------------------------------------------
+
+
+def _check_alike(there: Any, here: Any, where: str, *, may_be_none: bool = False) -> None:
+    """Look whether a saved setting is of the kind of this run's."""
+    if here is None or (there is None and may_be_none):
+        return
+    if isinstance(here, bool) or isinstance(there, bool):
+        _need(isinstance(there, bool) and isinstance(here, bool), where, "is neither true nor false")
+    elif _is_number(here):
+        _need(_is_number(there), where, "is no number")
+        _need(math.isfinite(there) or not math.isfinite(here), where, "is not finite")
+        _need(abs(there) < _LARGEST or not math.isfinite(there), where, "is too large")
+    elif isinstance(here, list | tuple):
+        _need(isinstance(there, list | tuple) and len(there) == len(here), where, f"has not {len(here)} entries")
+        for place, (one, other) in enumerate(zip(there, here, strict=True)):
+            _check_alike(one, other, f"{where} {place}")
+    elif isinstance(here, Counter):
+        _need(isinstance(there, Counter) and all(map(_is_whole, (*there, *there.values()))), where, "is no counter")
+    elif isinstance(here, dict):
+        _need(isinstance(there, dict) and here.keys() <= there.keys(), where, "lacks some of its keys")
+        for name in here:
+            _check_alike(there[name], here[name], f"{where} {name}", may_be_none=True)
+    elif isinstance(here, str | bytes):
+        _need(type(there) is type(here), where, f"is no {type(here).__name__}")
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    return is_scalar or (isinstance(value, _NUMBERS) and not isinstance(value, bool))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
+
+
+def _need(is_so: bool, where: str, otherwise: str) -> None:
+    if not is_so:
+        raise MalformedError(f"{where} {otherwise}")
+
+
+# --- an optimizer's step on shapes ------------------------------------------------------------------------------------
+
+
+def _fresh(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return a stand-in for a fresh optimizer of this kind that has stepped; None where it cannot without numbers."""
+    if optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks:
+        return None  # they would take the stand-in for an optimizer of the training
+    with contextlib.suppress(Exception):
+        return _stepped(optimizer, {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+    return None
+
+
+def _stepped(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return a stand-in with a saved state that has stepped; whatever that raises, the training would meet."""
+    made = _stand_in(optimizer, saved)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        type(made).step(made)
+    return made
+
+
+def _check_state(saved: Mapping[str, Any], fresh: torch.optim.Optimizer) -> None:
+    """Look whether what is saved of each parameter is of the kind that a step makes."""
+    for group, kept in zip(fresh.param_groups, saved["param_groups"], strict=True):
+        for number, parameter in zip(kept["params"], group["params"], strict=True):
+            made, values = fresh.state.get(parameter, {}), saved["state"].get(number, {})
+            for name in made.keys() & values.keys():
+                _check_value(name, values[name], made[name], f"optimizer: state {number}: {name}")
+
+
+def _check_value(name: str, there: Any, here: Any, where: str) -> None:
+    if name == "step":
+        # Some versions of torch keep it as a tensor, some as a number.
+        _need(_is_number(there) and 0 <= float(there) < _LARGEST, where, "is no count of steps")
+    elif isinstance(here, Tensor):
+        _need(isinstance(there, Tensor) and there.shape == here.shape, where, f"is not of shape {tuple(here.shape)}")
+        _need(there.is_floating_point() == here.is_floating_point(), where, f"is of {there.dtype}")
+        _need(there.is_complex() == here.is_complex(), where, f"is of {there.dtype}")
+
+
+def _stand_in(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torch.optim.Optimizer:
+    made = object.__new__(type(optimizer))
+    hooks = {name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+    made.__dict__ = {**vars(optimizer), **hooks, "defaults": dict(optimizer.defaults)}
+    made.__dict__.pop("step", None)  # a scheduler's, which notes on the real one that it has stepped
+    state: dict[Any, Any] = defaultdict(dict)
+    groups = []
+    for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        settings = {name: _without_numbers(value) for name, value in kept.items() if name != "params"}
+        settings |= {name: False for name in _KERNELS if name in settings}
+        parameters = [_shape_of(parameter) for parameter in group["params"]]
+        for number, parameter in zip(kept["params"], parameters, strict=True):
+            if number in saved["state"]:
+                values = saved["state"][number]
+                state[parameter] = {name: _without_numbers(value) for name, value in values.items()}
+        groups.append({**settings, "params": parameters})
+    made.__setstate__({"state": state, "param_groups": groups})  # which adds what another torch did not know
+    return made
+
+
+def _shape_of(parameter: Tensor) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
+    if made.requires_grad:
+        made.grad = torch.empty_like(made)
+    return made
+
+
+def _without_numbers(value: Any) -> Any:
+    """Return a value with tensors of the same shapes; single numbers (counts of steps, rates) are kept, on the host."""
+    if isinstance(value, Tensor):
+        return value.detach().to("meta") if value.dim() else value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(_without_numbers(item) for item in value)
+    if type(value) is dict:
+        return {name: _without_numbers(item) for name, item in value.items()}
+    return copy.copy(value)
+
+
+def _check_marks(state: Mapping[Any, Any]) -> None:
+    """Look whether what stands for tensors that are spread over ranks names a type."""
+    for number, values in state.items():
+        for name, value in values.items():
+            if isinstance(value, dict):
+                kind = value.get("autoaccum.spread")
+                is_type = isinstance(kind, str) and isinstance(
+                    getattr(torch, kind.removeprefix("torch."), None), torch.dtype
+                )
+                _need(is_type, f"optimizer: state {number}: {name}", "names no type of a tensor")
+
+
+# --- a scheduler's next rate ------------------------------------------------------------------------------------------
+
+
+def _error_of_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> Exception | None:
+    """Return what asking for the learning rate at the saved place raises; None where it raises nothing."""
+    made = object.__new__(type(scheduler))
+    optimizer = object.__new__(torch.optim.Optimizer)
+    optimizer.__dict__ = {"param_groups": [dict(group) for group in groups], "defaults": {}, "state": {}}
+    made.__dict__ = {**vars(scheduler), "optimizer": optimizer}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            type(made).load_state_dict(made, dict(saved))
+            if isinstance(made, lr_scheduler.ReduceLROnPlateau):
+                made.step(1.0)
+                return None
+            made._get_lr_called_within_step = True
+            made._is_initial = False
+            for rate in made.get_lr():
+                float(rate)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the training would meet it
+        return error
+    return None
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    with contextlib.suppress(IndexError):
+        return f"{type(error).__name__}: {text.splitlines()[0]}"
+    return type(error).__name__

@@ -1,0 +1,402 @@
+"""What a checkpoint may hold: the whole of it is looked at before anything is changed.
+
+A file can be whole and hold what no training has written: another version's, edited by hand, or made to do harm. What
+is autoaccum's own is compared with what this module says, random states by setting a generator of no use to them. What
+is the optimizer's and the scheduler's is in `rehearsed.py`; what only a user's own object can judge is left to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autoaccum.position import Position
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from autoaccum.position import RandomStates
+
+# As torch counts.
+_LARGEST = 2**63 - 1
+# No window has more.
+_MOST_SAMPLES = 2**53
+# Of a generator on a card: a seed and an offset.
+_CARD_STATE_BYTES = 16
+_STATES = 5
+# What every file of that format holds; what came later is not in files from before.
+_KEYS = ("target_batch", "windows", "samples", "device", "random", "position", "cutting", "modules", "optimizer")
+_KEYS_MAYBE_NONE = ("scheduler", "scaler")
+_CUTTING = ("plan", "largest", "plans", "asked", "bytes_per_sample", "oom_events")
+_CUTTING_LATER = ("sample_bytes", "is_found", "is_timed")
+
+
+class MalformedError(ValueError):
+    """A value is not what a checkpoint holds at its place."""
+
+
+def check(content: Mapping[str, Any], like: RandomStates) -> None:
+    """Look whether everything of a checkpoint that is autoaccum's own is of the form that it has.
+
+    Args:
+        content: What a file holds.
+        like: The states of this run's random generators.
+
+    Raises:
+        MalformedError: Something is not.
+    """
+    for name in (*_KEYS, *_KEYS_MAYBE_NONE):
+        _need(name in content, name, "is missing")
+    whole(content["target_batch"], "target_batch", least=1, most=_MOST_SAMPLES)
+    _need(type(content["device"]) is str, "device", "is no name")
+    _check_counts(content)
+    _check_modules(content["modules"])
+    _check_optimizer(content["optimizer"])
+    if content["scheduler"] is not None:
+        mapping(content["scheduler"], "scheduler", {"type", "state"})
+        _need(type(content["scheduler"]["type"]) is str, "scheduler: type", "is no name")
+        _need(isinstance(content["scheduler"]["state"], dict), "scheduler: state", "is no dictionary")
+    if content["scaler"] is not None:
+        _check_scaler(content["scaler"])
+    ranks = content.get("ranks")
+    _check_part(content, like, content["target_batch"], is_whole=ranks is None)
+    if ranks is not None:
+        _need(type(ranks) is list and len(ranks) > 0, "ranks", "is no list of what each rank has")
+        for number, part in enumerate(ranks):
+            with _within(f"ranks: {number}"):
+                mapping(part, "", {"random", "position", "cutting"})
+                _need(part.get("loader", "whole") in ("whole", "windows", "own"), "loader", "is no word for a loader")
+                _check_part(part, like, content["target_batch"], is_whole=False)
+
+
+def _check_counts(content: Mapping[str, Any]) -> None:
+    whole(content["windows"], "windows")
+    whole(content["samples"], "samples")
+    most = content["windows"] * content["target_batch"]
+    _need(content["windows"] <= content["samples"] <= most, "samples", "is not what so many windows hold")
+
+
+def _check_part(part: Mapping[str, Any], like: RandomStates, target_batch: int, *, is_whole: bool) -> None:
+    """Look at what each rank has for itself."""
+    with _within("random"):
+        check_states(part["random"], like)
+    with _within("position"):
+        _check_position(part["position"], like, len(part["random"][-1]))
+    with _within("cutting"):
+        _check_cutting(part["cutting"], target_batch, is_whole=is_whole)
+
+
+# --- random states ----------------------------------------------------------------------------------------------------
+
+
+def check_states(states: Any, like: RandomStates, own_count: int | None = None) -> None:
+    """Look whether random states are some that generators as those of this run can be set to.
+
+    Args:
+        states: What a file holds.
+        like: Those of this run.
+        own_count: How many of the modules' own there have to be; None where that is looked at elsewhere.
+
+    Raises:
+        MalformedError: They are not; what is wrong with a state is found out by generators of no use.
+    """
+    _need(type(states) is tuple and len(states) == _STATES, "", "is no tuple of the generators' states")
+    on_host, on_device, of_python, of_numpy, own = states
+    check_generator(on_host, "torch")
+    _need(on_device is None or _is_bytes(on_device), "torch on the device", "is no state of a generator")
+    _check_python(of_python, "Python")
+    check_numpy(of_numpy, like[3], "NumPy")
+    _need(type(own) is list, "the modules' own", "is no list")
+    _need(own_count in (None, len(own)), "the modules' own", f"is not of {own_count} generators")
+    if len(own) == len(like[4]):  # else it is of another model
+        for place, (state, now) in enumerate(zip(own, like[4], strict=True)):
+            _check_own(state, now, f"the modules' own {place}")
+
+
+def check_generator(state: Any, where: str) -> None:
+    """Look whether something is the state of a generator of torch's, on the host or on a card.
+
+    Raises:
+        MalformedError: It is not.
+    """
+    _need(_is_bytes(state), where, "is no state of a generator")
+    if state.numel() != _CARD_STATE_BYTES:
+        _try(where, lambda: torch.Generator().set_state(state))
+
+
+def check_numpy(state: Any, like: Any, where: str) -> None:
+    """Look whether something is the state of a generator of NumPy's as another is.
+
+    NumPy takes any place within a generator's buffer for granted, and reads beyond its end where that is too large.
+
+    Raises:
+        MalformedError: It is not.
+    """
+    with _within(where):
+        _check_as_numpys(state, like)
+    made = getattr(np.random, str(like["bit_generator"]), None)
+    if made is not None:
+        generator = made()
+
+        def set_it() -> None:
+            generator.state = {name: state[name] for name in generator.state}
+
+        _try(where, set_it)
+
+
+def _check_as_numpys(state: Any, like: Mapping[str, Any]) -> None:
+    mapping(state, "", set(like), exactly=True)
+    for name, now in like.items():
+        then = state[name]
+        if isinstance(now, dict):
+            with _within(name):
+                _check_as_numpys(then, now)
+        elif isinstance(now, np.ndarray):
+            _need(
+                type(then) is np.ndarray and then.dtype == now.dtype and then.shape == now.shape,
+                name,
+                f"is no array of shape {now.shape} and {now.dtype}",
+            )
+        elif isinstance(now, str):
+            _need(then == now, name, f"is not {now}")
+        elif isinstance(now, float):
+            number(then, name)
+        else:
+            most = _of_buffer(name, like)
+            whole(then, name, most=2**128 - 1 if most is None else most)
+
+
+def _of_buffer(name: str, like: Mapping[str, Any]) -> int | None:
+    """Return the largest value of a place in a generator's buffer, or of a mark; None where it is neither."""
+    for place, buffer in (("pos", "key"), ("buffer_pos", "buffer")):
+        if name == place and isinstance(like.get(buffer), np.ndarray):
+            return len(like[buffer])
+    return 1 if name.startswith("has_") else None
+
+
+def _check_python(state: Any, where: str) -> None:
+    _need(type(state) is tuple, where, "is no state of a generator")
+    _try(where, lambda: random.Random().setstate(state))  # noqa: S311 - to be set, not drawn from
+    _need(state[2] is None or (type(state[2]) is float and math.isfinite(state[2])), where, "holds no next number")
+
+
+def _check_own(state: Any, now: Any, where: str) -> None:
+    if isinstance(now, Tensor):
+        check_generator(state, where)
+        _need(state.shape == now.shape, where, "is the state of another kind of generator")
+    elif isinstance(now, tuple):
+        _check_python(state, where)
+    else:
+        check_numpy(state, now, where)
+
+
+# --- where a run stands -----------------------------------------------------------------------------------------------
+
+
+def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
+    known = {field.name for field in fields(Position)}
+    mapping(position, "", {"epoch", "batches", "used", "closed", "start"})
+    _need(not position.keys() - known, "", f"has {', '.join(sorted(map(str, position.keys() - known)))}")
+    whole(position["epoch"], "epoch", least=1)
+    whole(position["batches"], "batches", most=_MOST_SAMPLES)
+    whole(position["used"], "used", most=_MOST_SAMPLES)
+    _need(type(position["closed"]) is bool, "closed", "is neither true nor false")
+    for name in ("length", "batch_size"):
+        if position.get(name) is not None:
+            whole(position[name], name)
+    for name in ("start", "before_last"):
+        if position.get(name) is not None:
+            with _within(name):
+                check_states(position[name], like, own_count)
+    _need(not position["batches"] or position["start"] is not None, "start", "is missing")
+    _need(not position["used"] or position.get("before_last") is not None, "before_last", "is missing")
+    _need(bool(position["batches"]) or not position["used"], "used", "is of no batch")
+    _need(type(position.get("generators", ())) is tuple, "generators", "is no tuple")
+    for place, state in enumerate(position.get("generators", ())):
+        check_generator(state, f"generators {place}")
+    with _within("loader_state"):
+        _check_windows_of(position.get("loader_state"), like, is_begun=bool(position["batches"]))
+
+
+def _check_windows_of(state: Any, like: RandomStates, *, is_begun: bool) -> None:
+    """Look at what autoaccum's own loader keeps; any other's is that loader's to judge."""
+    if not isinstance(state, dict) or state.keys() != {"source", "windows", "weights"}:
+        return
+    whole(state["windows"], "windows", most=_MOST_SAMPLES)
+    _need(type(state["weights"]) is list, "weights", "is no list")
+    for place, entry in enumerate(state["weights"]):
+        is_entry = type(entry) in (tuple, list) and len(entry) == 2 and type(entry[1]) in (tuple, list)  # noqa: PLR2004
+        _need(is_entry, f"weights {place}", "is no pair of a window and shares")
+        whole(entry[0], f"weights {place}", most=_MOST_SAMPLES)
+        for share in entry[1]:
+            number(share, f"weights {place}")
+            _need(share > 0, f"weights {place}", "is not positive")
+    source = state["source"]
+    _need(source is not None or not is_begun, "source", "is missing")
+    if source is None:
+        return
+    _need(type(source) is tuple and len(source) == 4 and type(source[3]) in (list, tuple), "source", "is no state")  # noqa: PLR2004
+    check_generator(source[0], "source: torch")
+    _check_python(source[1], "source: Python")
+    check_numpy(source[2], like[3], "source: NumPy")
+    for place, one in enumerate(source[3]):
+        check_generator(one, f"source: generators {place}")
+
+
+def _check_cutting(cutting: Any, target_batch: int, *, is_whole: bool) -> None:
+    mapping(cutting, "", set(_CUTTING))
+    for name in ("plan", "largest"):
+        _check_sizes(cutting[name], name, target_batch, is_whole=is_whole)
+    _need(type(cutting["plans"]) is list, "plans", "is no list")
+    for place, plan in enumerate(cutting["plans"]):
+        _need(type(plan) is list and len(plan) == 2, f"plans {place}", "is no pair of a step and sizes")  # noqa: PLR2004
+        whole(plan[0], f"plans {place}")
+        _check_sizes(plan[1], f"plans {place}", target_batch, is_whole=is_whole)
+    if cutting["asked"] != "auto" or type(cutting["asked"]) is not str:
+        whole(cutting["asked"], "asked", least=1)
+    whole(cutting["oom_events"], "oom_events")
+    for name in ("bytes_per_sample", "sample_bytes"):
+        if cutting.get(name) is not None:
+            whole(cutting[name], name)
+    for name in ("is_found", "is_timed"):
+        _need(type(cutting.get(name, True)) is bool, name, "is neither true nor false")
+
+
+def _check_sizes(sizes: Any, where: str, target_batch: int, *, is_whole: bool) -> None:
+    _need(type(sizes) is list and len(sizes) > 0, where, "is no list of sizes")
+    for size in sizes:
+        whole(size, where, least=1, most=target_batch)
+    total = sum(sizes)
+    _need(total == target_batch if is_whole else total <= target_batch, where, f"sums to {total} samples")
+
+
+# --- model, optimizer, scaler -----------------------------------------------------------------------------------------
+
+
+def _check_modules(modules: Any) -> None:
+    _need(type(modules) is list, "modules", "is no list")
+    for place, module in enumerate(modules):
+        with _within(f"modules: {place}"):
+            mapping(module, "", {"state", "buffers"})
+            for part in ("state", "buffers", "spread"):
+                kept = module.get(part, {})
+                _need(isinstance(kept, dict), part, "is no dictionary")
+                for name, value in kept.items():
+                    _need(type(name) is str, part, "has a key that is no name")
+                    _check_kept(part, name, value)
+
+
+def _check_kept(part: str, name: str, value: Any) -> None:
+    if part == "spread":
+        _need(type(value) is str, f"spread: {name}", "is no form of a tensor")
+    elif isinstance(value, Tensor):
+        _need(_has_numbers(value), f"{part}: {name}", "is a tensor without numbers")
+    elif part == "buffers":
+        _need(value is None, f"buffers: {name}", "is neither a tensor nor none")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    with _within("optimizer"):
+        mapping(optimizer, "", {"type", "state"})
+        _need(type(optimizer["type"]) is str, "type", "is no name")
+        state = optimizer["state"]
+        mapping(state, "state", {"state", "param_groups"})
+        _need(isinstance(state["state"], dict), "state", "is no dictionary")
+        groups = state["param_groups"]
+        _need(type(groups) is list, "param_groups", "is no list")
+        for place, group in enumerate(groups):
+            mapping(group, f"param_groups: {place}", {"params"})
+            is_list = type(group["params"]) is list and all(type(one) is int for one in group["params"])
+            _need(is_list, f"param_groups: {place}: params", "is no list of numbers")
+        if "parameters" in optimizer:
+            names = optimizer["parameters"]
+            _need(type(names) is list and all(map(_is_names, names)), "parameters", "is no list of names")
+            numbers = [len(group["params"]) for group in groups]
+            _need([len(each) for each in names] == numbers, "parameters", "has not a name for each parameter")
+
+
+def _check_scaler(scaler: Any) -> None:
+    with _within("scaler"):
+        _need(isinstance(scaler, dict), "", "is no dictionary")
+        if not scaler:
+            return  # of one that is switched off
+        mapping(scaler, "", {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+        for name in ("scale", "growth_factor", "backoff_factor"):
+            number(scaler[name], name)
+            _need(scaler[name] > 0, name, "is not positive")
+        whole(scaler["growth_interval"], "growth_interval", least=1, most=2**31 - 1)
+        whole(scaler["_growth_tracker"], "_growth_tracker", most=2**31 - 1)
+
+
+def _is_names(value: Any) -> bool:
+    return type(value) is list and all(type(name) is str for name in value)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"  # and not "meta", whatever was asked for when it was loaded
+
+
+# --- the pieces -------------------------------------------------------------------------------------------------------
+
+
+def whole(value: Any, where: str, *, least: int = 0, most: int = _LARGEST) -> None:
+    """Look whether something is a whole number within bounds.
+
+    Raises:
+        MalformedError: It is not.
+    """
+    _need(type(value) is int, where, f"is a {type(value).__name__} in place of a whole number")
+    _need(least <= value <= most, where, f"is not within {least} and {most}")
+
+
+def number(value: Any, where: str) -> None:
+    """Look whether something is a finite number.
+
+    Raises:
+        MalformedError: It is not.
+    """
+    is_one = (type(value) is int and abs(value) <= _LARGEST) or (type(value) is float and math.isfinite(value))
+    _need(is_one, where, "is no finite number")
+
+
+def mapping(value: Any, where: str, keys: Collection[str], *, exactly: bool = False) -> None:
+    """Look whether something is a dictionary with certain keys.
+
+    Raises:
+        MalformedError: It is not.
+    """
+    _need(isinstance(value, dict), where, f"is a {type(value).__name__} in place of a dictionary")
+    lacking = sorted(set(keys) - value.keys())
+    _need(not lacking, where, f"lacks {', '.join(lacking)}")
+    _need(not exactly or len(value) == len(keys), where, "holds more than it should")
+
+
+def _is_bytes(value: Any) -> bool:
+    return type(value) is Tensor and value.dtype is torch.uint8 and value.dim() == 1 and _has_numbers(value)
+
+
+def _need(is_so: bool, where: str, otherwise: str) -> None:
+    if not is_so:
+        raise MalformedError(f"{where} {otherwise}".strip())
+
+
+def _try(where: str, action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception as error:
+        raise MalformedError(f"{where} is no state of a generator ({error})".strip()) from error
+
+
+@contextlib.contextmanager
+def _within(where: str) -> Iterator[None]:
+    try:
+        yield
+    except MalformedError as error:
+        raise MalformedError(f"{where}: {error}") from error.__cause__

@@ -1,0 +1,170 @@
+"""Files in places that others may write to: no link is written through, and no pipe is waited for."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from autoaccum import reason_file, safe_files
+from autoaccum.environment import REASON_FILE
+from autoaccum.errors import CheckpointError, InvalidInputError
+from autoaccum.jobs.slurm_folder import JobFolder
+from autoaccum.notices import Notices
+from autoaccum.postmortem_view import read_postmortem
+from autoaccum.report.files import beside
+from autoaccum.saving import Saver
+from autoaccum.storage import Storage
+
+
+@pytest.fixture
+def precious(tmp_path):
+    path = tmp_path / "precious"
+    path.write_text("mine")
+    return path
+
+
+@pytest.mark.parametrize("target", ["file", "nothing"])
+def test_link_in_the_place_of_an_unfinished_checkpoint_is_not_followed(tmp_path, precious, target):
+    storage = Storage(tmp_path / "run")
+    linked = precious if target == "file" else tmp_path / "nothing"
+    (storage.folder / "step-00000001.pt.unfinished").symlink_to(linked)
+
+    path = storage.write({"x": torch.arange(3)}, 1)
+
+    assert not path.is_symlink()
+    assert torch.equal(storage.read_newest(Notices(silent=True))[1]["x"], torch.arange(3))
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_pipe_in_the_place_of_an_unfinished_checkpoint_is_not_waited_for(tmp_path):
+    storage = Storage(tmp_path)
+    os.mkfifo(tmp_path / "step-00000001.pt.unfinished")
+
+    storage.write({"x": 1}, 1)
+
+    assert storage.read_newest(Notices(silent=True))[1] == {"x": 1}
+
+
+def test_link_in_the_place_of_a_checkpoint_is_replaced_and_not_written_through(tmp_path, precious):
+    storage = Storage(tmp_path / "run")
+    (storage.folder / "step-00000001.pt").symlink_to(precious)
+
+    path = storage.write({"x": 1}, 1)
+
+    assert not path.is_symlink()
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "sparse"])
+def test_what_is_no_file_is_no_checkpoint_and_the_one_before_is_taken(tmp_path, kind):
+    storage = Storage(tmp_path)
+    storage.write({"x": 1}, 1)
+    other = tmp_path / "step-00000002.pt"
+    if kind == "pipe":
+        os.mkfifo(other)
+    elif kind == "folder":
+        other.mkdir()
+    elif kind == "device":
+        other.symlink_to("/dev/zero")
+    else:
+        with other.open("wb") as file:
+            file.truncate(1 << 40)
+    if kind != "device":  # whose time is not this link's
+        later = (tmp_path / "step-00000001.pt").stat().st_mtime_ns + 5_000_000
+        os.utime(other, ns=(later, later))
+
+    path, content = Storage(tmp_path).read_newest(Notices(silent=True))
+    storage.write({"x": 3}, 3)
+
+    assert (path.name, content) == ("step-00000001.pt", {"x": 1})
+    assert Storage(tmp_path).read_newest(Notices(silent=True))[1] == {"x": 3}
+
+
+def test_only_checkpoint_that_is_a_pipe_is_an_error_that_says_so(tmp_path):
+    os.mkfifo(tmp_path / "step-00000002.pt")
+
+    with pytest.raises(CheckpointError, match="is a folder, a pipe or a device"):
+        Storage(tmp_path).read_newest(Notices(silent=True))
+
+
+@pytest.mark.parametrize("named", [("../outside", {}), ("step-00000001.5.shards", {"../x": (1, 1)}), "text", [1, 2, 3]])
+def test_checkpoint_that_names_files_elsewhere_is_refused(tmp_path, named):
+    Storage(tmp_path).write({"shards": named if isinstance(named, str) else list(named)}, 1)
+
+    with pytest.raises(CheckpointError, match="malformed: shards names"):
+        Storage(tmp_path).read_newest(Notices(silent=True))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "large"])
+def test_reason_file_that_is_no_plain_file_holds_no_reason(tmp_path, kind):
+    path = tmp_path / "reason"
+    reason = json.dumps({"reason": "out_of_memory"})
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "other").write_text(reason)
+        path.symlink_to(tmp_path / "other")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text(reason + " " * (1 << 20))
+
+    assert reason_file.read(path) is None
+
+
+def test_reason_takes_the_place_of_a_link_or_a_pipe_and_is_not_written_through(tmp_path, precious, monkeypatch):
+    for number, make in enumerate((lambda path: path.symlink_to(precious), os.mkfifo)):
+        path = tmp_path / f"reason{number}"
+        make(path)
+        monkeypatch.setenv(REASON_FILE, str(path))
+
+        assert reason_file.write(reason_file.Reason(reason_file.OUT_OF_MEMORY))
+
+        assert reason_file.read(path).reason == reason_file.OUT_OF_MEMORY
+    assert precious.read_text() == "mine"
+
+
+def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_path):
+    saver = Saver(Storage(tmp_path), every_steps=None, every_s=None, resume="auto")
+    os.mkfifo(tmp_path / "out-of-memory.json")
+
+    assert saver.cap(Notices(silent=True)) is None
+    saver.note_lack(10, "too large")
+    assert saver.cap(Notices(silent=True)) == 7
+
+
+def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(tmp_path, precious):
+    place = tmp_path / "report.html"
+    guessed = tmp_path / f".report.{os.getpid()}.html"
+    guessed.symlink_to(precious)
+
+    with beside(place) as unfinished:
+        assert unfinished.suffix == ".html"
+        unfinished.write_text("text")
+
+    assert place.read_text() == "text"
+    assert precious.read_text() == "mine"
+
+
+def test_postmortem_and_files_of_a_job_that_are_pipes_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "oom.json")
+    os.mkfifo(tmp_path / "progress.json")
+
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        read_postmortem(tmp_path / "oom.json")
+    assert JobFolder(tmp_path).progress is None
+
+
+def test_created_file_is_one_that_was_not_there(tmp_path, precious):
+    with pytest.raises(FileExistsError):
+        safe_files.create(precious)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(FileExistsError):
+        safe_files.create(link)
+    with pytest.raises(OSError, match="more than 2 bytes"):
+        safe_files.read(precious, 2)
+
+    assert not (tmp_path / "nothing").exists()
