@@ -296,7 +296,7 @@ def _check(command: Sequence[str], options: Options) -> None:
     for name in ("target_batch", "micro_batch", "world_size"):
         value = getattr(options, name)
         if value is not None and check_positive_int(name, value) > _MOST:
-            raise InvalidInputError(f"{name}={str(value):.20} is too large; give at most {_MOST}")
+            raise InvalidInputError(f"{name}={value!s:.20} is too large; give at most {_MOST}")
     if options.retries < 0:
         raise InvalidInputError(f"retries={options.retries} must be 0 or more")
     # Not beyond what `poll` can wait, which is known only when a signal has come.
