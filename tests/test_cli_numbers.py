@@ -56,8 +56,8 @@ def test_a_count_beyond_any_training_is_refused_before_the_recipe_is_loaded(reci
     [
         ("fit", "--checkpoint-minutes", VALUES),
         ("slurm", "--checkpoint-minutes", VALUES),
-        ("fit", "--seed", ["-1", *HUGE[1:]]),
-        ("slurm", "--seed", ["-1", *HUGE[1:]]),
+        ("fit", "--seed", HUGE[1:]),
+        ("slurm", "--seed", HUGE[1:]),
         ("fit", "--memory-limit", HUGE[-2:]),
         ("slurm", "--memory-limit", HUGE[-2:]),
         ("slurm", "--time", HUGE[-2:]),
@@ -90,7 +90,7 @@ def test_run_refuses_a_grace_that_cannot_be_waited_for_and_starts_nothing(tmp_pa
 
 @pytest.mark.parametrize("grace", [math.inf, math.nan, -1.0, 1e12])
 def test_a_grace_is_checked_by_the_library_too(grace):
-    with pytest.raises(InvalidInputError, match="grace=.* from 0 to 604800"):
+    with pytest.raises(InvalidInputError, match=r"grace=.* from 0 to 604800"):
         run_command(["true"], Options(grace_s=grace))
 
 

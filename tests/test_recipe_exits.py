@@ -89,6 +89,12 @@ def test_fit_ends_with_3_and_the_place(recipe, place):
     assert_bad_input(invoke("fit", f"{path}:{place}", "--quiet"), path)
 
 
+def test_an_exit_of_a_callback_leaves_a_checkpoint_as_an_error_does(recipe, tmp_path):
+    invoke("fit", f"{recipe()}:in_callback", "--quiet", "--checkpoint", tmp_path / "kept")
+
+    assert [path.name for path in (tmp_path / "kept").glob("step-*")] != []
+
+
 @pytest.mark.parametrize("options", [(), ("--no-measure", "--gpu", "h100-80gb")])
 @pytest.mark.parametrize("place", PLACES)
 def test_report_ends_with_3_and_the_place(recipe, place, options):

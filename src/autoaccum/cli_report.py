@@ -291,12 +291,8 @@ def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:
     by_name: dict[str, int] = {}
     for text in given:
         name, _, number = text.rpartition("=")
-        if (
-            not (number.isascii() and number.isdigit())
-            or len(number) > _MOST_DIGITS
-            or int(number) < 1
-            or (not name and len(given) > 1)
-        ):
+        is_length = number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS and int(number) >= 1
+        if not is_length or (not name and len(given) > 1):
             raise InvalidInputError(
                 f"--length {text} is no length; give one number (--length 512), or numbers by the names under which a "
                 "batch holds its sequences (--length input_ids=512 --length labels=64)"

@@ -257,6 +257,11 @@ def test_no_traceback_explains_a_status_that_python_does_not_end_with(status):
     assert judge(ended(status, OOM)).kind == "other"
 
 
+@pytest.mark.parametrize("text", ["(" + "x" * (1 << 22), "  + " + "-" * (1 << 22), "srun: error: " + " " * (1 << 22)])
+def test_a_line_of_megabytes_is_read_to_its_end(text):
+    assert judge(ended(1, f"  + Exception Group {OPENED}{text}\n{text}\n{OOM}")).kind == "out_of_memory"
+
+
 def test_every_other_end_of_a_log_of_lack_of_memory_names_its_status():
     assert judge(ended(3, SURVIVED)).evidence == "exit code 3"
 

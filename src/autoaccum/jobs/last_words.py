@@ -96,7 +96,7 @@ def slurm_words(text: str, code: int) -> str | None:
         text: The end of the step's log.
         code: srun's exit code.
     """
-    if code not in _SLURM_CODES:
+    if code not in _SLURM_CODES or not ("slurmstepd" in text or "srun: error: " in text):
         return None
     lines = [line for line in unlabelled(text) if "slurmstepd" in line or "srun" in line]
     said = next((line.strip() for line in lines if any(sign.matches(line) for sign in _SLURM_SIGNS)), None)
@@ -143,7 +143,8 @@ class _End:
     """
 
     def __init__(self, text: str, code: int) -> None:
-        found, lines = endings(text), unlabelled(text)
+        found = endings(text)
+        lines = unlabelled(text) if "srun: error: " in text or "of binary: " in text else ()
         tasks = said_by_srun(lines)
         if code not in {task.code for task in tasks} and not (code in _SLURM_CODES and tasks):
             tasks = []  # of a step before the last

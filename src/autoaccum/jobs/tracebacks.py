@@ -33,9 +33,8 @@ _ENDS_NOTHING = re.compile(
 )
 _ASYNCIO_CONTEXT = re.compile(r"future: <|handle: <|task: <")
 # Before the lines of a process where several share a stream: torchrun --tee, srun --label, mpirun --tag-output, Ray.
-_LABEL = re.compile(
-    r"(?:\[[A-Za-z_.-]*(?P<tee>\d+)\]:|(?P<task>\d+):|\[\d+,(?P<mpi>\d+)\]<std\w+>:|\(\w*[^()]*pid=\d+[^()]*\)) ?"
-)
+_LABEL = re.compile(r"(?:\[[A-Za-z_.-]*\d+\]:|\d+:|\[\d+,\d+\]<std\w+>:|\([^()]{0,80}?pid=\d+[^()]{0,80}\)) ?")
+_LABELS_BEGIN = frozenset("[(0123456789")
 # torch writes it before each line of the exception that nobody caught, and nowhere else.
 _RANK = re.compile(r"\[rank(?P<rank>\d+)\]: ?")
 _RANK_BEHIND_A_BAR = re.compile(rf"\[rank\d+\]: {re.escape(_HEADER)}")
@@ -49,6 +48,7 @@ _FIRST_FRAMES = ("<module>", "_run_module_as_main", "_bootstrap")
 _TAKEN_ALONG = re.compile(r"Original Traceback|-- Process \d+ terminated with the following error")
 # A message of NCCL's has four lines, one of CUDA's five; what stands further down is somebody else's.
 _MESSAGE_LINES = 8
+_HALF_CHARS = 2000
 # As far below a traceback threads may still end the process: C++ may have shown its own frames in between.
 _NEAR = 64
 
@@ -118,23 +118,30 @@ def endings(text: str) -> list[Ending]:
 
 def unlabelled(text: str) -> list[str]:
     """Return the lines of a log without colours and without the labels of processes."""
-    return [_labels(line)[1] for line in _COLOURS.sub("", text).splitlines()]
+    return [_labels(line)[1] for line in _lines(text)]
 
 
 def _streams(text: str) -> dict[str, list[_Line]]:
     """Return the lines of each process, as far as labels tell them apart."""
     streams: dict[str, list[_Line]] = defaultdict(list)
-    for at, line in enumerate(_COLOURS.sub("", text).splitlines()):
+    for at, line in enumerate(_lines(text)):
         label, rest = _labels(line)
         streams[label].append(_Line(at, rest))
     return streams
 
 
+def _lines(text: str) -> list[str]:
+    """Return lines without colours; of long ones, such as arrays that were printed, the beginning and the end."""
+    lines = _COLOURS.sub("", text).splitlines()
+    return [line if len(line) <= 2 * _HALF_CHARS else line[:_HALF_CHARS] + line[-_HALF_CHARS:] for line in lines]
+
+
 def _labels(line: str) -> tuple[str, str]:
     """Return the label of a line, which is that of a rank where there is one, and the rest of the line."""
-    behind = _RANK_BEHIND_A_BAR.search(line)
-    if behind is not None:
+    if _HEADER in line and (behind := _RANK_BEHIND_A_BAR.search(line)):
         line = line[behind.start() :]
+    if line[:1] not in _LABELS_BEGIN:
+        return "", line
     label, found = "", _RANK.match(line) or _LABEL.match(line)
     while found is not None:
         line = line[found.end() :]
