@@ -334,8 +334,8 @@ class Company:
             if not folder.is_dir():  # rank 0 knows more
                 raise CheckpointError(
                     f"the checkpoint {folder} could not be written, since it was removed meanwhile, and those before "
-                    "it are as they were; leave the folder alone while training goes on, which another process may have "
-                    "taken over"
+                    "it are as they were; leave the folder alone while training goes on, which another process may "
+                    "have taken over"
                 ) from error
             raise CheckpointError(
                 f"the checkpoint {folder} could not be written ({first_line(error)}), and those before it are as they "
