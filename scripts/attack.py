@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attacks.row import Row
 
-ATTACKS: tuple[str, ...] = ("checkpoints",)
+ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "checkpoints", "output", "bad_input")
 
 
 def main() -> int:

@@ -115,6 +115,16 @@ def test_what_a_killed_writer_left_is_removed(storage):
     assert names(storage) == []
 
 
+def test_file_that_somebody_removes_while_it_is_written_is_not_told_as_a_full_disk(storage):
+    storage.write(content_of(1), 1)
+    storage.guard = lambda: [path.unlink() for path in storage.folder.glob("*.unfinished")]
+
+    with pytest.raises(CheckpointError, match="its unfinished file was removed meanwhile"):
+        storage.write(content_of(2), 2)
+
+    assert names(storage) == ["step-00000001.pt"]
+
+
 def test_folder_named_as_an_unfinished_file_is_left_alone_and_in_nobodys_way(storage):
     (storage.folder / "step-00000005.pt.unfinished").mkdir()
 

@@ -18,6 +18,7 @@ Exit codes (`ExitCode`):
   process, from a checkpoint
 - 6: of a report: it fits, but only in smaller micro-batches than --require-micro-batch asks for
 - 7: of a report: the device is not there, or has less memory free than --require-free asks for
+- 8: another process trains with the checkpoint folder, or has taken it over
 - 75: start again from the checkpoint, with a smaller cut
 - 130: interrupted by Ctrl-C
 - 143: ended by SIGTERM; `run` passes on the exit codes of its command

@@ -331,6 +331,12 @@ class Company:
             raise
         except Exception as error:
             saver.check_folder()
+            if not folder.is_dir():  # rank 0 knows more
+                raise CheckpointError(
+                    f"the checkpoint {folder} could not be written, since it was removed meanwhile, and those before "
+                    "it are as they were; leave the folder alone while training goes on, which another process may "
+                    "have taken over"
+                ) from error
             raise CheckpointError(
                 f"the checkpoint {folder} could not be written ({first_line(error)}), and those before it are as they "
                 "were; make room on that disk, or pass another folder as checkpoint="

@@ -192,6 +192,8 @@ def fit(
         StartAgainError: Memory ran out in a model that is spread over ranks (docs/fsdp.md).
         CheckpointError: A checkpoint cannot be written, cannot be read, or is of something else; then the model is as
             it was.
+        CheckpointInUseError: Another process trains with the checkpoint folder, or has taken it over while this one was
+            suspended.
         RankFailedError: Another process of this training has failed.
     """
     started = time.perf_counter()
