@@ -107,6 +107,10 @@ FIELDS = {
     "torch's state": (FIRST, ("position", "start", 0), torch.zeros(5056, dtype=torch.uint8)),
     "sizes": (FIRST, ("cutting", "plan"), [1, -1, 6]),
     "windows": (FIRST, ("windows",), -1),
+    "name of a generator": (FIRST, ("random", 3, "bit_generator"), np.arange(3)),
+    "version of torch": (FIRST, ("torch",), np.arange(3)),
+    "state of no parameter": (FIRST, ("optimizer", "state", "state"), {"other": 1}),
+    "moment of whole numbers": (PLATEAU, ("optimizer", "state", "state", 1, "square_avg"), torch.zeros(5).short()),
     "position": (FIRST, ("position", "epoch"), damaged.DELETED),
 }
 

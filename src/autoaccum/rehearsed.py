@@ -44,17 +44,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], 
         MalformedError: It cannot.
     """
     own = optimizer.state_dict()["param_groups"]
-    needs_all = is_same_torch and type(optimizer).__module__.startswith("torch.optim")
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
     for place, (group, now) in enumerate(zip(saved["param_groups"], own, strict=True)):
-        _check_group(group, now, f"optimizer: param_groups {place}", needs_all=needs_all)
+        _check_group(group, now, f"optimizer: param_groups {place}", needs_all=is_torchs and is_same_torch)
     known = {number for group in own for number in group["params"]}
     for number, values in saved["state"].items():
-        _need(number in known or not isinstance(number, int), f"optimizer: state {number!r}", "is of no parameter")
+        is_of_none = is_torchs or isinstance(number, int)  # others may keep more under names
+        _need(number in known or not is_of_none, f"optimizer: state {number!r}", "is of no parameter")
         _need(number not in known or isinstance(values, dict), f"optimizer: state {number!r}", "is no dictionary")
     if any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         _check_marks(saved["state"])
     elif (fresh := _fresh(optimizer)) is not None:
-        if type(optimizer).__module__.startswith("torch.optim"):
+        if is_torchs:
             _check_state(saved, fresh)
         try:
             _stepped(optimizer, saved)

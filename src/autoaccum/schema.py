@@ -54,6 +54,8 @@ def check(content: Mapping[str, Any], like: RandomStates) -> None:
     """
     for name in (*_KEYS, *_KEYS_MAYBE_NONE):
         _need(name in content, name, "is missing")
+    for name in ("autoaccum", "torch"):
+        _need(type(content.get(name, "")) is str, name, "is no version")
     whole(content["target_batch"], "target_batch", least=1, most=_MOST_SAMPLES)
     _need(type(content["device"]) is str, "device", "is no name")
     _check_counts(content)
@@ -72,7 +74,8 @@ def check(content: Mapping[str, Any], like: RandomStates) -> None:
         for number, part in enumerate(ranks):
             with _within(f"ranks: {number}"):
                 mapping(part, "", {"random", "position", "cutting"})
-                _need(part.get("loader", "whole") in ("whole", "windows", "own"), "loader", "is no word for a loader")
+                loader = part.get("loader", "whole")
+                _need(type(loader) is str and loader in ("whole", "windows", "own"), "loader", "is no word for one")
                 _check_part(part, like, content["target_batch"], is_whole=False)
 
 
@@ -165,7 +168,7 @@ def _check_as_numpys(state: Any, like: Mapping[str, Any]) -> None:
                 f"is no array of shape {now.shape} and {now.dtype}",
             )
         elif isinstance(now, str):
-            _need(then == now, name, f"is not {now}")
+            _need(type(then) is str and then == now, name, f"is not {now}")
         elif isinstance(now, float):
             number(then, name)
         else:
@@ -259,7 +262,7 @@ def _check_cutting(cutting: Any, target_batch: int, *, is_whole: bool) -> None:
         _need(type(plan) is list and len(plan) == 2, f"plans {place}", "is no pair of a step and sizes")  # noqa: PLR2004
         whole(plan[0], f"plans {place}")
         _check_sizes(plan[1], f"plans {place}", target_batch, is_whole=is_whole)
-    if cutting["asked"] != "auto" or type(cutting["asked"]) is not str:
+    if type(cutting["asked"]) is not str or cutting["asked"] != "auto":
         whole(cutting["asked"], "asked", least=1)
     whole(cutting["oom_events"], "oom_events")
     for name in ("bytes_per_sample", "sample_bytes"):
