@@ -84,6 +84,7 @@ ORDER = (
     "postmortem",
     "postmortem_view",
     "course",
+    "finiteness",
     "validation",
     "runners",
     "keeping",

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 

@@ -20,6 +20,7 @@ from autoaccum.errors import (
     DeviceLostError,
     DoesNotFitError,
     InvalidInputError,
+    NotFiniteError,
     RankFailedError,
     StartAgainError,
     StateDamagedError,
@@ -44,6 +45,7 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 5
     SMALLER = 6
     NO_DEVICE = 7
+    NOT_FINITE = 8
     START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
     INTERRUPTED = 130
     TERMINATED = 143
@@ -54,6 +56,7 @@ EPILOG = (
     "3 bad input or recipe; 4 does not fit in memory; "
     "5 device lost, state damaged or another rank failed, start a new process; "
     "6 fits, but only in smaller micro-batches than required; 7 device busy or missing (report); "
+    "8 loss not finite (--on-nan stop); "
     "75 start again from the checkpoint, with a smaller cut; 130 interrupted; 143 ended by SIGTERM. "
     "run passes on the exit code of its command."
 )
@@ -112,6 +115,8 @@ def code_for(error: AutoaccumError) -> ExitCode:
         return ExitCode.START_AGAIN
     if isinstance(error, DeviceLostError | StateDamagedError | RankFailedError):
         return ExitCode.DAMAGED
+    if isinstance(error, NotFiniteError):
+        return ExitCode.NOT_FINITE
     return ExitCode.UNEXPECTED
 
 

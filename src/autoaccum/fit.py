@@ -23,6 +23,7 @@ from autoaccum.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum.errors import InvalidInputError
 from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
+from autoaccum.finiteness import check_on_nan
 from autoaccum.memory.limits import parse_limit
 from autoaccum.notices import Notices
 from autoaccum.overlap import check_overlap, hindrance
@@ -93,6 +94,7 @@ def fit(
     shard: bool = False,
     shares: str = "equal",
     overlap: bool = False,
+    on_nan: str = "warn",
 ) -> FitResult:
     """Train with updates of `target_batch` samples, whatever the device can hold at once.
 
@@ -170,6 +172,9 @@ def fit(
         shares: Of a window, with `shard`: "equal"; "speed": as fast as each rank has been.
         overlap: On several ranks: whether gradients are added up while the last backward pass of a window still makes
             others, which takes memory for a second set of them. docs/ranks.md.
+        on_nan: What to do where a window's loss, or its gradient's norm, is NaN or infinite. "warn": say so on stderr
+            once, also with progress=False; "stop": raise NotFiniteError, on all ranks; "ignore": nothing. But for
+            "ignore", no checkpoint is written of parameters that are no longer finite, and the last finite one is kept.
 
     Returns:
         What was done. The model is trained in place.
@@ -184,6 +189,7 @@ def fit(
         CheckpointError: A checkpoint cannot be written, cannot be read, or is of something else; then the model is as
             it was.
         RankFailedError: Another process of this training has failed.
+        NotFiniteError: A window was not finite, and on_nan="stop".
     """
     started = time.perf_counter()
     check_windows(target_batch, last_window)
@@ -194,8 +200,7 @@ def fit(
     check_scheduler(scheduler, scheduler_interval, val_loader)
     _check_data(loader, val_loader, metrics)
     _check_callbacks(callbacks)
-    check_loss_scope(loss_scope)
-    check_batchnorm(batchnorm)
+    _check_words(loss_scope, batchnorm, on_nan)
     if lr_scaling is not None:
         optimizers.scaling_factor(lr_scaling, target_batch, base_batch)
     options = compile_options(compile)
@@ -246,6 +251,7 @@ def fit(
                 "clip_grad_norm": clip_grad_norm,
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
+                "on_nan": on_nan,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
@@ -297,6 +303,7 @@ def fit(
             saver=saver,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
+            on_nan=on_nan,
             compiling=None if options is None else Compiling(model, options),
             fallbacks=Fallbacks(step.objective.modules, fallbacks, memory),
             company=company,
@@ -363,6 +370,12 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
         check_positive_int("max_steps", max_steps)
         return epochs, max_steps
     return (1 if epochs is None else epochs), None
+
+
+def _check_words(loss_scope: str, batchnorm: str, on_nan: str) -> None:
+    check_loss_scope(loss_scope)
+    check_batchnorm(batchnorm)
+    check_on_nan(on_nan)
 
 
 def _check_data(loader: Any, val_loader: Any, metrics: Any) -> None:

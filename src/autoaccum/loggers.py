@@ -139,8 +139,8 @@ class JSONLinesLog(_OneStepLate):
     - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s
 
     A number that is NaN or infinite is null. A process that is killed can leave a last line that is cut short; the run
-    that goes on begins a line of its own. Events that cannot be written (a full disk) are dropped, which is said once on
-    stderr; training goes on, and so does the log once there is room again.
+    that goes on begins a line of its own. Events that cannot be written (a full disk) are dropped, which is said once
+    on stderr; training goes on, and so does the log once there is room again.
 
     Args:
         path: The file; it is made, with its folder, where it is missing, and appended to where it is there.
