@@ -251,3 +251,11 @@ def test_each_rank_finds_its_own_cut_and_the_gradient_is_that_of_the_window(crew
     assert_alike(found)
     assert 0 < found[0]["largest"] < found[1]["largest"]
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+@pytest.mark.parametrize(("on_nan", "error"), [("stop", "NotFiniteError: step 6: not finite"), ("warn", "none")])
+def test_nan_on_one_rank_is_acted_on_by_all_in_the_same_window(crew, tmp_path, on_nan, error):
+    found = crew.run("rank_training:not_finite", tmp_path, on_nan, size=2)
+
+    assert [one["error"][: len(error)] for one in found] == [error] * 2
+    assert found[0]["kept"] == [4, 5]
