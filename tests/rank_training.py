@@ -4,6 +4,7 @@ import contextlib
 import io
 import random
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -336,3 +337,19 @@ def workers_loader(rank, size, samples):
 
 def no_dataloader(rank, size, samples):
     return [tuple(map(torch.stack, zip(*samples[at : at + 7], strict=True))) for at in range(0, len(samples), 7)]
+
+
+def not_finite(rank, size, folder, on_nan):
+    """Train with NaN among the samples of the last rank alone; return what each rank ended with, and what is kept."""
+    samples = [
+        (inputs * (float("nan") if rank == size - 1 and 20 <= at < 24 else 1.0), target)
+        for at, (inputs, target) in enumerate(vectors())
+    ]
+    arguments = {"target_batch": 8, "micro_batch": 4, "on_nan": on_nan, "checkpoint": folder, "checkpoint_steps": 1}
+    error = "none"
+    try:
+        train(rank, size, data=samples, **arguments)
+    except autoaccum.AutoaccumError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    kept = [torch.load(path, weights_only=True)["windows"] for path in sorted(Path(folder).glob("step-*.pt"))]
+    return {"error": error, "kept": kept}

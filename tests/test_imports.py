@@ -99,6 +99,7 @@ ORDER = (
     "postmortem",
     "postmortem_view",
     "course",
+    "finiteness",
     "validation",
     "runners",
     "keeping",

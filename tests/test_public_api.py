@@ -141,6 +141,7 @@ def test_a_report_shows_itself_in_every_form():
 
 def test_errors_are_one_tree():
     kinds = ["DoesNotFit", "InvalidInput", "DeviceLost", "StateDamaged", "UpdateComplete", "Checkpoint", "RankFailed"]
+    kinds.append("NotFinite")
 
     kinds = [getattr(autoaccum, f"{kind}Error") for kind in kinds]
 

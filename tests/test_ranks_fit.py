@@ -265,3 +265,11 @@ def test_checkpoint_folder_that_another_machine_holds_is_waited_for_by_all_ranks
     else:
         assert [answer["steps"] for answer in answers] == [2, 2]
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
+
+
+@pytest.mark.parametrize(("on_nan", "error"), [("stop", "NotFiniteError: step 6: not finite"), ("warn", "none")])
+def test_nan_on_one_rank_is_acted_on_by_all_in_the_same_window(crew, tmp_path, on_nan, error):
+    found = crew.run("rank_training:not_finite", tmp_path, on_nan, size=2)
+
+    assert [one["error"][: len(error)] for one in found] == [error] * 2
+    assert found[0]["kept"] == [4, 5]

@@ -10,7 +10,7 @@ results, which is one JSON document with --json and nothing without.
 Exit codes (`ExitCode`):
 
 - 0: done; of a report: it fits, and what was required is met
-- 1: an unexpected error; its traceback is on stderr
+- 1: an unexpected error, whose traceback is on stderr; or the result could not be written to stdout
 - 2: the command line could not be understood
 - 3: bad input, or a recipe that cannot be used, or that exits
 - 4: not even the smallest micro-batch fits in memory
@@ -19,6 +19,7 @@ Exit codes (`ExitCode`):
 - 6: of a report: it fits, but only in smaller micro-batches than --require-micro-batch asks for
 - 7: of a report: the device is not there, or has less memory free than --require-free asks for
 - 8: another process trains with the checkpoint folder, or has taken it over
+- 9: the loss was not finite, and --on-nan stop was asked for
 - 75: start again from the checkpoint, with a smaller cut
 - 130: interrupted by Ctrl-C
 - 143: ended by SIGTERM; `run` passes on the exit codes of its command
@@ -192,6 +193,9 @@ def fit_command(
         bool,
         typer.Option("--overlap", help="Under torchrun: add gradients up while the last backward pass still runs."),
     ] = False,
+    on_nan: Annotated[
+        str | None, typer.Option(help="What to do where the loss is not finite: warn, stop or ignore.")
+    ] = None,
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Append each event to this file as a line of JSON."),
@@ -222,6 +226,7 @@ def fit_command(
         "shard": True if shard else None,
         "shares": shares,
         "overlap": True if overlap else None,
+        "on_nan": on_nan,
     }
     is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints what all have done
     with errors_as_exit_codes():

@@ -24,6 +24,7 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
 from autoaccum.fallback import FALLBACKS
 from autoaccum.finding import check_finding
+from autoaccum.finiteness import ON_NAN
 from autoaccum.jobs.recipe import check_recipe
 from autoaccum.jobs.slurm_folder import Submitted
 from autoaccum.jobs.slurm_listing import jobs_in
@@ -123,6 +124,9 @@ def slurm_command(
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Add gradients up while the last backward pass still runs.")
     ] = False,
+    on_nan: Annotated[
+        str | None, typer.Option(help="What to do where the loss is not finite: warn, stop or ignore.")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="For checkpoints; by default one in the job's folder.")
     ] = None,
@@ -148,6 +152,7 @@ def slurm_command(
         "shard": True if shard else None,
         "shares": shares,
         "overlap": True if overlap else None,
+        "on_nan": on_nan,
         "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
         "checkpoint_steps": checkpoint_steps,
         "checkpoint_minutes": checkpoint_minutes,
@@ -223,11 +228,13 @@ def _check(chosen: dict[str, Any], retries: int) -> None:
     check_minutes("checkpoint_minutes", chosen.get("checkpoint_minutes"))
     check_texts({"memory_limit": chosen.get("memory_limit")})
     check_finding("auto", "off", chosen.get("strategy"))
-    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "shares": SHARES}.items():
+    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "shares": SHARES, "on_nan": ON_NAN}.items():
         asked = chosen.get(name, ())
         for value in [asked] if isinstance(asked, str) else asked:
             if value not in known:
-                raise InvalidInputError(f"--{name} {value!r} is unknown; choose from {', '.join(known)}")
+                raise InvalidInputError(
+                    f"--{name.replace('_', '-')} {value!r} is unknown; choose from {', '.join(known)}"
+                )
     parse_limit(chosen.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
     if retries < 0:
         raise InvalidInputError(f"--retries {retries} must be 0 or more")

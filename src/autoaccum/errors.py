@@ -50,6 +50,13 @@ class UpdateCompleteError(AutoaccumError):
         self.step = step
 
 
+class NotFiniteError(AutoaccumError):
+    """A window's loss or gradient was NaN or infinite, and `on_nan="stop"` asked to stop there.
+
+    With `checkpoint=`, the last checkpoint whose parameters are finite is kept.
+    """
+
+
 class CheckpointError(AutoaccumError):
     """A checkpoint cannot be written or read, or belongs to something else; the message says if anything changed."""
 

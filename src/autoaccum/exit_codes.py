@@ -21,6 +21,7 @@ from autoaccum.errors import (
     DeviceLostError,
     DoesNotFitError,
     InvalidInputError,
+    NotFiniteError,
     RankFailedError,
     StartAgainError,
     StateDamagedError,
@@ -47,6 +48,7 @@ class ExitCode(enum.IntEnum):
     SMALLER = 6
     NO_DEVICE = 7
     IN_USE = 8
+    NOT_FINITE = 9
     START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
     INTERRUPTED = 130
     TERMINATED = 143
@@ -58,6 +60,7 @@ EPILOG = (
     "5 device lost, state damaged or another rank failed, start a new process; "
     "6 fits, but only in smaller micro-batches than required; 7 device busy or missing (report); "
     "8 another process uses the checkpoint folder; "
+    "9 loss not finite (--on-nan stop); "
     "75 start again from the checkpoint, with a smaller cut; 130 interrupted; 143 ended by SIGTERM. "
     "run passes on the exit code of its command."
 )
@@ -108,19 +111,24 @@ def show_traceback(error: BaseException) -> None:
     write_line("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
+# The first that fits: a folder in use is a CheckpointError too.
+_CODES: tuple[tuple[type[AutoaccumError], ExitCode], ...] = (
+    (CheckpointInUseError, ExitCode.IN_USE),
+    (InvalidInputError, ExitCode.BAD_INPUT),
+    (CheckpointError, ExitCode.BAD_INPUT),
+    (DoesNotFitError, ExitCode.DOES_NOT_FIT),
+    (StartAgainError, ExitCode.START_AGAIN),
+    (DeviceLostError, ExitCode.DAMAGED),
+    (StateDamagedError, ExitCode.DAMAGED),
+    (UpdateCompleteError, ExitCode.DAMAGED),
+    (RankFailedError, ExitCode.DAMAGED),
+    (NotFiniteError, ExitCode.NOT_FINITE),
+)
+
+
 def code_for(error: AutoaccumError) -> ExitCode:
     """Return the exit code that says what an error says."""
-    if isinstance(error, CheckpointInUseError):
-        return ExitCode.IN_USE
-    if isinstance(error, InvalidInputError | CheckpointError):
-        return ExitCode.BAD_INPUT
-    if isinstance(error, DoesNotFitError):
-        return ExitCode.DOES_NOT_FIT
-    if isinstance(error, StartAgainError):
-        return ExitCode.START_AGAIN
-    if isinstance(error, DeviceLostError | StateDamagedError | UpdateCompleteError | RankFailedError):
-        return ExitCode.DAMAGED
-    return ExitCode.UNEXPECTED
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.UNEXPECTED)
 
 
 def loaded(recipe: str) -> Job:

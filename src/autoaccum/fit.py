@@ -25,6 +25,7 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.evaluation import check_metrics
 from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
+from autoaccum.finiteness import check_on_nan
 from autoaccum.memory.limits import parse_limit
 from autoaccum.notices import Notices
 from autoaccum.overlap import check_overlap, hindrance
@@ -100,6 +101,7 @@ def fit(
     shard: bool = False,
     shares: str = "equal",
     overlap: bool = False,
+    on_nan: str = "warn",
 ) -> FitResult:
     """Train with updates of `target_batch` samples, whatever the device can hold at once.
 
@@ -179,6 +181,9 @@ def fit(
         shares: Of a window, with `shard`: "equal"; "speed": as fast as each rank has been.
         overlap: On several ranks: whether gradients are added up while the last backward pass of a window still makes
             others, which takes memory for a second set of them. docs/ranks.md.
+        on_nan: What to do where a window's loss, or its gradient's norm, is NaN or infinite. "warn": say so on stderr
+            once, also with progress=False; "stop": raise NotFiniteError, on all ranks; "ignore": nothing. But for
+            "ignore", no checkpoint is written of parameters that are no longer finite, and the last finite one is kept.
 
     Returns:
         What was done. The model is trained in place.
@@ -195,10 +200,11 @@ def fit(
         CheckpointInUseError: Another process trains with the checkpoint folder, or has taken it over while this one was
             suspended.
         RankFailedError: Another process of this training has failed.
+        NotFiniteError: A window was not finite, and on_nan="stop".
     """
     started = time.perf_counter()
     _check_cuts(target_batch, last_window, micro_batch, probe, strategy, cache)
-    _check_updates(target_batch, clip_grad_norm, lr_scaling, base_batch, loss_scope, batchnorm)
+    _check_updates(target_batch, clip_grad_norm, lr_scaling, base_batch, loss_scope, batchnorm, on_nan)
     epochs, max_steps = _check_length(epochs, max_steps)
     cap = max_micro_batch()
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
@@ -256,6 +262,7 @@ def fit(
                 "clip_grad_norm": clip_grad_norm,
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
+                "on_nan": on_nan,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
@@ -307,6 +314,7 @@ def fit(
             saver=saver,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
+            on_nan=on_nan,
             compiling=None if options is None else Compiling(model, options),
             fallbacks=Fallbacks(step.objective.modules, fallbacks, memory),
             company=company,
@@ -382,11 +390,13 @@ def _check_updates(
     base_batch: int | None,
     loss_scope: str,
     batchnorm: str,
+    on_nan: str,
 ) -> None:
     check_clip(clip_grad_norm)
     optimizers.check_scaling(lr_scaling, target_batch, base_batch)
     check_loss_scope(loss_scope)
     check_batchnorm(batchnorm)
+    check_on_nan(on_nan)
 
 
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:

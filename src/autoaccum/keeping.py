@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from autoaccum.checkpoint import Contents, Cutting
     from autoaccum.company import Company
     from autoaccum.course import Course
+    from autoaccum.finiteness import Finiteness
     from autoaccum.memory.base import MemoryBackend
     from autoaccum.notices import Notices
     from autoaccum.runners import Runners
     from autoaccum.saving import Saver
     from autoaccum.shards import Files
+
+
+# Names that ranks tell each other of what is not finite.
+_NAMED = 8
 
 
 class Keeping:
@@ -35,6 +40,7 @@ class Keeping:
         company: The other processes of this training; None where this is the only one.
         memory: Its limit is lifted for files.
         notices: Where choices made for the user are said.
+        finiteness: Knows whether what a checkpoint is to hold is finite.
 
     Attributes:
         saver: Writes and finds files.
@@ -51,6 +57,7 @@ class Keeping:
         company: Company | None,
         memory: MemoryBackend,
         notices: Notices,
+        finiteness: Finiteness,
     ) -> None:
         self.saver = saver
         self._course = course
@@ -58,6 +65,7 @@ class Keeping:
         self._company = company
         self._memory = memory
         self._notices = notices
+        self._finiteness = finiteness
 
     def find(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint to begin with, its path and what is in it; None for a fresh start.
@@ -90,17 +98,32 @@ class Keeping:
             kept = self.contents.take(self._course.moment, self._runners.cutting(), None)
             check_that_it_can_be_kept(without_tensors(kept))
 
-    def write(self) -> Path:
-        """Write a checkpoint of the present moment and return its path.
+    def write(self) -> Path | None:
+        """Write a checkpoint of the present moment and return its path; None where it would not be finite.
 
         Raises:
             CheckpointError: It could not be written; those before it are as they were.
         """
         # Half of it is worth nothing, so interrupts wait.
         with signals.held(), self._memory.lifted():
+            if self._is_refused():
+                return None
             if self._company is None:
                 return self._written()
             return self._written_with_others(self._company)
+
+    def _is_refused(self) -> bool:
+        """Whether some process holds what is no longer finite: then the last checkpoint is worth more than this one."""
+        damage = self._finiteness.damage()
+        if self._company is not None:
+            of_all = self._company.ranks.exchange("finite", damage[:_NAMED])
+            damage = next((names for names in of_all if names), [])
+        if not damage:
+            return False
+        moment = self._course.moment
+        self._finiteness.tell_refusal(damage, moment.windows, self.saver.newest)
+        self.saver.note(moment)  # the next one is due when it would have been after this one
+        return True
 
     def _written(self, parts: list[dict[str, Any]] | None = None, files: tuple[str, Files] | None = None) -> Path:
         moment = self._course.moment

@@ -37,6 +37,11 @@ class DeviceScalar:
             self._value = float(value if isinstance(value, int) else value.item())
         return self._value
 
+    @property
+    def value(self) -> Any:
+        """The number as it is: a float, or a tensor that may still be on the device. This does not wait."""
+        return self._value
+
     def __repr__(self) -> str:
         return repr(self._value) if isinstance(self._value, float) else "<on the device>"
 

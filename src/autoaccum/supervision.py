@@ -134,14 +134,17 @@ class Supervision:
             "the same call goes on from its checkpoint"
         )
 
-    def _save(self) -> None:
-        """Write a checkpoint of this moment."""
+    def _save(self) -> bool:
+        """Write a checkpoint of this moment; return whether there is one, which it is not of what is not finite."""
         assert self._keeping is not None
         path = self._keeping.write()
         if self._watch.wished:
             self._watch.grant()
+        if path is None:
+            return False
         for callback in self._runners.callbacks:
             callback.on_checkpoint(path, step=self._course.moment.windows)
+        return True
 
     # --- at the end ---------------------------------------------------------------------------------------------------
 
@@ -188,14 +191,15 @@ class Supervision:
         if not is_whole or not is_worth_it:
             return
         try:
-            self._save()
+            is_saved = self._save()
         except Exception as failure:  # noqa: BLE001 - whatever it is, the first error matters more
             reason = oom.first_line(failure)
             error.add_note(f"autoaccum: no checkpoint of step {step} could be written ({reason})")
             self._notices.say(f"no checkpoint of step {step} could be written ({reason})")
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
-            self._notices.say(f"{why}: step {step} is saved in {saver.newest}; the same call goes on from there")
+            if is_saved:
+                self._notices.say(f"{why}: step {step} is saved in {saver.newest}; the same call goes on from there")
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether what stands in memory is not the last whole moment: half an update must never become a checkpoint."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum import devices, signals
 from autoaccum.checkpoint import Contents
 from autoaccum.course import Course
+from autoaccum.finiteness import Finiteness
 from autoaccum.keeping import Keeping
 from autoaccum.outside import Outside
 from autoaccum.records import FitResult
@@ -58,6 +59,7 @@ class Training:
         saver: Writes and finds checkpoints; None where none are asked for.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        on_nan: As for `fit`.
         compiling: Compiles the model; None where that is not asked for.
         fallbacks: Make a step take less memory where not even one sample fits.
         company: The other processes of this training; None where this is the only one.
@@ -84,6 +86,7 @@ class Training:
         saver: Saver | None,
         loss_scope: str,
         batchnorm: str,
+        on_nan: str,
         compiling: Compiling | None,
         fallbacks: Fallbacks,
         company: Company | None = None,
@@ -119,9 +122,12 @@ class Training:
             batchnorm=batchnorm,
         )
         self._callbacks = self._runners.callbacks
+        self._finiteness = Finiteness(
+            step, on_nan, is_first=company is None or company.ranks.rank == 0, is_alone=company is None
+        )
         self._keeping: Keeping | None = None
         if saver is not None:
-            self._keeping = Keeping(saver, self._course, self._runners, company, step.memory, notices)
+            self._keeping = Keeping(saver, self._course, self._runners, company, step.memory, notices, self._finiteness)
         self._supervision = Supervision(self._course, self._runners, self._keeping, company, notices)
         self._validation: Validation | None = None
         if val_loader is not None:
@@ -185,6 +191,7 @@ class Training:
                         self._runners.begin(begins_with)
                     if self._keeping is not None:
                         self._keeping.check()
+                        self._finiteness.begin()
                     self._runners.tell_beginning(begins_with, probed)
                     self._supervision.run(self._train, self._went_back)
                 result = self._result(started)
@@ -276,6 +283,7 @@ class Training:
                 window = None
                 window = course.next_window()
             self._end_epoch()
+        self._finiteness.finish()
 
     def _step_with(self, window: Window) -> bool:
         """Make the update of a window, and what is due after it; return False where the epoch has no such window."""
@@ -285,6 +293,9 @@ class Training:
             return False
         self._note(report)
         self._course.after_callbacks()
+        self._finiteness.see(report)
+        if self._keeping is not None:
+            self._finiteness.note_new_state()
         self._supervision.after_window()
         return True
 
@@ -327,6 +338,7 @@ class Training:
             for epoch, evaluation in self._evaluations
             if epoch < position.epoch or (epoch == position.epoch and position.closed)
         ]
+        self._finiteness.begin_anew()
         self._runners.begin_anew()
 
 

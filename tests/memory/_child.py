@@ -273,6 +273,8 @@ def check_limit_within_a_lifted_one_holds(host, torch):
 
 
 def check_interrupt_at_every_line_leaves_no_limit(host, torch):
+    import threading
+
     from autoaccum.memory import Host, _process
     from autoaccum.memory import host as module
 
@@ -292,6 +294,8 @@ def check_interrupt_at_every_line_leaves_no_limit(host, torch):
         sys.settrace(None)
         done, tries = interrupt.where is None, tries + 1
         own._entered = False
+        # A trace function runs where no signal is delivered, too: between the end of a block and its lock's release.
+        _process.owner._lock = threading.RLock()
         if _soft() != before or _process.owner._entered or module._ONEDNN_CACHE in os.environ:
             left.append(interrupt.where)
             _process.owner._forget()

@@ -78,6 +78,7 @@ class Job:
     shard: bool = False
     shares: str = "equal"
     overlap: bool = False
+    on_nan: str = "warn"
 
     def fit_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `fit`, the model made.

@@ -1,0 +1,199 @@
+"""Output that fails: a full disk, a pipe that nobody reads, a closed stream, a file that may not grow. No training ends.
+
+Each try is a process of its own, forked from one that has imported torch. What it has trained is compared, to the last
+bit, with the same training whose output went well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import resource
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import autoaccum
+from attacks.row import Row
+from autoaccum import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS = 6
+WAYS = ("well", "full disk", "no reader", "closed", "closed later", "may not grow")
+RECIPE = """
+import torch
+from torch import nn
+import autoaccum
+
+def job():
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(6)]
+    return autoaccum.Job(nn.Linear(3, 2), batches, 4, micro_batch=4, device="cpu", cache=False)
+"""
+# What a command may end with: its training is done, or its result could not be written, which is an error of its own.
+DONE, UNWRITTEN = 0, 1
+
+
+@dataclass(frozen=True)
+class _Try:
+    stderr: str
+    stdout: str
+    progress: str
+    log: str
+    by_command: bool
+
+    def __str__(self) -> str:
+        how = "autoaccum fit --json" if self.by_command else f"fit(progress={self.progress!r})"
+        return f"{how}, stderr: {self.stderr}, stdout: {self.stdout}, log: {self.log}"
+
+
+def attack(folder: Path, seed: int, share: float) -> list[Row]:
+    """Train with output that fails in every way; see that all was trained."""
+    torch.set_num_threads(1)  # a child of fork has no threads of OpenMP
+    torch.optim.AdamW(nn.Linear(1, 1).parameters())  # which imports much, once instead of in every child
+    (folder / "recipe.py").write_text(RECIPE)
+    fits = [_Try(e, o, p, g, False) for e, o, p, g in itertools.product(WAYS, WAYS[:4], ("lines", "bar"), WAYS[:2])]
+    commands = [_Try(e, o, "lines", g, True) for e, o, g in itertools.product(WAYS, WAYS, ("well", "full disk"))]
+    fits += [_Try("well", "well", "lines", "may not grow", False)]
+    drawn = random.Random(seed)  # noqa: S311 - which are tried
+    rows = []
+    for name, tries in (("output of fit that fails", fits), ("output of the command line that fails", commands)):
+        chosen = drawn.sample(tries, max(1, min(len(tries), round(share * len(tries)))))
+        expected = _trained(_Try("well", "well", "lines", "well", by_command=tries is commands), folder)
+        assert expected.parameters is not None, expected.said
+        losses = [f"{one}: {wrong}" for one in chosen if (wrong := _wrong(one, _trained(one, folder), expected))]
+        rows.append(Row(name, len(chosen), tuple(losses)))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Trained:
+    code: int
+    parameters: list[list[float]] | None
+    said: str
+
+
+def _wrong(one: _Try, found: _Trained, expected: _Trained) -> str | None:
+    """Return what a try has lost; None where that is nothing."""
+    # No file of a process may grow, its stdout neither.
+    is_unwritten = one.by_command and (one.stdout != "well" or one.stderr == "may not grow")
+    code = UNWRITTEN if is_unwritten else DONE
+    if found.code != code:
+        return f"exit code {found.code} in place of {code} {found.said}"
+    if found.parameters != expected.parameters:
+        return "the parameters are not those of a training whose output went well"
+    return None
+
+
+def _trained(one: _Try, folder: Path) -> _Trained:
+    kept = folder / "kept.json"
+    kept.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = _in_child(one, folder, kept)
+        except BaseException:  # noqa: BLE001 - what a user would see
+            (folder / "said.txt").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    content = json.loads(kept.read_text()) if kept.exists() else None
+    said = folder / "said.txt"
+    return _Trained(os.waitstatus_to_exitcode(status), content, said.read_text() if said.exists() else "")
+
+
+def _in_child(one: _Try, folder: Path, kept: Path) -> int:
+    _redirect(2, one.stderr, folder)
+    _redirect(1, one.stdout, folder)
+    log = Path("/dev/full") if one.log == "full disk" else folder / f"{os.getpid()}.jsonl"
+    if one.log == "may not grow":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    code = _by_command(folder, log, kept) if one.by_command else _by_call(one, log, kept)
+    for stream in (sys.stdout, sys.stderr):  # as Python does at its end
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            code = code or 120
+    return code
+
+
+def _by_call(one: _Try, log: Path, kept: Path) -> int:
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(STEPS)]
+    model = nn.Linear(3, 2)
+    autoaccum.fit(
+        model,
+        batches,
+        4,
+        micro_batch=4,
+        device="cpu",
+        cache=False,
+        progress=autoaccum.progress.LineProgress(every_s=0) if one.progress == "lines" else "bar",
+        callbacks=[autoaccum.JSONLinesLog(log)],
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    _keep(model, kept)
+    return DONE
+
+
+def _by_command(folder: Path, log: Path, kept: Path) -> int:
+    trained: list[nn.Module] = []
+    fit: Callable[..., object] = cli.fit
+
+    def keeping(model: nn.Module, *arguments: object, **keywords: object) -> object:
+        trained.append(model)
+        return fit(model, *arguments, **keywords)
+
+    cli.fit = keeping  # type: ignore[assignment]
+    sys.argv = ["autoaccum", "fit", str(folder / "recipe.py"), "--json", "--log", str(log)]
+    code = DONE
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if trained:
+        _keep(trained[0], kept)
+    return code
+
+
+def _keep(model: nn.Module, kept: Path) -> None:
+    kept.write_text(json.dumps([parameter.detach().double().flatten().tolist() for parameter in model.parameters()]))
+
+
+def _redirect(number: int, way: str, folder: Path) -> None:
+    """Make a standard stream fail in a way, as whoever starts Python would."""
+    name = "stderr" if number == 2 else "stdout"  # noqa: PLR2004 - stderr's
+    if way == "closed":  # Python then has None
+        with contextlib.suppress(OSError):
+            os.close(number)
+        setattr(sys, name, None)
+        return
+    if way == "full disk":
+        target = os.open("/dev/full", os.O_WRONLY)
+    elif way == "no reader":
+        reader, target = os.pipe()
+        os.close(reader)
+    else:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        target = os.open(folder / f"{name}.txt", flags, 0o600)
+        if way == "may not grow":
+            os.write(target, b"x" * 300)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+    os.dup2(target, number)
+    os.close(target)
+    setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+    if way == "closed later":
+        os.close(number)

@@ -1,0 +1,107 @@
+"""Output that fails is dropped: a full disk, a pipe that nobody reads or a closed stream ends no training."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum import output
+from autoaccum.loggers import JSONLinesLog, TensorBoardLog
+from autoaccum.progress import LineProgress
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+
+
+def broken(way):
+    if way == "closed":
+        return None
+    if way == "full disk":
+        return open("/dev/full", "w")  # noqa: SIM115
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.fixture(params=["full disk", "no reader", "closed"])
+def stderr(request, monkeypatch):
+    stream = broken(request.param)
+    monkeypatch.setattr(sys, "stderr", stream)
+    yield stream
+    if stream is not None:
+        stream.close()  # which raises where something is still to be written
+
+
+def train(**options):
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
+    return autoaccum.fit(nn.Linear(3, 2), batches, 4, micro_batch=4, device="cpu", cache=False, **options)
+
+
+@pytest.mark.parametrize("progress", [LineProgress(every_s=0), "bar", "auto"], ids=["lines", "bar", "auto"])
+def test_training_goes_on_where_stderr_fails(stderr, progress):
+    assert train(progress=progress).steps == 3
+
+
+def test_dropped_lines_are_counted_and_said_once_there_is_room(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        written = [output.write_line("one"), output.write_line("two")]
+        monkeypatch.undo()
+
+    output.write_line("three")
+
+    assert written == [False, False]
+    assert capsys.readouterr().err == "autoaccum: 2 lines before this one could not be written\nthree\n"
+
+
+def test_log_on_a_full_disk_is_said_once_and_training_goes_on(capsys):
+    result = train(callbacks=[JSONLinesLog("/dev/full")], progress=False)
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "/dev/full" in line]
+    assert "cannot be written (No space left on device); training goes on" in line
+    assert result.steps == 3
+
+
+def test_line_that_was_cut_by_a_full_disk_does_not_spoil_the_next(tmp_path):
+    log = JSONLinesLog(tmp_path / "log.jsonl")
+    log.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    whole, log._file = log._file, Cutting(log._file)
+    log.on_epoch_end(1)
+    log._file = whole
+
+    log.on_epoch_end(2)
+    log.on_fit_end(None)
+
+    lines = log.path.read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines[:1] + lines[2:]] == ["fit_start", "epoch_end", "fit_end"]
+
+
+class Cutting:
+    """A file on a disk with room for seven bytes."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, data):
+        return self.file.write(data[:7])
+
+
+def test_tensorboard_that_fails_is_given_up_and_said_once(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    log = TensorBoardLog(tmp_path)
+
+    class Fails(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            log._writer.add_scalar = refuse
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    result = train(callbacks=[log, Fails()], progress=False)
+
+    assert result.steps == 3
+    assert capsys.readouterr().err.count("training goes on without it") == 1
