@@ -57,6 +57,7 @@ ORDER = (
     "learning",
     "probe",
     "plan_cache",
+    "holdings",
     "evaluation",
     "aside",
     "sizing",
