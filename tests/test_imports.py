@@ -76,6 +76,7 @@ ORDER = (
     "saving",
     "sharding",
     "alike",
+    "gone_through",
     "company",
     "callbacks",
     "progress",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.evaluation import Evaluator
+from autoaccum.sharding import DealtLoader
 from autoaccum.state import Mark
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Validation:
             with self._step.memory.lifted():
                 batches = iter(self._val_loader)
             evaluation = self._evaluator.run(batches, trained_size=trained_size)
+            if isinstance(self._val_loader, DealtLoader):
+                self._val_loader.check_end()
         except BaseException:
             if mark is not None:
                 mark.put_back()
