@@ -260,8 +260,8 @@ def _check_order(ranks: Ranks, name: str, batches: Sequence[Sequence[Any]]) -> N
         if theirs != said[0][1]:
             raise InvalidInputError(
                 f"the {name} of rank {rank} goes through its samples in another order than that of rank 0, so that "
-                "some would be used twice and others never; with shard=True a sampler has to draw from torch's, Python's or "
-                "NumPy's generator or from its own attribute generator=, and over the same data on every rank"
+                "some would be used twice and others never; with shard=True a sampler has to draw from torch's, "
+                "Python's or NumPy's generator, or from its attribute generator=, and over the same data on all ranks"
             )
 
 
