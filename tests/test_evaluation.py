@@ -1,7 +1,9 @@
 """Evaluation counts every sample once, in a cut of its own, and leaves training as it is."""
 
+import collections
 import math
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -387,6 +389,61 @@ class Counter:
         return {"right": self.right, "seen": len(self.seen), "of class 0": self.classes[0]}
 
 
+class Totals:
+    """An object within a metric."""
+
+    __slots__ = ("right", "seen")
+
+    def __init__(self):
+        self.right, self.seen = 0, []
+
+
+class Nested(Counter):
+    """A metric whose counts lie within other things."""
+
+    def reset(self):
+        self.by_class = {0: [], 1: [], 2: []}
+        self.last = collections.deque(maxlen=1000)
+        self.totals = Totals()
+        self.sums = [torch.zeros(2), (np.zeros(2), [0])]
+        self.counts = collections.defaultdict(collections.Counter)
+
+    def update(self, outputs, targets):
+        hits = right(outputs, targets)
+        for target, hit in zip(targets.tolist(), hits.tolist(), strict=True):
+            self.by_class[target].append(hit)
+            self.counts[target]["seen"] += 1
+        self.last.extend(targets.tolist())
+        self.totals.right += int(hits.sum())
+        self.totals.seen += targets.tolist()
+        self.sums[0] += len(targets)
+        self.sums[1][0][0] += len(targets)
+        self.sums[1][1][0] += len(targets)
+
+    def compute(self):
+        return {
+            "of class 0": len(self.by_class[0]),
+            "last": len(self.last),
+            "right": self.totals.right,
+            "seen": len(self.totals.seen),
+            "tensor": float(self.sums[0][1]),
+            "array": self.sums[1][0][0],
+            "number": self.sums[1][1][0],
+            "counted": sum(self.counts[n]["seen"] for n in range(3)),
+        }
+
+
+class Running:
+    """A callable that returns what it has counted so far."""
+
+    def __init__(self):
+        self.state = {"seen": []}
+
+    def __call__(self, outputs, targets):
+        self.state["seen"].append(len(targets))
+        return sum(self.state["seen"])
+
+
 METRICS = {
     "counts in tensors": lambda: MulticlassAccuracy(3),
     "matrix": lambda: torchmetrics.ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
@@ -397,6 +454,7 @@ METRICS = {
     ),
     "wrapper": lambda: torchmetrics.MinMaxMetric(MulticlassAccuracy(3)),
     "own": Counter,
+    "nested": Nested,
 }
 
 
@@ -426,6 +484,76 @@ def test_callable_in_which_memory_ran_out_counts_no_sample_twice(model, data):
         evaluation.metrics["failing"] == evaluation.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
     )
     assert evaluation.loss == pytest.approx(exact(model, data), rel=1e-12)
+
+
+def test_callable_that_counts_for_itself_counts_no_sample_twice(model, data):
+    calls = []
+
+    class Failing(Running):
+        def __call__(self, outputs, targets):
+            calls.append(super().__call__(outputs, targets))
+            if len(calls) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return calls[-1]
+
+    running = Failing()
+
+    evaluate(model, data, running)
+
+    assert len(calls) > len(SIZES)
+    assert sum(running.state["seen"]) == SAMPLES
+
+
+@pytest.mark.parametrize("make", [Counter, Nested])
+def test_metric_is_given_nothing_of_a_cut_whose_forward_pass_failed(make, data):
+    """Also where nothing of it could be put back."""
+    model, given = Wide().double(), []
+
+    class Recording(make):
+        def update(self, outputs, targets):
+            given.append(len(targets))
+            self.kind_that_is_not_known = object()
+            super().update(outputs, targets)
+
+    memory = autoaccum.Simulated("24KiB")
+    with memory.limited(None):
+        found = Evaluator(training_step(model, memory=memory), {"it": Recording()}).run([data, data])
+
+    assert sum(given) == 2 * SAMPLES
+    assert len(given) > 2
+    assert found.metrics["it/seen"] == 2 * SAMPLES
+
+
+class Unknown(Counter):
+    """Holds something of which nobody knows what is in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = object()
+
+
+class Gathering(Counter):
+    """Gathers tensors, and writes to one of them."""
+
+    def reset(self):
+        super().reset()
+        self.gathered = [torch.zeros(1) for _ in range(100)]
+
+    def update(self, outputs, targets):
+        super().update(outputs, targets)
+        self.gathered[0] += 1
+
+
+@pytest.mark.parametrize("make", [Unknown, Gathering])
+def test_metric_that_cannot_be_put_back_ends_the_evaluation_and_says_so(make, model, data):
+    with pytest.raises(DoesNotFitError, match=r"metric 'it', a .*, ran out of memory while it was counting"):
+        evaluate(model, data, {"it": running_out(make(), at=2)})
+
+
+@pytest.mark.parametrize("value", [None, "good", [0.5]])
+def test_metric_that_returns_no_number_is_refused_by_its_name(value, model, data):
+    with pytest.raises(InvalidInputError, match="metric 'it' returned a "):
+        evaluate(model, data, {"it": lambda outputs, targets: value})
 
 
 def test_error_of_a_metric_arrives_as_it_is(model, data):

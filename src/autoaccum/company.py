@@ -14,12 +14,13 @@ from autoaccum import shards
 from autoaccum.alike import look_at_data
 from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
+from autoaccum.gone_through import GoneThrough
 from autoaccum.joint import Joint, trained
 from autoaccum.oom import first_line
 from autoaccum.overlap import room_for_all
 from autoaccum.sharded_joint import ShardedJoint
 from autoaccum.sharded_model import is_sharded
-from autoaccum.sharding import DealtLoader, ShardedLoader, can_be_sharded, in_windows, of_whole
+from autoaccum.sharding import DealtLoader, ShardedLoader, can_be_sharded, check_lengths, in_windows, of_whole
 from autoaccum.shares import Shares, cut
 from autoaccum.storage import SHARDS
 
@@ -102,6 +103,7 @@ class Company:
         self.loader = self._whole = loader
         if shard:
             _refuse_own_samples(loader, "loader")
+            check_lengths(ranks, "loader", loader)
             if can_be_sharded(loader):
                 self._sharded = self.loader = ShardedLoader(
                     loader,  # type: ignore[arg-type]
@@ -116,6 +118,7 @@ class Company:
                     "loads each sample once"
                 )
         self._is_looked_at = shard
+        self._gone_through = GoneThrough(ranks, notices) if shard and self._sharded is None else None
 
     def part_of_validation(self, val_loader: Iterable[Any]) -> Iterable[Any]:
         """Return what gives this rank's part of validation data.
@@ -139,6 +142,8 @@ class Company:
         self.joint = self._joint_of(step, grows_to)
         self.joint.wishes = wishes
         self.joint.note = self._reached
+        if self._gone_through is not None:
+            self.joint.look = self._gone_through.check
         self.joint.is_timed = self._shares.by_speed
 
     def _joint_of(self, step: TrainingStep, grows_to: int | None) -> Joint:
@@ -173,6 +178,8 @@ class Company:
 
     def part(self, window: Window) -> Window:
         """Return this rank's part of what `windows` gave."""
+        if self._gone_through is not None:
+            self._gone_through.begin(window)
         if not self._shards or self._sharded is not None or not window.samples:
             return window
         bounds = cut(window.samples, self._shares.weights)
@@ -188,8 +195,10 @@ class Company:
         """Whether a window is too short to be made, where such are to be left out."""
         if self._last_window != "drop":
             return False
-        samples: list[int] = self.ranks.exchange("samples", part.samples)
-        return sum(samples) < self._whole_target
+        said: list[tuple[int, int]] = self.ranks.exchange("samples", (part.samples, self._reached()))
+        if self._gone_through is not None:
+            self._gone_through.check([note for _, note in said])
+        return sum(samples for samples, _ in said) < self._whole_target
 
     def has_anything(self, batches: int) -> bool:
         """Whether the loader of any rank has given a batch in this epoch."""
@@ -208,7 +217,9 @@ class Company:
         self._notices.say(f"shares of the ranks by their speed: {shares}")
 
     def _reached(self) -> int:
-        """Return up to where in the epoch this rank's loader has come."""
+        """Return up to where in the epoch this rank's loader has come, or what stands for the whole of its window."""
+        if self._gone_through is not None:
+            return self._gone_through.note
         return 0 if self._sharded is None else self._sharded.reached
 
     def tell_plans(self, plan: Plan | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import time
 from collections import defaultdict
@@ -10,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from autoaccum.arguments import check_function, shown
 from autoaccum.batches import Window, copied, map_tensors
 from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.holdings import Holdings
 from autoaccum.oom import first_line, is_oom, is_too_large, let_go
 from autoaccum.planner import balanced, shrink
 from autoaccum.probe import does_not_fit_text
@@ -80,6 +81,7 @@ class Evaluator:
         self._metrics = [_counted(name, metric, step.memory.device, ranks) for name, metric in _named(metrics).items()]
         self._on_oom = on_oom
         self._max_size: int | None = None
+        self._fed: list[Any] | None = None  # what metrics held before the cut that they are being given
 
     def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
         """Go through `batches` once, without gradients; modes and random state of a failed attempt are put back.
@@ -183,10 +185,11 @@ class Evaluator:
 
     def _try(self, work: Callable[[], _T], size: int | None, mark: Mark) -> _T | MemoryEvent:
         """Do some work; where memory runs out put everything back and return what happened."""
-        kept = None
+        self._fed = None
+        is_marked = False
         try:
             mark.take()
-            kept = [metric.state() for metric in self._metrics]
+            is_marked = True
             return work()
         except Exception as error:
             if self._step.passes is not None:
@@ -198,11 +201,12 @@ class Evaluator:
             failure = MemoryEvent("evaluate", size, first_line(error))
             let_go(error)
         # The handler has ended: inside it the traceback would still pin the activations.
-        if kept is not None:
+        if is_marked:
             mark.put_back()
-            for metric, state in zip(self._metrics, kept, strict=True):
-                metric.put_back(state)
         self._step.memory.release()
+        if self._fed is not None:
+            for metric, state in zip(self._metrics, self._fed, strict=True):
+                metric.put_back(state, failure.message)
         self._on_oom(failure)
         return failure
 
@@ -246,8 +250,11 @@ class Evaluator:
         # Copies: an output may be a view of a whole layer, and keep it.
         representations = None if self._whole is None else copied(outputs)
         targets = batch[1] if is_pair(batch) else batch
+        # Only now, when nothing but a metric itself can fail: what it has counted is seldom to be put back then.
+        self._fed = [metric.state() for metric in self._metrics]
         for metric in self._metrics:
             metric.update(outputs, targets, size)
+        self._fed = None
         return losses, representations
 
     def _passes(self, batch: Any, size: int) -> tuple[list[list[Term]], Any]:
@@ -359,6 +366,11 @@ class _Averaged:
 
     def update(self, outputs: Any, targets: Any, samples: int) -> None:
         value = self._function(outputs, targets)
+        if not hasattr(value, "__float__"):
+            raise InvalidInputError(
+                f"metric {self._name!r} returned a {type(value).__name__}; return a number, or a tensor with a value "
+                "for each sample"
+            )
         if isinstance(value, Tensor) and value.dim():
             value = in_full(value).mean()
         self._sum = self._sum + value * samples
@@ -370,10 +382,14 @@ class _Averaged:
         return {self._name: sum(total for total, _ in said) / sum(samples for _, samples in said)}
 
     def state(self) -> Any:
-        return self._sum, self._samples
+        # An object may count for itself what it returns.
+        is_plain = isinstance(self._function, nn.Module | type) or inspect.isroutine(self._function)
+        return self._sum, self._samples, Holdings([] if is_plain else [self._function])
 
-    def put_back(self, state: Any) -> None:
-        self._sum, self._samples = state
+    def put_back(self, state: Any, why: str) -> None:
+        self._sum, self._samples, held = state
+        if not held.put_back():
+            raise _cannot_be_put_back(self._name, self._function, why)
 
 
 class _Stateful:
@@ -401,13 +417,12 @@ class _Stateful:
         said: list[dict[str, float]] = ranks.exchange("metric", self._named(value))
         return said[0]
 
-    def state(self) -> Any:
-        return [{name: _kept(value) for name, value in vars(part).items()} for part in self._parts]
+    def state(self) -> Holdings:
+        return Holdings(self._parts)
 
-    def put_back(self, state: Any) -> None:
-        for part, kept in zip(self._parts, state, strict=True):
-            vars(part).clear()
-            vars(part).update(kept)
+    def put_back(self, state: Holdings, why: str) -> None:
+        if not state.put_back():
+            raise _cannot_be_put_back(self._name, self._metric, why)
 
     def _named(self, value: Any) -> dict[str, float]:
         if isinstance(value, Mapping):
@@ -448,13 +463,15 @@ class _Stateful:
             for part in parts
         ]
         said = ranks.exchange_tensors("metric states", own)
-        kept = self.state()
+        kept = [{name: _kept(value) for name, value in vars(part).items()} for part in self._parts]
         try:
             for number, part in enumerate(parts):
                 _put_together(part, [one[number] for one in said])
             return self._metric.compute()
         finally:
-            self.put_back(kept)
+            for part, attributes in zip(self._parts, kept, strict=True):
+                vars(part).clear()
+                vars(part).update(attributes)
 
     def _merged(self, ranks: Ranks) -> Any:
         """Return a metric, on the host, that has counted what those of all ranks have."""
@@ -496,10 +513,15 @@ def _number(name: str, value: Any) -> float:
 
 
 def _kept(value: Any) -> Any:
-    """Return what an attribute of a metric has to be put back to: counts are written in place, and lists grow."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return copy.copy(value) if isinstance(value, list | dict | set | np.ndarray) else value
+    return copy.copy(value) if isinstance(value, list | dict | set) else value
+
+
+def _cannot_be_put_back(name: str, metric: Any, why: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"metric {name!r}, a {type(metric).__name__}, ran out of memory while it was counting ({why}), and it holds "
+        "too much, or something of an unknown kind, to be put back to before; let it keep what it gathers in lists of "
+        "numbers or on the host, or give the val_loader smaller batches"
+    )
 
 
 def _named(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> dict[str, Metric]:

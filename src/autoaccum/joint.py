@@ -93,6 +93,7 @@ class Joint:
         parts: What each rank has said of its part of the present window, by rank.
         wishes: Returns what this rank wishes to happen after the present window: bits, of which all learn.
         note: Returns what else this rank has to say with every window.
+        look: Given what all ranks have said so, before an update is made; may refuse it, on every rank alike.
         seconds: How long this rank has worked on its part.
         is_timed: Whether that is to be how long its device has worked, which is waited for.
         share: What the parts of the present window weigh together, where they cannot be added up afterwards.
@@ -112,6 +113,7 @@ class Joint:
         self.parts: list[Part] = []
         self.wishes: Callable[[], int] = lambda: 0
         self.note: Callable[[], int] = lambda: 0
+        self.look: Callable[[Sequence[int]], None] = lambda _: None
         self.seconds = 0.0
         self.is_timed = False
         self._step = step
@@ -220,6 +222,7 @@ class Joint:
         was_shared, is_shared = self.share is not None, objective.common_weight is None
         goes_on = agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before)
         self._look_what_is_on_its_way(goes_on=goes_on)
+        self.look([part.note for part in self.parts])
         if goes_on:
             return True
         if not agree:

@@ -125,6 +125,7 @@ class ShardedJoint(Joint):
             larger=self._wished_size() if window.samples else None,
         )
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
+        self.look([part.note for part in self.parts])
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no sample knows of no loss
             said = self.ranks.exchange("losses", self._slots)

@@ -9,6 +9,7 @@ this module.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import random
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from autoaccum.batches import count
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.position import generators_of
 from autoaccum.shares import cut
@@ -78,6 +80,7 @@ class ShardedLoader:
         # What the order of the epoch was drawn from, and where in it the next iterator begins.
         self._source: Any = None
         self._begins_at = self._done = 0
+        self._samples: int | None = None  # of that epoch
         self._order: list[Any] = []
         self._ends: deque[bool] = deque()
         self._weights: list[tuple[int, tuple[float, ...]]] = [(0, (1.0,) * ranks.size)]
@@ -89,8 +92,10 @@ class ShardedLoader:
             self._source = _source_of_rank_0("order", self._generators, self._ranks)
             self._weights = [(0, self._weights[-1][1])]
         batches, after = _drawn(self._loader, self._generators, self._source)
+        _check_order(self._ranks, "loader", batches)
         own = [generator.get_state() for generator in self._generators]
         self._order = [index for batch in batches for index in batch]
+        self._samples = len(self._order)
         self._done = self.reached = self._begins_at
         self._ends.clear()
         part = iter(self._part)  # draws a seed for its workers
@@ -103,7 +108,7 @@ class ShardedLoader:
         for batch in part:
             self._done += self._ends.popleft()
             yield batch
-        self._source, self._begins_at, self._done = None, 0, 0
+        self._source, self._samples, self._begins_at, self._done = None, None, 0, 0
 
     def share_of(self, window: int) -> int:
         """Return how many samples of a window of this epoch are this rank's."""
@@ -121,10 +126,27 @@ class ShardedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch stands."""
-        return {"source": self._source, "windows": self._done, "weights": list(self._weights)}
+        return {
+            "source": self._source,
+            "windows": self._done,
+            "weights": list(self._weights),
+            "samples": self._samples,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go where a state was taken, by however many ranks; the next iterator begins there."""
+        """Go where a state was taken, by however many ranks; the next iterator begins there.
+
+        Raises:
+            CheckpointError: It was taken in the middle of an epoch of another number of samples.
+        """
+        there = state.get("samples")  # which those before did not tell
+        here = None if there is None or state["source"] is None else sum(_sizes(self._loader, state["source"]))
+        if here is not None and there != here:
+            raise CheckpointError(
+                f"the checkpoint was made in the middle of an epoch of {there} samples, and this loader's have {here}; "
+                "pass the same loader over the same data"
+            )
+        self._samples = there
         self._source, self._begins_at, self._done = state["source"], state["windows"], state["windows"]
         alike = all(len(weights) == self._ranks.size for _, weights in state["weights"])
         self._weights = list(state["weights"]) if alike else [(0, (1.0,) * self._ranks.size)]
@@ -172,23 +194,84 @@ class DealtLoader:
         self._part = None
         if can_be_sharded(loader):
             self._part = _part_of(loader, lambda: iter(self._own))  # type: ignore[arg-type]
-        said = ranks.exchange("val_loader", _lengths(loader))
-        for rank, one in enumerate(said):
-            if one != said[0]:
-                raise InvalidInputError(
-                    f"the val_loader of rank {rank} has {_in_words(one)}, and that of rank 0 {_in_words(said[0])}; "
-                    "with shard=True every rank's has to give all of the data, of which each takes its part"
-                )
+        self._seen = [0, 0]  # batches and samples of the whole, where this rank goes through all of it
+        check_lengths(ranks, "val_loader", loader)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin anew, in an order that rank 0 draws; the global random generators are the caller's to put back."""
         source = _source_of_rank_0("val order", self._generators, self._ranks)
         if self._part is not None:
             order, _ = _drawn(self._loader, self._generators, source)  # type: ignore[arg-type]
+            _check_order(self._ranks, "val_loader", order)
             self._own = order[self._ranks.rank :: self._ranks.size]
             return iter(self._part)
         _set(source, self._generators)
-        return itertools.islice(self._loader, self._ranks.rank, None, self._ranks.size)
+        return itertools.islice(self._counted(), self._ranks.rank, None, self._ranks.size)
+
+    def check_end(self) -> None:
+        """See, where every rank has gone through all of the data, that it was the same number.
+
+        Raises:
+            InvalidInputError: It was not; on every rank.
+        """
+        if self._part is None:
+            said = self._ranks.exchange("val_loader's end", self._seen)
+            _refuse_others("val_loader", [f"{samples} samples in {batches} batches" for batches, samples in said])
+
+    def _counted(self) -> Iterator[Any]:
+        self._seen = [0, 0]
+        for batch in self._loader:
+            self._seen[0] += 1
+            self._seen[1] += count(batch)
+            yield batch
+
+
+# --- ranks that have to have the same ---------------------------------------------------------------------------------
+
+
+def check_lengths(ranks: Ranks, name: str, loader: Any) -> None:
+    """Refuse loaders of which every rank has to have the whole, but that say they have other numbers of samples.
+
+    Args:
+        ranks: All ranks.
+        name: Of the argument.
+        loader: This rank's.
+
+    Raises:
+        InvalidInputError: They do; on every rank.
+    """
+    kind = "" if can_be_sharded(loader) else f", of a {type(loader).__name__} that every rank goes through"
+    _refuse_others(name, ranks.exchange(name, _in_words(_lengths(loader)) + kind))
+
+
+def _check_order(ranks: Ranks, name: str, batches: Sequence[Sequence[Any]]) -> None:
+    """Refuse orders that differ though they were drawn from the same: a sampler that draws from elsewhere.
+
+    Raises:
+        InvalidInputError: They do; on every rank.
+    """
+    order = [index for batch in batches for index in batch]
+    # Of other indices than numbers and names nothing is known by which they could be told apart.
+    is_told = {int, str}.issuperset(set(map(type, order)))
+    digest = hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest() if is_told else "unknown"
+    said = ranks.exchange(f"{name} order", (len(order), digest))
+    _refuse_others(name, [f"{samples} samples in an epoch" for samples, _ in said])
+    for rank, (_, theirs) in enumerate(said):
+        if theirs != said[0][1]:
+            raise InvalidInputError(
+                f"the {name} of rank {rank} goes through its samples in another order than that of rank 0, so that "
+                "some would be used twice and others never; with shard=True a sampler has to draw from torch's, "
+                "Python's or NumPy's generator, or from its attribute generator=, and over the same data on all ranks"
+            )
+
+
+def _refuse_others(name: str, said: Sequence[str]) -> None:
+    for rank, one in enumerate(said):
+        if one != said[0]:
+            raise InvalidInputError(
+                f"the {name} of rank {rank} has {one}, and that of rank 0 {said[0]}; with shard=True every rank's has "
+                "to give all of the data, of which each takes its part"
+            )
 
 
 # --- where one process stands, and where several do -------------------------------------------------------------------
@@ -270,7 +353,8 @@ def of_whole(position: Position, loader: Any, target_batch: int) -> Position:
 
 
 def _is_in_windows(position: Position) -> bool:
-    return isinstance(position.loader_state, dict) and position.loader_state.keys() == {"source", "windows", "weights"}
+    state = position.loader_state
+    return isinstance(state, dict) and state.keys() - {"samples"} == {"source", "windows", "weights"}
 
 
 def _sizes(loader: DataLoader[Any], source: Any) -> list[int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.evaluation import Evaluator
 from autoaccum.outside import drawn
 from autoaccum.peeking import can_be_looked_at, left_as_it_was
+from autoaccum.sharding import DealtLoader
 from autoaccum.state import Mark
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class Validation:
             with self._step.memory.lifted():
                 batches = iter(self._part)
             evaluation = self._evaluator.run(drawn(batches, self._step.memory), trained_size=trained_size)
+            if isinstance(self._part, DealtLoader):
+                self._part.check_end()
         except BaseException:
             if mark is not None:
                 mark.put_back()

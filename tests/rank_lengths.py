@@ -1,0 +1,125 @@
+"""Trainings of ranks whose loaders should be the same and are not, for tests of several ranks."""
+
+import random
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+import rank_training
+
+# On rank 1 and on the others.
+LENGTHS = (40, 70)
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+class Unsized:
+    """Batches that can be gone through again and again, without a length."""
+
+    def __init__(self, samples, batch):
+        self._loader = DataLoader(samples, batch_size=batch)
+
+    def __iter__(self):
+        yield from self._loader
+
+
+class OwnOrder(Sampler):
+    """Draws from a generator of which nobody knows."""
+
+    def __init__(self, samples, seed):
+        self.chance, self.size = random.Random(seed), len(samples)  # noqa: S311 - a test
+
+    def __iter__(self):
+        return iter(self.chance.sample(range(self.size), self.size))
+
+    def __len__(self):
+        return self.size
+
+
+class Shuffled(Unsized):
+    """In another order on every rank."""
+
+    def __init__(self, samples, batch, seed):
+        super().__init__(random.Random(seed).sample(samples, len(samples)), batch)  # noqa: S311 - a test
+
+
+def by_indices(samples, rank):
+    return DataLoader(samples, batch_size=7, shuffle=True)
+
+
+def a_list(samples, rank):
+    return list(DataLoader(samples, batch_size=7))
+
+
+def stream(samples, rank):
+    return DataLoader(Stream(samples), batch_size=7)
+
+
+def unsized(samples, rank):
+    return Unsized(samples, 7)
+
+
+def of_two_kinds(samples, rank):
+    return by_indices(samples[:40], rank) if rank else a_list(samples[:40], rank)
+
+
+def own_order(samples, rank):
+    return DataLoader(samples, batch_size=7, sampler=OwnOrder(samples, rank))
+
+
+def shuffled(samples, rank):
+    return Shuffled(samples, 7, rank)
+
+
+LOADERS = {made.__name__: made for made in (by_indices, a_list, stream, unsized, of_two_kinds, own_order, shuffled)}
+
+
+def loader_of(kind, rank, lengths=LENGTHS):
+    return LOADERS[kind](rank_training.vectors(lengths[0] if rank == 1 else lengths[1]), rank)
+
+
+def train(rank, size, kind, lengths=LENGTHS, *, last_window="step"):
+    """Train with loaders of other lengths; return what came of it and what was printed."""
+    torch.manual_seed(0)
+    arguments = {"target_batch": 25, "micro_batch": 5, "shard": True, "last_window": last_window}
+
+    def make_loader(rank, size, samples):
+        return loader_of(kind, rank, lengths)
+
+    return rank_training.heard(rank, size, model=rank_training.net(), make_loader=make_loader, data=[], **arguments)
+
+
+def evaluate(rank, size, kind, lengths=LENGTHS):
+    """Evaluate with val_loaders of other lengths."""
+    return rank_training.train(
+        rank,
+        size,
+        model=rank_training.net(),
+        target_batch=25,
+        micro_batch=5,
+        shard=True,
+        val_loader=loader_of(kind, rank, lengths),
+    )
+
+
+def resume(rank, size, folder, lengths):
+    """Train half an epoch, and go on with data of another length."""
+    for samples, steps in zip(lengths, (1, 2), strict=True):
+        torch.manual_seed(0)
+        rank_training.train(
+            rank,
+            size,
+            model=rank_training.net(),
+            data=rank_training.vectors(samples),
+            target_batch=25,
+            micro_batch=5,
+            max_steps=steps,
+            shard=True,
+            checkpoint=folder,
+        )
