@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -114,10 +115,14 @@ class Evaluator:
         values = {name: value for metric in self._metrics for name, value in metric.result(self._ranks).items()}
         return Evaluation(totals.mean(), values, totals.samples, time.perf_counter() - started)
 
-    def try_out(self, batches: Iterable[Any]) -> None:
+    def try_out(self, batches: Iterable[Any], most: int | None = None) -> None:
         """Evaluate one cut of the first batch that has samples; metrics, modes and what is known stay as they are.
 
         Lack of memory is no answer: the evaluation itself finds the size that fits.
+
+        Args:
+            batches: A loader's batches.
+            most: The most samples at once that are allowed, where that is known.
 
         Raises:
             InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
@@ -126,7 +131,7 @@ class Evaluator:
         try:
             for metric in self._metrics:
                 metric.reset()
-            self._try_first(batches)
+            self._try_first(batches, most)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
                 error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")
@@ -137,10 +142,10 @@ class Evaluator:
                 metric.put_back(state)
         self._step.memory.release()
 
-    def _try_first(self, batches: Iterable[Any]) -> None:
+    def _try_first(self, batches: Iterable[Any], most: int | None) -> None:
         window = next((window for window in map(Window, ([batch] for batch in batches)) if window.samples), None)
         if window is not None:
-            size = window.samples if self._step.memory.fails_cleanly else min(window.samples, _TRIED)
+            size = window.samples if self._step.memory.fails_cleanly else min(window.samples, most or _TRIED, _TRIED)
             with evaluation_mode(self._step.objective.modules), torch.no_grad():
                 self._try_cut(window, size)
         elif self._ranks is None:  # others may have some
@@ -331,6 +336,12 @@ class _Averaged:
         value = self._function(outputs, targets)
         if isinstance(value, Tensor) and value.dim():
             value = in_full(value).mean()
+        elif isinstance(value, np.ndarray):
+            value = value.mean()
+        elif not isinstance(value, Tensor | Number):
+            raise InvalidInputError(
+                f"metrics: {self._name!r} gave {shown(value)}, which is no number; let it return one, or a tensor"
+            )
         self._sum = self._sum + value * samples
         self._samples += samples
 

@@ -308,7 +308,6 @@ def fit(
             company=company,
         )
         untouched.training = training
-        training.try_validation()
         if lr_scaling is not None:
             optimizers.scale_learning_rate(
                 step.optimizer,
