@@ -202,7 +202,7 @@ def fit(
     check_callbacks(callbacks)
     options = compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
-    _check_seed(seed)
+    check_seed(seed)
     check_shares(shares, shard=shard)
     check_overlap(overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -409,7 +409,12 @@ def _check_data(loader: Any, val_loader: Any, metrics: Any, epochs: int | None) 
         )
 
 
-def _check_seed(seed: int | None) -> None:
+def check_seed(seed: int | None) -> None:
+    """Check the argument `seed`.
+
+    Raises:
+        InvalidInputError: It is no whole number that torch's generators take.
+    """
     if seed is not None:
         check_whole_number("seed", seed, *_SEEDS)
 
