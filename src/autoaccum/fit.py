@@ -143,11 +143,12 @@ def fit(
             call the model is as it was written. Not with a `memory_limit` on the host, which the compiler would meet.
         memory_limit: Bytes, a text such as "12GiB", or a fraction. On a card it is of the whole device; on the host it
             is what may be taken beyond what the process holds now. None: what is free.
-        clip_grad_norm: Norm to which the gradient of the whole window is clipped.
+        clip_grad_norm: Norm to which the gradient of the whole window is clipped; infinity only measures it.
         last_window: "step": a shorter last window of an epoch makes an update of its own; "drop": it is left out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
-        val_loader: Evaluated after each epoch.
+        val_loader: Evaluated after each epoch; a few samples also before the first update, without a trace, to find out
+            whether that can be done.
         metrics: For the evaluation: callables of (outputs, targets) averaged over samples, or torchmetrics objects.
         forward: A callable of (model, batch) that returns the outputs, in place of the conventions for batches.
         loss_reduction: "mean" or "sum", for a loss of which this should not be found out.

@@ -55,6 +55,7 @@ def beside(path: str | PathLike[str]) -> Iterator[Path]:
 
 
 def _refused(place: Path, reason: str, option: str = "") -> InvalidInputError:
+    asked = f"{option} {str(place)!r}" if option else repr(str(place))
     return InvalidInputError(
-        f"{option}{' ' if option else ''}{str(place)!r} cannot be written ({reason}); pass a file in a folder that is there and that you may write to"
+        f"{asked} cannot be written ({reason}); pass a file in a folder that is there and that you may write to"
     )
