@@ -352,9 +352,9 @@ def _check_required(required: int | None, most: int | None) -> None:
 
 def _check_files(html: Path | None, plot: Path | None) -> None:
     """Refuse what cannot be written before anything takes its time."""
-    for path in (html, plot):
+    for option, path in (("--html", html), ("--plot", plot)):
         if path is not None:
-            check_place(path)
+            check_place(path, option)
     if plot is not None:
         # Here, because matplotlib is slow to import and few need it.
         from autoaccum.report.plot import check_plot  # noqa: PLC0415

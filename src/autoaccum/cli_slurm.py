@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autoaccum.arguments import check_positive_int
+from autoaccum.arguments import check_positive_int, check_positive_number
 from autoaccum.cli_numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum.errors import InvalidInputError
 from autoaccum.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
@@ -34,7 +34,7 @@ from autoaccum.memory.limits import parse_limit
 from autoaccum.memory.simulated import Simulated
 from autoaccum.precision import PRECISIONS
 from autoaccum.progress import format_cut
-from autoaccum.shares import SHARES
+from autoaccum.shares import SHARES, check_shares
 
 if TYPE_CHECKING:
     from autoaccum.jobs.slurm_folder import JobFolder
@@ -235,6 +235,9 @@ def _check(chosen: dict[str, Any], retries: int) -> None:
                 raise InvalidInputError(
                     f"--{name.replace('_', '-')} {value!r} is unknown; choose from {', '.join(known)}"
                 )
+    check_shares(chosen.get("shares", "equal"), shard=chosen.get("shard", False))
+    if "checkpoint_minutes" in chosen:
+        check_positive_number("checkpoint_minutes", chosen["checkpoint_minutes"])
     parse_limit(chosen.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
     if retries < 0:
         raise InvalidInputError(f"--retries {retries} must be 0 or more")

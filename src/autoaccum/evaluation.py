@@ -9,8 +9,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -117,39 +119,46 @@ class Evaluator:
         elapsed_s = time.perf_counter() - started
         return Evaluation(totals.mean(), values, totals.samples, elapsed_s, losses=totals.means())
 
-    def try_out(self, batches: Iterable[Any]) -> None:
+    def try_out(self, batches: Iterable[Any], most: int | None = None) -> None:
         """Evaluate one cut of the first batch that has samples; metrics, modes and what is known stay as they are.
 
         Lack of memory is no answer: the evaluation itself finds the size that fits.
 
+        Args:
+            batches: A loader's batches.
+            most: The most samples at once that are allowed, where that is known.
+
         Raises:
             InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
         """
-        kept = [metric.state() for metric in self._metrics]
+        kept = [(metric, metric.state()) for metric in self._metrics]
+        # One whose count cannot be put back afterwards is not tried.
+        tried = [metric for metric, state in kept if metric.can_be_put_back(state)]
         try:
-            for metric in self._metrics:
+            for metric in tried:
                 metric.reset()
-            self._try_first(batches)
+            self._try_first(batches, most, tried)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
                 error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")
                 raise
             let_go(error)
         finally:
-            for metric, state in zip(self._metrics, kept, strict=True):
-                metric.put_back(state)
+            for metric, state in kept:
+                if metric in tried:
+                    metric.put_back(state, "it was tried on a few samples before the first update")
         self._step.memory.release()
 
-    def _try_first(self, batches: Iterable[Any]) -> None:
+    def _try_first(self, batches: Iterable[Any], most: int | None, metrics: Sequence[_Averaged | _Stateful]) -> None:
         window = next((window for window in map(Window, ([batch] for batch in batches)) if window.samples), None)
         if window is not None:
-            size = window.samples if self._step.memory.fails_cleanly else min(window.samples, _TRIED)
+            size = window.samples if self._step.memory.fails_cleanly else min(window.samples, most or _TRIED, _TRIED)
             with evaluation_mode(self._step.objective.modules), torch.no_grad():
-                self._try_cut(window, size)
+                self._try_cut(window, size, metrics)
         elif self._ranks is None:  # others may have some
             raise InvalidInputError(_NO_SAMPLES)
 
-    def _try_cut(self, window: Window, size: int) -> None:
+    def _try_cut(self, window: Window, size: int, metrics: Sequence[_Averaged | _Stateful]) -> None:
         cut = window.cut(0, size)
         batch = self._step.transfer.place(cut)
         if self._whole is None:
@@ -160,7 +169,7 @@ class Evaluator:
             terms = [of_whole]
         self._losses(terms, cut, size)
         targets = batch[1] if is_pair(batch) else batch
-        for metric in self._metrics:
+        for metric in metrics:
             metric.update(outputs, targets, size)
             if self._ranks is None:  # some would talk to other processes
                 metric.result(None)
@@ -373,6 +382,12 @@ class _Averaged:
             )
         if isinstance(value, Tensor) and value.dim():
             value = in_full(value).mean()
+        elif isinstance(value, np.ndarray):
+            value = value.mean()
+        elif not isinstance(value, Tensor | Number):
+            raise InvalidInputError(
+                f"metrics: {self._name!r} gave {shown(value)}, which is no number; let it return one, or a tensor"
+            )
         self._sum = self._sum + value * samples
         self._samples += samples
 
@@ -385,6 +400,9 @@ class _Averaged:
         # An object may count for itself what it returns.
         is_plain = isinstance(self._function, nn.Module | type) or inspect.isroutine(self._function)
         return self._sum, self._samples, Holdings([] if is_plain else [self._function])
+
+    def can_be_put_back(self, state: Any) -> bool:
+        return bool(state[-1].can_be_put_back)
 
     def put_back(self, state: Any, why: str) -> None:
         self._sum, self._samples, held = state
@@ -419,6 +437,9 @@ class _Stateful:
 
     def state(self) -> Holdings:
         return Holdings(self._parts)
+
+    def can_be_put_back(self, state: Holdings) -> bool:
+        return state.can_be_put_back
 
     def put_back(self, state: Holdings, why: str) -> None:
         if not state.put_back():

@@ -154,6 +154,12 @@ class Finding:
         return plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of)
 
     @property
+    def most_asked(self) -> int | None:
+        """The most samples at once that the user allows; None where that is left to the library."""
+        asked = [most for most in (self.asked, self._cap) if isinstance(most, int)]
+        return min(asked, default=None)
+
+    @property
     def grows_to(self) -> int | None:
         """The largest size that is wanted, where sizes grow by what smaller ones show; None where they do not."""
         if self._grows_from is None or not self._is_auto:

@@ -147,11 +147,12 @@ def fit(
             call the model is as it was written. Not with a `memory_limit` on the host, which the compiler would meet.
         memory_limit: Bytes, a text such as "12GiB", or a fraction. On a card it is of the whole device; on the host it
             is what may be taken beyond what the process holds now. None: what is free.
-        clip_grad_norm: Norm to which the gradient of the whole window is clipped.
+        clip_grad_norm: Norm to which the gradient of the whole window is clipped; infinity only measures it.
         last_window: "step": a shorter last window of an epoch makes an update of its own; "drop": it is left out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
-        val_loader: Evaluated after each epoch.
+        val_loader: Evaluated after each epoch; a few samples also before the first update, without a trace, to find out
+            whether that can be done.
         metrics: For the evaluation: callables of (outputs, targets) averaged over samples, or torchmetrics objects.
         forward: A callable of (model, batch) that returns the outputs, in place of the conventions for batches.
         loss_reduction: "mean" or "sum", for a loss of which this should not be found out.
@@ -212,7 +213,7 @@ def fit(
     check_callbacks(callbacks)
     options = compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
-    _check_seed(seed)
+    check_seed(seed)
     check_shares(shares, shard=shard)
     check_overlap(overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -320,7 +321,6 @@ def fit(
             company=company,
         )
         untouched.training = training
-        training.try_validation()
         if lr_scaling is not None:
             optimizers.scale_learning_rate(
                 step.optimizer,
@@ -424,7 +424,12 @@ def _check_data(loader: Any, val_loader: Any, metrics: Any, epochs: int | None) 
         )
 
 
-def _check_seed(seed: int | None) -> None:
+def check_seed(seed: int | None) -> None:
+    """Check the argument `seed`.
+
+    Raises:
+        InvalidInputError: It is no whole number that torch's generators take.
+    """
     if seed is not None:
         check_whole_number("seed", seed, *_SEEDS)
 

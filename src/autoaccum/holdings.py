@@ -76,6 +76,11 @@ class Holdings:
                 return
             coming.extend(self._held_by(value))
 
+    @property
+    def can_be_put_back(self) -> bool:
+        """Whether all of it can be put back, whatever is written meanwhile."""
+        return self.is_complete and not self._tensors
+
     def put_back(self) -> bool:
         """Put it back; return whether that could be done."""
         if not self.is_complete or any(tensor._version != version for tensor, version in self._tensors):

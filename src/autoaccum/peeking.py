@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any
@@ -46,19 +46,30 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
     own = OwnGenerators(
         {id(v): v for owner in owners for v in vars(owner).values() if isinstance(v, _GENERATORS)}.values()
     )
-    counters = [{name: value for name, value in vars(owner).items() if isinstance(value, _PLAIN)} for owner in owners]
     standing = getattr(loader, "_iterator", None)
     if standing is not None:
         loader._iterator = None
     try:
-        yield
+        with counters_kept(owners):
+            yield
     finally:
         if hasattr(loader, "_iterator"):
             loader._iterator = standing  # workers that were started here end with what held them
-        for owner, plain in zip(owners, counters, strict=True):
-            vars(owner).update(plain)
         own.put_back()
         shared.put_back()
+
+
+@contextmanager
+def counters_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Put back the numbers, flags and texts that objects hold as attributes: counts of calls, an epoch's number."""
+    kept = [
+        (owner, {name: value for name, value in vars(owner).items() if isinstance(value, _PLAIN)}) for owner in owners
+    ]
+    try:
+        yield
+    finally:
+        for owner, plain in kept:
+            vars(owner).update(plain)
 
 
 def _owners(loader: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autoaccum.arguments import check_positive_int
+from autoaccum.arguments import check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -138,9 +138,11 @@ class Plan:
             object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
         except TypeError:
             raise InvalidInputError(
-                f"micro_batches={self.micro_batches!r} is no sequence of sizes; autoaccum.plan(target_batch, "
+                f"micro_batches={shown(self.micro_batches)} is no sequence of sizes; autoaccum.plan(target_batch, "
                 "max_micro_batch) makes one from the largest size"
             ) from None
+        if not self.micro_batches:
+            raise InvalidInputError(f"micro_batches=() hold no sample, but target_batch={self.target_batch}")
         for size in self.micro_batches:
             check_positive_int("each of micro_batches", size)
         if sum(self.micro_batches) != self.target_batch:

@@ -151,15 +151,6 @@ class Training:
         """Windows done, those of the calls that this one goes on from included."""
         return self._course.moment.windows
 
-    def try_validation(self) -> None:
-        """Evaluate a few samples before anything is drawn from the loader, which may be the same one.
-
-        Raises:
-            InvalidInputError: The validation data, a metric or the model's evaluation cannot be used.
-        """
-        if self._validation is not None:
-            self._validation.try_out()
-
     def run(
         self,
         *,
@@ -233,6 +224,8 @@ class Training:
         """Find the plan to begin with: in a checkpoint, or for the first window."""
         found = self._found()
         if found is None:
+            if self._validation is not None:  # before anything is drawn from the loader, which may be the same one
+                self._validation.try_out(self._finding.most_asked)
             first = self._course.first_part()
             drop_old_gradients(self._step, self._notices)
             begins_with, probed = self._runners.find(first)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum import devices
 from autoaccum.evaluation import Evaluator
 from autoaccum.outside import drawn
-from autoaccum.peeking import can_be_looked_at, left_as_it_was
+from autoaccum.peeking import can_be_looked_at, counters_kept, left_as_it_was
 from autoaccum.sharding import DealtLoader
 from autoaccum.state import Mark
 
@@ -58,14 +59,18 @@ class Validation:
         self._random = random
         self._is_kept = is_kept
 
-    def try_out(self) -> None:
+    def try_out(self, most: int | None) -> None:
         """Evaluate a few samples, so that what cannot be evaluated is known before the first update.
 
         Nothing that the training sees is moved. A loader that cannot be begun again is not touched, nor a model whose
         forward pass other processes would have to join.
 
+        Args:
+            most: The most samples at once that the user allows, if the user says so.
+
         Raises:
             InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
+            DeviceLostError: The device can no longer be used by this process.
         """
         if self._step.passes is not None or not can_be_looked_at(self._val_loader):
             return
@@ -73,11 +78,16 @@ class Validation:
         before = self._random.taken
         mark = Mark(self._step.objective.modules, self._step.memory.device)
         mark.take()
+        parts = [part for module in self._step.objective.modules for part in module.modules()]
         try:
-            with left_as_it_was(self._val_loader):
+            with (
+                left_as_it_was(self._val_loader),
+                counters_kept(parts),
+                devices.failures_told(self._step.memory, "an evaluation"),
+            ):
                 with self._step.memory.lifted():
                     batches = iter(self._val_loader)
-                self._evaluator.try_out(drawn(batches, self._step.memory))
+                self._evaluator.try_out(drawn(batches, self._step.memory), most)
         finally:
             mark.put_back()
             self._random.assume(before)

@@ -7,6 +7,7 @@ said, with a target beside it that leaves a better one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -96,6 +97,9 @@ def remark(cut: Cut, most: int) -> str | None:
 
 
 def _largest_divisor(share: int, most: int) -> int:
-    # Divisors come in pairs, of which one is at most the root: a large prime is no reason to count to it.
-    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
-    return max(size for divisor in small for size in (divisor, share // divisor) if size <= most)
+    # By the number of parts up to the root, then by the size itself: what is wanted is near the fewest parts, and a
+    # large prime is still found to have none.
+    root = math.isqrt(share)
+    by_parts = (share // parts for parts in range(-(-share // min(most, share)), root + 1) if share % parts == 0)
+    by_size = (size for size in range(min(most, root), 0, -1) if share % size == 0)
+    return next(itertools.chain(by_parts, by_size))

@@ -79,7 +79,7 @@ class Wanted:
         for name in ("nodes", "tasks_per_node", "cpus_per_task", "warning_s"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                option = {"warning_s": "signal-delay"}.get(name, name.replace("_", "-"))
+                option = "signal-delay" if name == "warning_s" else name.replace("_", "-")
                 raise InvalidInputError(f"--{option} {value} must be at least 1")
         if self.gpus_per_node < 0:
             raise InvalidInputError(f"--gpus-per-node {self.gpus_per_node} must be 0 or more; 0 is for the CPU")

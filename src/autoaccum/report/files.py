@@ -15,19 +15,23 @@ if TYPE_CHECKING:
     from os import PathLike
 
 
-def check_place(path: str | PathLike[str]) -> None:
+def check_place(path: str | PathLike[str], option: str = "") -> None:
     """Refuse a place where no file can be written, before there is anything to write.
+
+    Args:
+        path: The place.
+        option: By which the user gave it, for the message.
 
     Raises:
         InvalidInputError: There is no such folder, or no permission to write there.
     """
     place = Path(path)
     if place.is_dir():
-        raise _refused(place, "it is a folder")
+        raise _refused(place, "it is a folder", option)
     if not place.parent.is_dir():
-        raise _refused(place, "there is no such folder")
+        raise _refused(place, "there is no such folder", option)
     if not os.access(place.parent, os.W_OK | os.X_OK):
-        raise _refused(place, "no permission")
+        raise _refused(place, "no permission", option)
 
 
 @contextlib.contextmanager
@@ -53,7 +57,8 @@ def beside(path: str | PathLike[str]) -> Iterator[Path]:
                 unfinished.unlink(missing_ok=True)
 
 
-def _refused(place: Path, reason: str) -> InvalidInputError:
+def _refused(place: Path, reason: str, option: str = "") -> InvalidInputError:
+    asked = f"{option} {str(place)!r}" if option else repr(str(place))
     return InvalidInputError(
-        f"{str(place)!r} cannot be written ({reason}); pass a file in a folder that is there and that you may write to"
+        f"{asked} cannot be written ({reason}); pass a file in a folder that is there and that you may write to"
     )

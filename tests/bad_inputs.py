@@ -1,0 +1,710 @@
+"""Bad values for every public argument, and the judge of what a call makes of one.
+
+`CALLS` names, for each public callable, what each argument may be; whatever `JUNK` holds beyond that is bad, and so are
+the values listed beside it. A new argument has to be entered here: `missing()` says which are not.
+"""
+
+import copy
+import inspect
+import random
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import autoaccum
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Unshowable:
+    """Has no repr, and equals nothing."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def __eq__(self, other):
+        raise RuntimeError("no comparison")
+
+    __hash__ = None
+
+
+class PathOfBytes:
+    def __fspath__(self):
+        return b"folder"
+
+
+def of_one(first):
+    return first
+
+
+def of_none():
+    return None
+
+
+def of_three(first, second, third):
+    return third
+
+
+# What is not even of a kind that the library knows, and what is only just not it.
+THINGS = [
+    object(),
+    torch.zeros(2),
+    torch.tensor(1.0),
+    np.zeros(3),
+    np.float64(0.5),
+    nn.Linear,
+    nn.CrossEntropyLoss,
+    torch.optim.Adam,
+    autoaccum.Callback,
+    int,
+    ValueError("one"),
+    range(3),
+    1j,
+    Decimal("1e400"),
+    Fraction(1, 3),
+    Path("null\0byte"),
+    PathOfBytes(),
+    "a\0b",
+    "\ud800",
+    "x" * 5000,
+    "9" * 5000,
+    "",
+    b"bytes",
+    10**400,
+    -(10**400),
+    10**5000,
+    2**63,
+    2**70,
+    -1,
+    0,
+    True,
+    False,
+    None,
+    NAN,
+    INF,
+    -INF,
+    -0.5,
+    1.5,
+    [],
+    [None],
+    {},
+    {"mode": "nope"},
+    {1: 2},
+    set(),
+    Ellipsis,
+]
+JUNK = st.one_of(
+    st.sampled_from(THINGS),
+    st.builds(Unshowable),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+    st.binary(max_size=4),
+    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+# --- what an argument may be -----------------------------------------------------------------------------------------
+
+
+def or_none(allowed):
+    return lambda value: value is None or allowed(value)
+
+
+def whole(least=1, most=2**53):
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def choice(*names):
+    return lambda value: isinstance(value, str) and value in names
+
+
+def is_bool(value):
+    return isinstance(value, bool)
+
+
+def positive(value):
+    """A number above 0; infinity is one."""
+    return (isinstance(value, float) and value > 0) or (type(value) is int and 0 < value < 10**300)
+
+
+def path(value):
+    try:
+        return isinstance(value, str | Path) and bool(str(value)) and "\0" not in str(value) and bool(Path(value))
+    except ValueError:
+        return False
+
+
+def function(value):
+    """Callables of which the number of arguments is not known, or is right; what they return is not looked at."""
+    return callable(value) and not isinstance(value, type)
+
+
+def limit(value):
+    if isinstance(value, str):
+        return re.match(r"\s*[\d.]+", value) is not None and len(value) < 100
+    if isinstance(value, float):
+        return 0 < value <= 1
+    return type(value) is int and 2**22 <= value <= 2**60
+
+
+def size(value):
+    return isinstance(value, str) and re.match(r"\s*\d", value) is not None and len(value) < 100
+
+
+def iterable(value):
+    return hasattr(value, "__iter__") and not isinstance(value, str | bytes | type)
+
+
+def nothing(_):
+    return False
+
+
+# --- the world in which a call is made --------------------------------------------------------------------------------
+
+
+class Counted(autoaccum.Callback):
+    """Counts the windows that were trained."""
+
+    def __init__(self):
+        self.windows = 0
+
+    def on_step(self, report, *, epoch):
+        self.windows += 1
+
+
+class World:
+    """A model with every kind of state, its optimizer and data, made anew for each call."""
+
+    def __init__(self, folder):
+        torch.manual_seed(7)
+        self.folder = folder
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 3))
+        self.model[3].eval()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.batch = (torch.randn(4, 4), torch.arange(4) % 3)
+        self.generator = torch.Generator().manual_seed(3)
+        data = torch.utils.data.TensorDataset(*self.batch)
+        self.loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, generator=self.generator)
+        self.counted = Counted()
+        self.model(self.batch[0]).sum().backward()
+        self.optimizer.step()
+
+    def state(self, *, gradients=True):
+        """Everything that a refused call must leave as it was."""
+        return {
+            "parameters and buffers": copy.deepcopy(self.model.state_dict()),
+            "modes": [part.training for part in self.model.modules()],
+            "gradients": [p.grad.clone() for p in self.model.parameters() if p.grad is not None] if gradients else None,
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizer's groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
+            "random state": [torch.get_rng_state(), torch.tensor(list(random.getstate()[1]))],
+            "NumPy's random state": [*np.random.get_state()[1], np.random.get_state()[2]],  # noqa: NPY002
+            "loader's generator": self.generator.get_state(),
+            "files": sorted(str(one) for one in self.folder.rglob("*")),
+            "limits": None if resource is None else resource.getrlimit(resource.RLIMIT_DATA),
+            "threads": sorted(thread.name for thread in threading.enumerate() if not thread.daemon),
+            "gradient mode": torch.is_grad_enabled(),
+        }
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+# --- the calls --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A public callable.
+
+    Attributes:
+        function: Makes the call; what it returns is gone through where it is an iterator.
+        signature: Of what the user calls.
+        good: Arguments that it takes, in a world.
+        allowed: What each argument may be.
+        also: Further bad values, by argument; a function of the world makes each.
+        together: Arguments that contradict each other, with the names one of which the message has to hold.
+        says: Other names under which a message may speak of an argument.
+    """
+
+    function: Callable[..., Any]
+    signature: Callable[..., Any]
+    good: Callable[[World], dict[str, Any]]
+    allowed: dict[str, Callable[[Any], bool]]
+    also: dict[str, list[Callable[[World], Any]]] = field(default_factory=dict)
+    together: list[Callable[[World], dict[str, Any]]] = field(default_factory=list)
+    says: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def bad(self, name):
+        """A strategy of bad values for an argument: functions of a world."""
+        junk = JUNK.filter(lambda value: not _safely(self.allowed[name], value)).map(lambda value: lambda _: value)
+        return junk | st.sampled_from(self.also[name]) if name in self.also else junk
+
+
+def _safely(allowed, value):
+    try:
+        return allowed(value)
+    except Exception:  # noqa: BLE001 - what cannot even be looked at is bad
+        return False
+
+
+def over_another(_):
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def on_plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+MODELS = [
+    lambda _: nn.Flatten(),
+    lambda _: nn.Linear(4, 3).requires_grad_(False),
+    lambda _: nn.Linear(4, 3, device="meta"),
+    lambda _: nn.LazyLinear(3),
+]
+LOSSES = [
+    lambda _: nn.CrossEntropyLoss,
+    lambda _: [nn.CrossEntropyLoss, of_one],
+    lambda _: of_one,
+    lambda _: of_three,
+    lambda _: of_none,
+    lambda _: [],
+    lambda _: [None],
+]
+OPTIMIZERS = [over_another, lambda _: of_none, lambda _: lambda parameters: None, lambda _: of_three]
+SCHEDULERS = [
+    lambda _: torch.optim.lr_scheduler.StepLR,
+    lambda world: world.optimizer,
+    lambda _: of_none,
+    lambda _: of_three,
+    lambda world: torch.optim.lr_scheduler.ReduceLROnPlateau(world.optimizer),
+    lambda _: torch.optim.lr_scheduler.ReduceLROnPlateau,
+    lambda _: on_plateau,
+]
+LOADERS = [
+    lambda _: [],
+    lambda _: iter([]),
+    lambda _: [(torch.zeros(0, 4), torch.zeros(0))],
+    lambda _: [(torch.zeros(4, 4), torch.zeros(3))],
+    lambda _: ["text"],
+    lambda _: torch.utils.data.DataLoader,
+    lambda _: "text",
+]
+FORWARDS = [lambda _: of_one, lambda _: of_none, lambda _: of_three]
+DEVICES = [lambda _: "cuda:99", lambda _: "cpu:7", lambda _: "meta", lambda _: 10**9, lambda _: autoaccum.Simulated]
+COMPILED = [lambda _: {"mode": "nope"}, lambda _: {"backend": "nope"}, lambda _: {"fullgraph": "yes"}]
+PATHS = [
+    lambda world: world.folder / "a file" / "below",
+    lambda world: world.folder / ("n" * 300),
+    lambda _: Path("null\0byte"),
+]
+METRICS = [
+    lambda _: {"a": 3},
+    lambda _: {3: of_one},
+    lambda _: [None],
+    lambda _: of_one,
+    lambda _: {"a": nn.Linear},
+    lambda _: {"a": lambda outputs, targets: "text"},
+]
+
+
+def device(value):
+    return value is None
+
+
+def model(value):
+    return isinstance(value, nn.Module)
+
+
+STEP = {
+    "loss": or_none(function),
+    "optimizer": or_none(lambda value: isinstance(value, type) and issubclass(value, torch.optim.Optimizer)),
+    "device": device,
+    "precision": choice("auto", "fp32", "bf16", "fp16"),
+    "forward": or_none(function),
+}
+STEP_ALSO = {"model": MODELS, "loss": LOSSES, "optimizer": OPTIMIZERS, "device": DEVICES, "forward": FORWARDS}
+FIT = STEP | {
+    "model": model,
+    "loader": iterable,
+    "target_batch": whole(),
+    "scheduler": or_none(nothing),
+    "scheduler_interval": choice("step"),
+    "epochs": or_none(whole()),
+    "max_steps": or_none(whole()),
+    "micro_batch": lambda value: value == "auto" or whole()(value),
+    "probe": choice("inline", "before", "off"),
+    "strategy": or_none(choice("balanced", "uniform", "greedy", "fastest")),
+    "cache": is_bool,
+    "compile": lambda value: is_bool(value) or value == {},
+    "memory_limit": or_none(limit),
+    "clip_grad_norm": or_none(positive),
+    "last_window": choice("step", "drop"),
+    "lr_scaling": or_none(nothing),
+    "base_batch": or_none(nothing),
+    "val_loader": or_none(iterable),
+    "metrics": or_none(nothing),
+    "loss_reduction": or_none(choice("mean", "sum")),
+    "loss_scope": choice("micro_batch", "window"),
+    "batchnorm": choice("keep", "rescale"),
+    "fallback": or_none(lambda value: value in ([], ())),
+    "callbacks": lambda value: value in ([], ()),
+    "progress": lambda value: is_bool(value) or choice("auto", "bar", "lines")(value),
+    "seed": or_none(whole(-(2**63), 2**64 - 1)),
+    "checkpoint": or_none(path),
+    "checkpoint_steps": or_none(nothing),
+    "checkpoint_minutes": or_none(positive),
+    "resume": lambda value: value is False or choice("auto")(value),
+    "oom_report": or_none(path),
+    "shard": is_bool,
+    "shares": choice("equal"),
+    "overlap": is_bool,
+}
+FIT_ALSO = STEP_ALSO | {
+    "loader": LOADERS,
+    "scheduler": SCHEDULERS,
+    "val_loader": LOADERS[:1] + LOADERS[2:],
+    "metrics": METRICS,
+    "compile": COMPILED,
+    "checkpoint": PATHS,
+    "oom_report": PATHS,
+    "memory_limit": [lambda _: 10**30, lambda _: "9" * 400, lambda _: 1, lambda _: "512KiB", lambda _: "2 YiB"],
+    "fallback": [lambda _: ["checkpoint", "nope"], lambda _: "offload"],
+    "callbacks": [lambda _: autoaccum.Callback(), lambda _: [print], lambda _: {autoaccum.Callback()}],
+    "seed": [lambda _: 2**64, lambda _: -(2**63) - 1],
+}
+FIT_TOGETHER = [
+    lambda w: {"last_window": "drop", "target_batch": 100},
+    lambda _: {"resume": True},
+    lambda _: {"checkpoint_steps": 3},
+    lambda _: {"shares": "speed"},
+    lambda _: {"base_batch": 4},
+    lambda _: {"lr_scaling": "linear"},
+    lambda _: {"lr_scaling": "linear", "base_batch": 0},
+    lambda _: {"scheduler_interval": "epoch"},
+    lambda _: {"metrics": lambda outputs, targets: 0.0, "val_loader": None},
+    lambda w: {"val_loader": iter([w.batch]), "epochs": 2},
+    lambda w: {"val_loader": [w.batch], "metrics": [3]},
+    lambda w: {"val_loader": [w.batch], "metrics": {"a": torch.nn.Linear}},
+    lambda _: {"loss": nn.MSELoss(), "loss_reduction": "sum"},
+    lambda _: {"loss_scope": "window", "loss": [lambda model, batch: model(batch[0]).sum()]},
+    lambda _: {"compile": True, "memory_limit": "1GiB"},
+    lambda _: {"compile": True, "fallback": "checkpoint"},
+    lambda _: {"target_batch": 2**40, "micro_batch": 1},
+    lambda w: {"seed": 5, "loss": print, "checkpoint": w.folder / "new" / "deep", "oom_report": w.folder / "other"},
+    lambda w: {"lr_scaling": "sqrt", "base_batch": 1, "loss": lambda outputs, targets: None},
+    lambda w: {"val_loader": [(w.batch[0], torch.zeros(3))], "checkpoint": w.folder / "new"},
+    lambda w: {"checkpoint": w.folder / "new", "device": "cuda:77", "seed": 3},
+    lambda w: {"checkpoint": w.folder / "new", "resume": True},
+]
+
+
+def fit_arguments(world):
+    return {
+        "model": world.model,
+        "loader": world.loader,
+        "target_batch": 4,
+        "optimizer": world.optimizer,
+        "device": "cpu",
+        "precision": "fp32",
+        "callbacks": [world.counted],
+        "progress": False,
+        "cache": False,
+        "epochs": 1,
+    }
+
+
+def fit(**arguments):
+    if isinstance(arguments.get("metrics"), dict | list) or callable(arguments.get("metrics")):
+        arguments.setdefault("val_loader", [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))])
+    return autoaccum.fit(**arguments)
+
+
+def job(**arguments):
+    return autoaccum.fit(**autoaccum.Job(**arguments).fit_arguments(), progress=False)
+
+
+def without(arguments, *names):
+    return {name: value for name, value in arguments.items() if name not in names}
+
+
+def plan_of(_):
+    return autoaccum.plan(4, 2)
+
+
+CALLS = {
+    "fit": Call(fit, autoaccum.fit, fit_arguments, FIT, FIT_ALSO, FIT_TOGETHER, {"loader": ("loader", "batch")}),
+    "Job": Call(
+        job,
+        autoaccum.Job,
+        lambda world: without(fit_arguments(world), "progress"),
+        {name: allowed for name, allowed in FIT.items() if name != "progress"} | {"model": model},
+        FIT_ALSO | {"model": [*MODELS, lambda _: of_one, lambda _: of_none]},
+        FIT_TOGETHER,
+        {"loader": ("loader", "batch")},
+    ),
+    "find_micro_batch": Call(
+        autoaccum.find_micro_batch,
+        autoaccum.find_micro_batch,
+        lambda w: {"model": w.model, "batch": w.batch, "optimizer": w.optimizer, "device": "cpu"},
+        STEP
+        | {
+            "model": model,
+            "batch": nothing,
+            "memory_limit": or_none(limit),
+            "max_micro_batch": or_none(whole()),
+            "loss_scope": choice("micro_batch", "window"),
+        },
+        STEP_ALSO | {"memory_limit": FIT_ALSO["memory_limit"]},
+    ),
+    "Runner": Call(
+        autoaccum.Runner,
+        autoaccum.Runner,
+        lambda w: {"model": w.model, "optimizer": w.optimizer, "plan": plan_of(w), "device": "cpu"},
+        STEP
+        | {
+            "model": model,
+            "plan": nothing,
+            "clip_grad_norm": or_none(positive),
+            "loss_reduction": or_none(choice("mean", "sum")),
+            "loss_scope": choice("micro_batch", "window"),
+            "batchnorm": choice("keep", "rescale"),
+            "callbacks": FIT["callbacks"],
+            "notices": or_none(nothing),
+        },
+        STEP_ALSO | {"callbacks": FIT_ALSO["callbacks"]},
+    ),
+    "Runner.step": Call(
+        lambda runner, window: runner.step(window),
+        autoaccum.Runner.step,
+        lambda w: {"runner": autoaccum.Runner(w.model, w.optimizer, plan_of(w), device="cpu"), "window": w.batch},
+        {"window": nothing},
+        {"window": LOADERS[:5]},
+        says={"window": ("window", "batch")},
+    ),
+    "Runner.evaluate": Call(
+        lambda runner, loader: runner.evaluate(loader),
+        autoaccum.Runner.evaluate,
+        lambda w: {"runner": autoaccum.Runner(w.model, w.optimizer, plan_of(w), device="cpu"), "loader": [w.batch]},
+        {"loader": iterable},
+        {"loader": LOADERS},
+        says={"loader": ("loader", "batch")},
+    ),
+    "plan": Call(
+        autoaccum.plan,
+        autoaccum.plan,
+        lambda _: {"target_batch": 100, "max_micro_batch": 37},
+        {
+            "target_batch": whole(),
+            "max_micro_batch": whole(),
+            "strategy": choice("balanced", "uniform", "greedy", "fastest"),
+            "trials": lambda value: value in ([], ()) or (isinstance(value, dict | set | str | bytes) and not value),
+            "multiple_of": whole(),
+        },
+        {"trials": [lambda _: [autoaccum.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
+        [lambda _: {"target_batch": 2**50, "max_micro_batch": 1}],
+    ),
+    "windows": Call(
+        autoaccum.windows,
+        autoaccum.windows,
+        lambda w: {"loader": [w.batch], "target_batch": 2},
+        {"loader": iterable, "target_batch": whole(), "last_window": choice("step", "drop")},
+        {"loader": LOADERS[3:]},
+        says={"loader": ("loader", "batch")},
+    ),
+    "Window": Call(
+        autoaccum.Window,
+        autoaccum.Window,
+        lambda w: {"batches": [w.batch]},
+        {"batches": nothing},
+        {"batches": [lambda _: [], *LOADERS[3:]]},
+        says={"batches": ("batch",)},
+    ),
+    "preflight": Call(
+        autoaccum.preflight,
+        autoaccum.preflight,
+        lambda w: {"model": w.model, "batch": w.batch, "target_batch": 4, "optimizer": w.optimizer, "device": "cpu"},
+        STEP
+        | {
+            "model": model,
+            "batch": nothing,
+            "target_batch": whole(),
+            "memory_limit": or_none(limit),
+            "max_micro_batch": or_none(whole()),
+            "loss_reduction": or_none(choice("mean", "sum")),
+            "loss_scope": choice("micro_batch", "window"),
+            "batchnorm": choice("keep", "rescale"),
+            "strategy": or_none(choice("balanced", "uniform", "greedy", "fastest")),
+            "gpus": lambda value: value in ([], ()),
+            "device_memory": or_none(size),
+            "loader": or_none(iterable),
+            "length": or_none(nothing),
+            "epochs": or_none(whole()),
+            "max_steps": or_none(whole()),
+            "time_limit": or_none(lambda value: size(value) or positive(value)),
+            "measure": or_none(is_bool),
+            "on_trial": function,
+            "on_part": function,
+        },
+        STEP_ALSO
+        | {
+            "memory_limit": FIT_ALSO["memory_limit"],
+            "gpus": [lambda _: "no such card", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
+            "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
+            "on_trial": [lambda _: of_none],
+            "on_part": [lambda _: of_none],
+            "time_limit": [lambda _: "soon", lambda _: "9" * 5000 + "h", lambda _: "0h"],
+        },
+        [lambda _: {"measure": False}, lambda _: {"length": 7}, lambda _: {"length": {"nope": 3}}],
+        says={"gpus": ("gpus", "card")},
+    ),
+    "Simulated": Call(
+        autoaccum.Simulated,
+        autoaccum.Simulated,
+        lambda _: {"capacity": "1GiB"},
+        {"capacity": lambda value: size(value) or whole(1, 2**60)(value), "device": nothing},
+        {"capacity": [lambda _: "50%", lambda _: 0.5, lambda _: "9" * 400], "device": DEVICES},
+    ),
+    "is_oom": Call(autoaccum.is_oom, autoaccum.is_oom, lambda _: {"exception": ValueError()},
+                   {"exception": lambda value: isinstance(value, BaseException)}),
+    "join_ranks": Call(autoaccum.join_ranks, autoaccum.join_ranks, lambda _: {}, {"device": device},
+                       {"device": DEVICES}),
+    "JSONLinesLog": Call(autoaccum.JSONLinesLog, autoaccum.JSONLinesLog, lambda _: {}, {"path": path}),
+    "TensorBoardLog": Call(autoaccum.TensorBoardLog, autoaccum.TensorBoardLog, lambda _: {}, {"log_dir": path}),
+    "Plan": Call(
+        autoaccum.Plan,
+        autoaccum.Plan,
+        lambda _: {"target_batch": 4, "micro_batches": (2, 2)},
+        {"target_batch": lambda value: value == 4, "micro_batches": nothing},
+    ),
+}  # fmt: skip
+# What the library makes and users read, or derive from: nothing is asked of it.
+READ_ONLY = {
+    "Callback",
+    "Evaluation",
+    "FitResult",
+    "MemoryEvent",
+    "MemoryReading",
+    "ProbeResult",
+    "Report",
+    "StepReport",
+    "Trial",
+} | {name for name in autoaccum.__all__ if name.endswith("Error")}
+
+
+def arguments_of(call):
+    """The names of a call's arguments."""
+    return [name for name in inspect.signature(call.signature).parameters if name != "self"]
+
+
+def missing():
+    """What is public and has no entry here."""
+    names = [name for name in autoaccum.__all__ if name not in CALLS and name not in READ_ONLY]
+    return names + [
+        f"{name}({argument})"
+        for name, call in CALLS.items()
+        for argument in arguments_of(call)
+        if argument not in call.allowed
+    ]
+
+
+# What may have found its input bad in a first window.
+RUN_A_WINDOW = ("fit", "Job", "Runner.step", "Runner.evaluate")
+
+
+# --- the judge --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bad call: which, the arguments that differ from good ones, and those that the message may name."""
+
+    call: str
+    change: Callable[[World], dict[str, Any]]
+    names: tuple[str, ...]
+
+    def __repr__(self):
+        return f"{self.call}({', '.join(self.names)})"
+
+
+@st.composite
+def cases(draw, calls=tuple(CALLS)):
+    """Bad calls: one argument out of its kind, or several that contradict each other."""
+    name = draw(st.sampled_from(calls))
+    call = CALLS[name]
+    if call.together and draw(st.integers(0, 3)) == 0:
+        return of_several(name, draw(st.sampled_from(call.together)))
+    argument = draw(st.sampled_from(arguments_of(call)))
+    return of_one_argument(name, argument, draw(call.bad(argument)))
+
+
+def of_one_argument(name, argument, make):
+    return Case(name, lambda world: {argument: make(world)}, CALLS[name].says.get(argument, (argument,)))
+
+
+def of_several(name, make):
+    return Case(name, make, ())
+
+
+def judge(case, folder):
+    """Make a bad call; return what is wrong with the answer, or "" where all is well."""
+    (folder / "a file").touch()
+    world, call = World(folder), CALLS[case.call]
+    arguments = call.good(world)
+    change = case.change(world)
+    arguments |= change
+    shown = ", ".join(f"{name}={_shown(value)}" for name, value in change.items())
+    before = world.state()
+    try:
+        made = call.function(**arguments)
+        if hasattr(made, "__next__"):
+            list(made)
+    except autoaccum.AutoaccumError as error:
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    except Exception as error:  # noqa: BLE001 - that is the question
+        return f"{case.call}({shown}): raw {type(error).__name__}: {error}"[:300]
+    else:
+        return f"{case.call}({shown}): accepted"
+    names = case.names or tuple(change)
+    if not any(name in said for name in names):
+        return f"{case.call}({shown}): does not name {' or '.join(names)}: {said}"[:400]
+    if world.counted.windows:
+        return f"{case.call}({shown}): refused after {world.counted.windows} windows"
+    after = world.state()
+    # A first window that is refused has dropped the gradients that were there, and has said so.
+    changed = [name for name in before if not same(before[name], after[name])]
+    if "gradients" in changed and not after["gradients"] and case.call in RUN_A_WINDOW:
+        changed.remove("gradients")
+    return f"{case.call}({shown}): changed {', '.join(changed)}; {said}"[:400] if changed else ""
+
+
+def _shown(value):
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001
+        text = f"<{type(value).__name__}>"
+    return text[:60]

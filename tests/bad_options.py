@@ -1,0 +1,151 @@
+"""Bad values for the options of the command line, and the judge of what a command makes of one."""
+
+import textwrap
+
+import typer
+from typer.testing import CliRunner
+
+from autoaccum.cli import app
+
+COUNTS = ["0", "-1", "2.5", "many", "9223372036854775808"]
+LIMITS = ["lots", "0", "-5", "2 YiB", "150%", "9" * 400]
+BELOW_A_FILE = ["a file/below"]
+# By command and option; a text stands for one use of the option.
+BAD = {
+    "fit": {
+        "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
+        "target_batch": COUNTS,
+        "epochs": COUNTS,
+        "max_steps": COUNTS,
+        "memory_limit": [*LIMITS, "1", "512KiB"],
+        "micro_batch": [*COUNTS[:4], "half"],
+        "probe": ["later", ""],
+        "strategy": ["best", ""],
+        "fallback": ["nope", "offload", ""],
+        "precision": ["fp8", ""],
+        "device": ["gpu", "cuda:99", "meta", ""],
+        "seed": ["x", "1.5", str(2**70)],
+        "checkpoint": BELOW_A_FILE,
+        "checkpoint_steps": COUNTS,
+        "checkpoint_minutes": ["0", "-1", "nan", "soon"],
+        "resume": ["maybe", "yes"],
+        "oom_report": BELOW_A_FILE,
+        "shares": ["speed", "nope"],
+        "log": [*BELOW_A_FILE, "."],
+    },
+    "report": {
+        "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
+        "target_batch": COUNTS,
+        "gpu": ["no such card", "", "a"],
+        "device_memory": [*LIMITS[:4], "50%", "1MiB"],
+        "memory_limit": LIMITS,
+        "device": ["gpu", "cuda:99"],
+        "precision": ["fp8"],
+        "strategy": ["best"],
+        "max_micro_batch": COUNTS,
+        "length": ["0", "x", "a=b", "7"],
+        "require_micro_batch": COUNTS[:4],
+        "time": ["soon", "0h", "9" * 5000 + "h"],
+        "require_free": ["lots", "50%", "0"],
+        "html": BELOW_A_FILE,
+        "plot": BELOW_A_FILE,
+        "oom": ["missing.json", "recipe.py"],
+    },
+    "run": {
+        "target_batch": COUNTS,
+        "micro_batch": COUNTS,
+        "world_size": COUNTS,
+        "retries": ["-1", "some", "1.5"],
+        "grace": ["-1", "nan", "soon"],
+    },
+    "slurm": {
+        "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
+        "nodes": COUNTS[:4],
+        "gpus_per_node": ["-1", "2.5", "many"],
+        "tasks_per_node": COUNTS[:4],
+        "cpus_per_task": COUNTS[:4],
+        "slurm": ["=3", ""],
+        "signal_delay": COUNTS[:4],
+        "retries": ["-1", "some"],
+        "target_batch": COUNTS,
+        "epochs": COUNTS,
+        "max_steps": COUNTS,
+        "micro_batch": COUNTS,
+        "memory_limit": LIMITS,
+        "strategy": ["best"],
+        "fallback": ["nope"],
+        "precision": ["fp8"],
+        "seed": ["x", "1.5", str(2**70)],
+        "shares": ["speed", "nope"],
+        "checkpoint_steps": COUNTS,
+        "checkpoint_minutes": ["0", "-1", "nan", "soon"],
+    },
+}
+# Switches apart: what sbatch itself judges, what is any text, and places that are made when they are needed.
+LEFT_OUT = {
+    "run": {"command", "log"},
+    "slurm": {"partition", "time_limit", "mem", "account", "qos", "constraint", "job_name", "folder", "checkpoint"},
+    "jobs": {"folder"},
+}
+RECIPE = """
+    import autoaccum, torch
+
+    class Noting(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            open("trained", "w").close()
+
+    def job():
+        batches = [(torch.randn(4, 4), torch.arange(4) % 3)]
+        return autoaccum.Job(torch.nn.Linear(4, 3), batches, 4, device="cpu", callbacks=[Noting()], cache=False)
+"""
+
+
+def options():
+    """Every option that takes a value, as (command, option, its name on the command line)."""
+    for name, command in typer.main.get_command(app).commands.items():
+        for parameter in command.params:
+            if not getattr(parameter, "is_flag", False) and parameter.name != "help":
+                yield name, parameter.name, parameter.opts[0]
+
+
+def missing():
+    """Options without bad values."""
+    return [
+        f"{command} {option}"
+        for command, name, option in options()
+        if name not in BAD.get(command, {}) and name not in LEFT_OUT.get(command, set())
+    ]
+
+
+def cases():
+    """Every bad command line that is listed: command, option, its name there and the value."""
+    return [
+        (command, name, option, value)
+        for command, name, option in options()
+        for value in BAD.get(command, {}).get(name, ())
+    ]
+
+
+def judge(case, folder):
+    """Run a bad command line in the working folder; return what is wrong with the answer, or "" where all is well."""
+    command, name, option, value = case
+    (folder / "a file").touch()
+    (folder / "recipe.py").write_text(textwrap.dedent(RECIPE))
+    before = sorted(folder.rglob("*"))
+    given = [value] if name == "recipe" else [f"{option}={value}"]
+    recipe = [] if name in ("recipe", "oom") or command == "run" else ["recipe.py"]
+    ending = {"run": ["--no-cache", "--", "touch", "trained"], "slurm": ["--dry-run"]}.get(command, [])
+    answer = CliRunner().invoke(app, [command, *recipe, *given, *ending])
+    line = f"autoaccum {command} {' '.join(given)}"[:80]
+    said = answer.stderr
+    if answer.exception is not None and not isinstance(answer.exception, SystemExit):
+        return f"{line}: raw {type(answer.exception).__name__}: {answer.exception}"
+    if answer.exit_code not in (2, 3, 7):
+        return f"{line}: ended with {answer.exit_code}"
+    words = {name, name.replace("_", "-"), option.lstrip("-")}
+    if not any(word in said for word in words):
+        return f"{line}: does not name {option}: {said}"
+    left = [
+        str(path.name) for path in sorted(folder.rglob("*")) if path not in before and "__pycache__" not in str(path)
+    ]
+    return f"{line}: left {', '.join(left)}" if left else ""

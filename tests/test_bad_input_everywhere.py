@@ -1,0 +1,191 @@
+"""Every public argument refuses what it cannot use, names itself, and leaves everything as it was."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+import autoaccum
+import bad_options
+from autoaccum.validation import Validation
+from bad_inputs import (
+    CALLS,
+    READ_ONLY,
+    World,
+    arguments_of,
+    cases,
+    fit_arguments,
+    judge,
+    missing,
+    of_one_argument,
+    of_several,
+    same,
+)
+
+LISTED = [
+    *((f"{name}({argument}) {number}", of_one_argument(name, argument, make))
+      for name, call in CALLS.items() if name != "Job"
+      for argument, several in call.also.items() if argument in arguments_of(call)
+      for number, make in enumerate(several)),
+    *((f"{name} {number}", of_several(name, make))
+      for name, call in CALLS.items() if name != "Job"
+      for number, make in enumerate(call.together)),
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_public_argument_has_bad_values():
+    assert not missing(), "say in tests/bad_inputs.py (CALLS) what these may be"
+    assert set(CALLS) - {"Runner.step", "Runner.evaluate"} | READ_ONLY == set(autoaccum.__all__)
+
+
+@pytest.mark.parametrize("case", [case for _, case in LISTED], ids=[name for name, _ in LISTED])
+def test_listed_bad_input_is_refused_by_name_and_changes_nothing(case, folder):
+    assert judge(case, folder) == ""
+
+
+@settings(
+    max_examples=120,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+@given(case=cases())
+def test_drawn_bad_input_is_refused_by_name_and_changes_nothing(case, folder):
+    assert judge(case, folder) == ""
+
+
+def test_every_option_of_the_command_line_has_bad_values():
+    assert not bad_options.missing(), "say in tests/bad_options.py what these may not be"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("fit", "seed", "--seed", str(2**70)),
+        ("fit", "memory_limit", "--memory-limit", "9" * 400),
+        ("fit", "checkpoint", "--checkpoint", "a file/below"),
+        ("report", "html", "--html", "a file/below"),
+        ("run", "target_batch", "--target-batch", str(2**63)),
+        ("slurm", "signal_delay", "--signal-delay", "0"),
+        ("slurm", "shares", "--shares", "speed"),
+    ],
+    ids=lambda case: f"{case[0]} {case[1]}",
+)
+def test_bad_option_is_refused_by_name_and_leaves_nothing(case, folder):
+    assert bad_options.judge(case, folder) == ""
+
+
+# --- what is tried before the first update ----------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts its forward passes in a plain attribute."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.model(inputs)
+
+
+def train(folder, *, val_loader, **arguments):
+    """Train a world's model for an epoch; return the world, the result and how often the model was called."""
+    world = World(folder)
+    model = Counting(world.model)
+    asked = fit_arguments(world) | {"model": model, "seed": 3} | arguments
+    result = autoaccum.fit(**asked, val_loader=val_loader(world))
+    return world, result, model.calls
+
+
+def raising(outputs, targets):
+    raise KeyError("label")
+
+
+def test_metric_that_raises_is_found_before_the_first_update(folder):
+    world = World(folder)
+    before = world.state()
+
+    with pytest.raises(KeyError) as caught:
+        autoaccum.fit(**fit_arguments(world), val_loader=[world.batch], metrics=raising, seed=5)
+
+    assert world.counted.windows == 0
+    assert same(world.state(), before)
+    assert "before the first update" in caught.value.__notes__[0]
+
+
+def test_generator_of_validation_data_is_not_touched_before_the_epoch_is_done(folder):
+    drawn = []
+
+    def batches(world):
+        for batch in [world.batch] * 2:
+            drawn.append(world.counted.windows)
+            yield batch
+
+    _, result, _ = train(folder, val_loader=batches)
+
+    assert drawn == [1, 1]
+    assert result.evaluations[0].samples == 8
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Draws from every global generator, and counts what was asked for."""
+
+    def __init__(self, batch):
+        self.batch = batch
+        self.asked = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.asked += 1
+        noise = torch.rand(()) + random.random() + np.random.rand() + self.asked  # noqa: NPY002, S311
+        return (self.batch[0][index] + noise).float(), self.batch[1][index]
+
+
+def that_draws(world):
+    return torch.utils.data.DataLoader(Drawing(world.batch), batch_size=2, shuffle=True)
+
+
+def that_trains_too(world):
+    """The training's own loader, which shuffles by a generator of its own."""
+    return world.loader
+
+
+@pytest.mark.parametrize("val_loader", [that_trains_too, that_draws])
+def test_trial_of_validation_data_does_not_touch_the_training(val_loader, folder, monkeypatch):
+    world, result, calls = train(folder, val_loader=val_loader)
+    monkeypatch.setattr(Validation, "try_out", lambda self, most: None)
+    other, expected, expected_calls = train(folder, val_loader=val_loader)
+
+    assert same(world.state(), other.state())
+    assert result.evaluations[0].loss == expected.evaluations[0].loss
+    assert calls == expected_calls
+
+
+def test_count_of_a_metric_begins_from_none_after_the_trial(folder):
+    class Seen:
+        def reset(self):
+            self.samples = 0
+
+        def update(self, outputs, targets):
+            self.samples += len(targets)
+
+        def compute(self):
+            return self.samples
+
+    _, result, _ = train(folder, val_loader=lambda world: [world.batch] * 3, metrics={"seen": Seen()})
+
+    assert result.evaluations[0].metrics == {"seen": 12.0}
