@@ -121,8 +121,8 @@ def backward_pass(model, runner):
 
 def failed_window(model, runner):
     targets = torch.arange(6) % 3
+    good, bad = ((torch.ones(6, width).double(), targets) for width in (4, 2))
     with pytest.raises(RuntimeError):  # after the backward pass of its first micro-batch
-        good, bad = ((torch.ones(6, width).double(), targets) for width in (4, 2))
         runner.step(autoaccum.Window([good, bad]))
 
 

@@ -147,7 +147,8 @@ def fit(
             call the model is as it was written. Not with a `memory_limit` on the host, which the compiler would meet.
         memory_limit: Bytes, a text such as "12GiB", or a fraction. On a card it is of the whole device; on the host it
             is what may be taken beyond what the process holds now. None: what is free.
-        clip_grad_norm: Norm to which the gradient of the whole window is clipped; infinity only measures it.
+        clip_grad_norm: Norm to which the gradient of the whole window is clipped, over all that the optimizer holds;
+            infinity only measures it.
         last_window: "step": a shorter last window of an epoch makes an update of its own; "drop": it is left out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.

@@ -25,7 +25,8 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = False
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Made with the first batch that has to be moved: it takes a driver, and memory of the card.
+        self._stream: torch.cuda.Stream | None = None
 
     def place(self, batch: Any) -> Any:
         """Return the batch with its tensors on the device; one that is there already is passed on as it is."""
@@ -48,9 +49,11 @@ class Transfer:
         cuts = _cuts(window, sizes, start)
         if all(tensor.device == self._device for tensor in window.tensors()):
             yield from map(copied, cuts) if self._copies else cuts
-        elif self._stream is None:
+        elif self._device.type != "cuda":
             yield from map(self.place, cuts)
         else:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             yield from self._ahead(cuts, self._stream)
 
     def _ahead(self, cuts: Iterable[Any], stream: torch.cuda.Stream) -> Iterator[Any]:

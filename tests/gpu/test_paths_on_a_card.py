@@ -1,0 +1,242 @@
+"""Each way that the library takes on a card only: steady windows, transfer, precision, evaluation, offload, resume."""
+
+import contextlib
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum import devices
+from autoaccum.batches import Window
+from autoaccum.errors import DeviceMissingError
+from autoaccum.fallback import offloaded
+from autoaccum.memory import backend_for
+from autoaccum.notices import Notices
+from autoaccum.transfer import Transfer
+from crew import Crew
+from faults import FailAt
+from helpers import assert_bitwise
+from launches import Launches
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SAMPLES, SIZES, WIDTH = 16, (4, 4, 4, 4), 64
+
+
+@pytest.fixture(autouse=True)
+def clean_card():
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, 4))
+
+
+def windows_of(count, *, pinned=False):
+    torch.manual_seed(1)
+    windows = [(torch.randn(SAMPLES, WIDTH), torch.randint(4, (SAMPLES,))) for _ in range(count)]
+    return [tuple(half.pin_memory() for half in window) for window in windows] if pinned else windows
+
+
+def runner_of(model, precision, clip=None):
+    return autoaccum.Runner(
+        model,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        autoaccum.Plan(SAMPLES, SIZES),
+        loss=nn.CrossEntropyLoss(),
+        device="cuda",
+        precision=precision,
+        clip_grad_norm=clip,
+        notices=Notices(silent=True),
+    )
+
+
+# fp16's scaler reads whether a gradient has overflowed, by hand as here.
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_steady_window_waits_for_nothing(clip, precision):
+    runner, windows = runner_of(network(), precision, clip), windows_of(4, pinned=True)
+    for window in windows[:3]:
+        runner.step(window)
+    torch.cuda.synchronize()
+
+    torch.cuda.set_sync_debug_mode("error")
+    report = runner.step(windows[3])
+    torch.cuda.set_sync_debug_mode("default")
+
+    assert report.micro_batches == SIZES
+    assert report.loss > 0
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_steady_window_launches_no_more_operators_than_by_hand(clip):
+    windows = windows_of(3, pinned=True)
+    runner = runner_of(network(), "fp32", clip)
+    for window in windows[:2]:
+        runner.step(window)
+    with Launches(refuses=False) as ours:
+        runner.step(windows[2])
+    model = network().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for window in windows:
+        with Launches(refuses=False) as theirs:
+            total = torch.zeros((), device="cuda")
+            for inputs, targets in zip(*(half.split(4) for half in window), strict=True):
+                outputs = model(inputs.to("cuda", non_blocking=True))
+                loss = nn.functional.cross_entropy(outputs, targets.to("cuda", non_blocking=True)) / len(SIZES)
+                loss.backward()
+                total += loss.detach()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    moved = {"copy_", "_to_copy", "pin_memory", "_pin_memory"}
+    counted = [Counter(name for name in one.names if name not in moved) for one in (ours, theirs)]
+    assert counted[0].total() <= counted[1].total(), counted[0] - counted[1]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_micro_batches_that_arrive_beside_the_computing_are_the_samples(pinned):
+    card = torch.device("cuda", torch.cuda.current_device())
+    transfer, busy = Transfer(card), torch.randn(2048, 2048, device=card)
+    window = torch.randn(64, 4096)
+    given = window.pin_memory() if pinned else window
+    seen = []
+
+    for batch in transfer.feed(Window([given]), (16, 16, 16, 16)):
+        for _ in range(20):
+            busy = busy @ busy / busy.norm()
+        seen.append(batch + 0)
+
+    assert_bitwise(torch.cat(seen).cpu(), window)
+
+
+def test_window_that_is_given_up_while_a_batch_is_on_its_way_harms_no_other():
+    card = torch.device("cuda", torch.cuda.current_device())
+    transfer, window = Transfer(card), torch.randn(64, 4096).pin_memory()
+    for _ in range(20):
+        feed = transfer.feed(Window([window]), (16,) * 4)
+        next(feed)
+        feed.close()
+        others = torch.zeros(16, 4096, device=card)
+        assert not others.any()
+
+
+def test_precision_by_default_is_what_the_card_does_well():
+    notices = Notices(silent=True)
+    runner = autoaccum.Runner(
+        network(), None, autoaccum.plan(16, 4), loss=nn.CrossEntropyLoss(), device="cuda", notices=notices
+    )
+
+    expected = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    assert runner._step.precision.name == expected
+    assert any(f"precision: {expected}" in text for text in notices.texts)
+    assert (runner._step.precision.scaler is None) == (expected == "bf16")
+
+
+def test_card_that_is_not_there_is_named():
+    with pytest.raises(DeviceMissingError, match="cuda:99"):
+        devices.resolve("cuda:99", network(), Notices(silent=True))
+
+
+def test_scaler_skips_an_overflow_and_goes_on():
+    model = network()
+    runner = runner_of(model, "fp16", 1.0)
+    first, second, third = windows_of(3)
+    runner.step(first)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    hook = model[-1].register_full_backward_hook(lambda module, given, _: (given[0] * torch.inf,))
+    skipped = runner.step(second)
+    hook.remove()
+    assert skipped.skipped
+    assert_bitwise([parameter.detach() for parameter in model.parameters()], before)
+
+    assert not runner.step(third).skipped
+
+
+def test_evaluation_that_runs_out_counts_every_sample_once():
+    runner = runner_of(network(), "fp32")
+    data = windows_of(2)
+    runner.step(data[0])
+    expected = runner.evaluate(data)
+
+    with FailAt(9) as failing:
+        found = runner.evaluate(data)
+
+    assert failing.hits == 1
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit():
+    memory = backend_for(torch.device("cuda"))
+    model, inputs = network().cuda(), torch.randn(4096, WIDTH, device="cuda")
+
+    def gradients(context):
+        torch.manual_seed(3)
+        with context:
+            loss = model(inputs).square().mean()
+            held = torch.cuda.memory_allocated()
+            loss.backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return found, held
+
+    gradients(contextlib.nullcontext())  # cuBLAS takes its workspace
+    expected, held = gradients(contextlib.nullcontext())
+    found, less = gradients(offloaded([model], memory))
+
+    assert_bitwise(found, expected)
+    assert less < held
+
+
+def test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturbed_ends(tmp_path):
+    def train(folder, steps):
+        model = network()
+        torch.manual_seed(2)
+        autoaccum.fit(
+            model,
+            windows_of(4),
+            SAMPLES,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+            device="cuda",
+            precision="fp16",
+            micro_batch=4,
+            max_steps=steps,
+            checkpoint=folder,
+            progress=False,
+        )
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    expected = train(tmp_path / "whole", 4)
+    train(tmp_path / "parts", 2)
+
+    assert_bitwise(train(tmp_path / "parts", 4), expected)  # dropout draws from the card's generator
+
+
+def test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same():
+    """Two ranks share the card, since gloo lets them; NCCL takes a card for each."""
+    options = {"size": 2, "device": "cuda:0", "target_batch": 8, "micro_batch": 2, "shard": True, "shares": "speed"}
+    crew = Crew(2)
+    try:
+        early, late = (crew.run("overlap_training:trained", "train", overlap=one, **options) for one in (True, False))
+    finally:
+        crew.close()
+
+    assert early[0]["in_backward"] > 0
+    assert late[0]["in_backward"] == 0
+    assert_bitwise(early[1]["parameters"], early[0]["parameters"])
+    for one, other in zip(early[0]["parameters"], late[0]["parameters"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,82 @@
+"""Every way that is taken on a card only has a test under tests/gpu, or is said to be covered elsewhere."""
+
+import re
+from pathlib import Path
+
+import autoaccum
+
+PACKAGE = Path(autoaccum.__file__).parent
+ON_A_CARD = Path(__file__).parent / "gpu"
+_ASKS_FOR_A_CARD = re.compile(r"""torch\.cuda\.|torch\.accelerator\.|get_device_module|(==|!=|in) \(?"(cuda|cpu)\"""")
+
+# By module, the tests that take its ways of a card; a file stands for all of it.
+TESTS = {
+    "checkpoint.py": ["test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturbed_ends"],
+    "devices.py": ["test_card_that_is_not_there_is_named", "test_precision_by_default_is_what_the_card_does_well"],
+    "fallback.py": ["test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit"],
+    "joint.py": ["test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same"],
+    "memory/cuda.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
+    "overlap.py": ["test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same"],
+    "postmortem.py": ["test_report_of_lack_of_memory_holds_the_allocators_own_record"],
+    "precision.py": [
+        "test_precision_by_default_is_what_the_card_does_well",
+        "test_scaler_skips_an_overflow_and_goes_on",
+    ],
+    "preflight/preflight.py": ["test_the_target_is_cut_in_what_fits"],
+    "preflight/rehearsing.py": ["test_parts_add_up_to_what_tensors_held"],
+    "preflight/remedies.py": ["test_the_target_is_cut_in_what_fits"],
+    "probe.py": ["test_the_target_is_cut_in_what_fits"],
+    "sizing.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
+    "state.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
+    "transfer.py": [
+        "test_micro_batches_that_arrive_beside_the_computing_are_the_samples",
+        "test_window_that_is_given_up_while_a_batch_is_on_its_way_harms_no_other",
+    ],
+    "update.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
+}
+# Modules that name a card without going another way on it, or whose way needs more than one card.
+ELSEWHERE = {
+    "cards.py": "a table of cards (tests/test_cards.py)",
+    "cli_report.py": "asks only whether there is a card",
+    "cuda_rules.py": "rules about cards, for fakes (tests/test_cuda_rules.py, benchmarks/gpu_estimates.py)",
+    "cudnn_rules.py": "as cuda_rules.py",
+    "estimate.py": "as cuda_rules.py",
+    "jobs/slurm_task.py": "chooses one of several cards (tests/jobs/test_slurm_task.py stands in for them)",
+    "jobs/world.py": "counts cards (tests/jobs/test_world.py)",
+    "memory/__init__.py": "chooses the backend (tests/memory/test_contract.py, marked gpu)",
+    "memory/accelerator.py": "other devices than cards (tests/memory/test_contract.py)",
+    "plan_cache.py": "notes which card and CUDA a plan was found on",
+    "preflight/measuring.py": "names the kind of kernels that it has measured",
+    "quick_fakes.py": "fakes (tests/test_quick_fakes.py)",
+    "ranks.py": "NCCL takes a card for each rank",
+    "rehearsal.py": "as cuda_rules.py",
+    "traced.py": "as cuda_rules.py",
+    "accumulation.py": "keeps a CPU's sums apart (tests/gpu/test_on_a_card.py goes the other way in every test)",
+    "step.py": "keeps a CPU's weights apart (as accumulation.py)",
+}
+
+
+def _asking():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if _ASKS_FOR_A_CARD.search(path.read_text()):
+            yield path.relative_to(PACKAGE).as_posix()
+
+
+def test_every_module_that_asks_for_a_card_has_a_test_on_one():
+    unknown = [name for name in _asking() if name not in TESTS and name not in ELSEWHERE]
+
+    assert not unknown, "name a test under tests/gpu for each"
+    assert {*TESTS, *ELSEWHERE} == set(_asking())
+
+
+def test_tests_that_are_named_are_there():
+    written = "\n".join(path.read_text() for path in ON_A_CARD.glob("test_*.py"))
+
+    assert not [name for names in TESTS.values() for name in names if f"def {name}(" not in written]
+
+
+def test_make_gpu_runs_all_of_them():
+    part = (PACKAGE.parents[1] / "benchmarks" / "gpu_contract.py").read_text()
+
+    assert '"tests/gpu"' in part
+    assert all("pytest.mark.gpu" in path.read_text() for path in ON_A_CARD.glob("test_*.py"))

@@ -1,0 +1,152 @@
+"""One steady window on fake tensors of a card: nothing waits for the device, and no more is launched than by hand."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.fakes import Stage, ValuesAssumed
+from autoaccum.notices import Notices
+from autoaccum.objective import Objective
+from autoaccum.rehearsal import FakePrecision
+from autoaccum.runner import Runner
+from autoaccum.step import TrainingStep
+from launches import CARD, Launches, WaitsError, fake_card
+
+SAMPLES, SIZES, WIDTH = 16, (4, 4, 4, 4), 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.mix, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        weights = (self.mix(self.norm(hidden)) @ hidden.transpose(1, 2)).softmax(-1)
+        return hidden + self.drop(self.out(nn.functional.gelu(weights @ hidden)))
+
+
+def plain():
+    return nn.Sequential(Block(), Block(), nn.Flatten(), nn.Linear(8 * WIDTH, 4))
+
+
+def with_statistics():
+    return nn.Sequential(nn.Flatten(), nn.Linear(8 * WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+
+def by_hand(model, optimizer, precision, window, clip):
+    """Make the update of a window as one writes it: the loss is added up on the device, nothing is read."""
+    inputs, targets = window
+    total = torch.zeros((), device=CARD)
+    start = 0
+    for size in SIZES:
+        with precision.autocast():
+            outputs = model(inputs[start : start + size])
+            loss = nn.functional.mse_loss(outputs, targets[start : start + size]) * (size / SAMPLES)
+        loss.backward()
+        total += loss.detach()
+        start += size
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def steady(monkeypatch, model_of, *, clip=None, precision="fp32", runs=None):
+    """Go through two windows, and return what the second one launched."""
+    made = model_of()
+    with fake_card(monkeypatch):
+        model = Stage(CARD).copied(made)
+        optimizer = optimizer_of(model)
+        how = FakePrecision(precision)
+        window = torch.empty(SAMPLES, 8, WIDTH, device=CARD), torch.empty(SAMPLES, 4, device=CARD)
+        if runs is None:
+            runs = _runner(model, optimizer, how, clip)
+        with ValuesAssumed():  # the first window reads its loss, and learns what the optimizer takes
+            runs(model, optimizer, how, window, clip)
+        with Launches() as launches:
+            runs(model, optimizer, how, window, clip)
+    return launches.names
+
+
+def _runner(model, optimizer, precision, clip):
+    notices = Notices(silent=True)
+    objective = Objective(model, nn.MSELoss(), forward=None, loss_reduction=None, notices=notices)
+    memory = autoaccum.Simulated(2**40, CARD)
+    step = TrainingStep(objective, optimizer, precision, memory, clip_grad_norm=clip)
+    runner = Runner.of(step, autoaccum.Plan(SAMPLES, SIZES), callbacks=(), notices=notices)
+
+    def run(model, optimizer, precision, window, clip):
+        report = runner.step(window)
+        assert report.micro_batches == SIZES
+        assert report.oom_events == 0
+
+    return run
+
+
+@pytest.mark.parametrize(("clip", "precision"), [(None, "fp32"), (1.0, "bf16")])
+def test_steady_window_waits_for_nothing_and_launches_no_more_than_by_hand(monkeypatch, clip, precision):
+    options = {"clip": clip, "precision": precision}
+
+    ours = Counter(steady(monkeypatch, plain, **options))
+    theirs = Counter(steady(monkeypatch, plain, runs=by_hand, **options))
+
+    # The losses are added up at once. By hand: zeros, and an addition for each micro-batch.
+    assert ours - theirs == {"stack": 1, "sum": 1}
+    assert theirs - ours == {"zeros": 1, "add_": len(SIZES)}
+
+
+def test_statistics_cost_a_launch_for_each_type_of_buffer_and_micro_batch(monkeypatch):
+    ours = Counter(steady(monkeypatch, with_statistics, clip=1.0))
+    theirs = Counter(steady(monkeypatch, with_statistics, clip=1.0, runs=by_hand))
+
+    # Floating statistics, and the count of batches. BatchNorm writes them before a micro-batch can fail, so they have
+    # to be kept before each; a list of tensors is copied in one launch where all are of one type.
+    assert ours - theirs == {"stack": 1, "sum": 1, "_foreach_copy_": 2 * len(SIZES)}
+    assert theirs - ours == {"zeros": 1, "add_": len(SIZES)}
+
+
+class Planted(nn.Module):
+    """Waits for the device, from the second window on."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.passes = how, 0
+
+    def forward(self, features):
+        self.passes += 1
+        return features if self.passes <= len(SIZES) else features * self.how(features.detach())
+
+
+def reads(features):
+    return features.mean().item()
+
+
+def chooses(features):
+    return features[features > 0].mean()
+
+
+def fetches(features):
+    return features.mean(0).cpu().to(CARD, non_blocking=True)
+
+
+def brings(features):
+    return torch.tensor([1.0, 2.0, 3.0, 4.0]).to(CARD)
+
+
+def compares(features):
+    return 1.0 if torch.equal(features, features + 1) else 2.0
+
+
+@pytest.mark.parametrize("planted", [reads, chooses, fetches, brings, compares])
+def test_operator_that_waits_for_the_device_is_seen(monkeypatch, planted):
+    with pytest.raises(WaitsError, match="waits for the device"):
+        steady(monkeypatch, lambda: nn.Sequential(with_statistics(), Planted(planted)))
