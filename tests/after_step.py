@@ -5,8 +5,11 @@ checkpoint of half a moment, or with the random state of another one, shows wher
 """
 
 import contextlib
+import gc
 import io
+import os
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -286,11 +289,14 @@ def on_ranks(rank, size, folder, who, tries):
             init_method=f"file://{folder}/meet-{number}",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=20),
+            timeout=timedelta(seconds=60),
         )
         mine = window if rank == who else 0
         found.append(play(mine, point, kind, shard=True, checkpoint=f"{folder}/run-{number}", checkpoint_steps=1))
         distributed.destroy_process_group()
+        gc.collect()  # what holds on to the group keeps its connections open, and the other rank waiting
+        if os.environ.get("CREW_TRACEBACKS"):
+            print(rank, number, tries[number], found[-1].error, found[-1].fault, time.perf_counter(), file=sys.stderr)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/end", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )

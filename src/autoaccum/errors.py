@@ -41,8 +41,7 @@ class UpdateCompleteError(AutoaccumError):
     update has not all moved, no checkpoint is written of this moment, and the last one is where to go on from.
 
     Attributes:
-        step: The update that was made, counted as `StepReport.step`; None where none counts (a trial of
-            `find_micro_batch`, which is put back).
+        step: The update that was made, counted as `StepReport.step`; None only where no runner has made it.
     """
 
     def __init__(self, message: str, step: int | None = None) -> None:

@@ -1,0 +1,237 @@
+"""Once the optimizer has stepped there is no way back: nothing that fails then makes an update twice, or half of one kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import after_step
+import autoaccum
+from after_step import same
+from autoaccum import UpdateCompleteError
+from autoaccum.exit_codes import ExitCode, code_for
+from autoaccum.runner import Runner
+from helpers import batches_of, classifier, labelled
+from long_runs import Run, checkpoints
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return after_step.after_each_window()
+
+
+# --- memory runs out at each point ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "every"), [("call", 11), ("operator", 1)])
+def test_memory_that_runs_out_after_the_step_makes_no_update_twice(tmp_path, undisturbed, kind, every):
+    points = after_step.points_of(tmp_path / "counted", 3, kind, checkpoint_steps=2)
+
+    losses, ends = [], set()
+    for point in range(1, points + 1, every):
+        found, end = after_step.judged(tmp_path / str(point), 3, point, kind, undisturbed, checkpoint_steps=2)
+        losses += found
+        ends.add(end)
+
+    assert not losses
+    assert "UpdateCompleteError" in ends
+
+
+def test_memory_that_stays_out_after_the_step_makes_no_update_twice(tmp_path, undisturbed):
+    losses = []
+    for point in (1, 4, 9, 16):
+        losses += after_step.judged(
+            tmp_path / str(point), 3, point, "call", undisturbed, lasts=True, checkpoint_steps=2
+        )[0]
+
+    assert not losses
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_rank_that_lacks_memory_after_the_step_ends_all_with_the_same_parameters(crew, tmp_path, who):
+    tries = [(3, point, "operator") for point in (1, 3, 5)] + [(3, point, "call") for point in (2, 8, 13, 17, 30, 45)]
+
+    answers = crew.run("after_step:on_ranks", str(tmp_path), who, tries, size=2)
+
+    assert all(one.fault["hits"] for one in answers[who])
+    assert not after_step.judged_on_ranks(tries, answers, who)
+    assert "UpdateCompleteError" in {one.kind for one in answers[who]}
+
+
+# --- what is the user's -----------------------------------------------------------------------------------------------
+
+
+class Failing(torch.optim.lr_scheduler.StepLR):
+    """Fails when it moves for the sixth time."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, 4)
+
+    def step(self, *arguments):
+        if self.last_epoch == 5:
+            self.fail()
+        super().step(*arguments)
+
+    def fail(self):
+        raise MemoryError("the scheduler's")
+
+
+def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path):
+    run = Run(checkpoint=tmp_path, checkpoint_steps=3, scheduler=Failing)
+    stepped = []
+    run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+
+    with pytest.raises(UpdateCompleteError, match="update 6 is made, and not all that moves with it") as caught:
+        run.fit()
+
+    assert len(stepped) == 6
+    assert caught.value.step == 6
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert not autoaccum.is_oom(caught.value)
+    assert code_for(caught.value) is ExitCode.DAMAGED
+    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+    assert "the last one is" in caught.value.__notes__[-1]
+
+
+def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_path):
+    class Interrupted(Failing):
+        def fail(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().fail()
+
+    run = Run(checkpoint=tmp_path, checkpoint_steps=3, scheduler=Interrupted)
+    stepped, heard = [], []
+    run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        with pytest.raises(UpdateCompleteError, match="update 6 is made"):
+            run.fit()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+    assert (len(stepped), heard) == (6, [1])
+    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_hook_of_the_optimizer_that_fails_names_the_update_and_leaves_the_next_window_whole(precision):
+    failing = []
+
+    def hook(*_):
+        if failing:
+            raise MemoryError
+
+    def trained(fails):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(hook)
+        runner = Runner(model, optimizer, autoaccum.plan(4, 2), device="cpu", precision=precision)
+        window = labelled(4)
+        runner.step(window)
+        if fails:
+            failing.append(True)
+            with pytest.raises(UpdateCompleteError, match="update 2 is made.*register_step_post_hook") as caught:
+                runner.step(window)
+            failing.clear()
+            assert isinstance(caught.value.__cause__, MemoryError)
+        else:
+            runner.step(window)
+        assert runner.step(window).step == 3
+        return list(model.parameters())
+
+    assert same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(autoaccum.DoesNotFitError("a call of its own"), autoaccum.DoesNotFitError), (MemoryError(), UpdateCompleteError)],
+)
+def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected):
+    class Planned(autoaccum.Callback):
+        def on_plan(self, plan, *, step, probe):
+            raise error
+
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+
+    with pytest.raises(expected) as caught:
+        autoaccum.fit(
+            model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, device="cpu", callbacks=[Planned()],
+            fallback=("checkpoint",), progress=False, cache=False,
+        )  # fmt: skip
+
+    told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert any(f"update {len(stepped)} is made, and everything that moves with it has moved" in text for text in told)
+
+
+# --- under a real limit -----------------------------------------------------------------------------------------------
+
+REAL = """
+    import json, sys
+    import torch, autoaccum
+    from torch import nn
+
+    class Greedy(torch.optim.lr_scheduler.StepLR):
+        def step(self, *arguments):
+            if self.last_epoch == 2:
+                self.table = torch.ones(64 * 2**20 // 4)
+            super().step(*arguments)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = Greedy(optimizer, 1)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    seen = []
+
+    class Seen(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            seen.append(report.step)
+
+    data = torch.utils.data.TensorDataset(torch.randn(32, 64), torch.arange(32) % 2)
+    found = None
+    try:
+        autoaccum.fit(
+            model, torch.utils.data.DataLoader(data, batch_size=8), 8, loss=nn.CrossEntropyLoss(), device="cpu",
+            optimizer=optimizer, scheduler=scheduler, memory_limit="40MiB", micro_batch=4, callbacks=[Seen()],
+            checkpoint=sys.argv[1], checkpoint_steps=1, progress=False, cache=False, epochs=1,
+        )
+    except Exception as error:
+        cause = error.__cause__
+        found = [type(error).__name__, getattr(error, "step", None), cause is not None and autoaccum.is_oom(cause)]
+    print(json.dumps({"error": found, "steps": len(steps), "seen": seen}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on the host are Linux's")
+def test_scheduler_that_takes_more_than_a_real_limit_makes_no_update_twice(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(REAL), str(tmp_path)], capture_output=True, text=True, check=True
+    )
+
+    assert json.loads(done.stdout) == {"error": ["UpdateCompleteError", 3, True], "steps": 3, "seen": [1, 2]}
+    assert checkpoints(tmp_path)[-1] == "step-00000002.pt"
+
+
+def test_the_sweep_itself_sees_a_window_that_is_made_again(tmp_path, undisturbed, monkeypatch):
+    def twice(step, window):
+        report = made(step, window)
+        step.optimizer.step()
+        return report
+
+    made = Runner._report_of
+    monkeypatch.setattr(Runner, "_report_of", twice)
+
+    assert after_step.judged(tmp_path, 3, 20, "call", undisturbed)[0]
+    assert play().steps == 2 * WINDOWS
+    assert TARGET == 4
