@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from autoaccum import output
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.progress import LineProgress
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 
 
 def broken(way):
     if way == "closed":
         return None
     if way == "full disk":
-        return open("/dev/full", "w")  # noqa: SIM115
+        return Path("/dev/full").open("w")
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w")
@@ -47,7 +48,7 @@ def test_training_goes_on_where_stderr_fails(stderr, progress):
 
 
 def test_dropped_lines_are_counted_and_said_once_there_is_room(monkeypatch, capsys):
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         written = [output.write_line("one"), output.write_line("two")]
         monkeypatch.undo()

@@ -230,9 +230,12 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
 
 def _check_windows_of(state: Any, like: RandomStates, *, is_begun: bool) -> None:
     """Look at what autoaccum's own loader keeps; any other's is that loader's to judge."""
-    if not isinstance(state, dict) or state.keys() != {"source", "windows", "weights"}:
+    # Files from before the samples of an epoch were kept lack them.
+    if not isinstance(state, dict) or state.keys() - {"samples"} != {"source", "windows", "weights"}:
         return
     whole(state["windows"], "windows", most=_MOST_SAMPLES)
+    if state.get("samples") is not None:
+        whole(state["samples"], "samples", most=_MOST_SAMPLES)
     _need(type(state["weights"]) is list, "weights", "is no list")
     for place, entry in enumerate(state["weights"]):
         is_entry = type(entry) in (tuple, list) and len(entry) == 2 and type(entry[1]) in (tuple, list)  # noqa: PLR2004
