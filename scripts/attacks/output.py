@@ -1,4 +1,4 @@
-"""Output that fails: a full disk, a pipe that nobody reads, a closed stream, a file that may not grow. No training ends.
+"""Output that fails: a full disk, a pipe without a reader, a closed stream, a file that may not grow.
 
 Each try is a process of its own, forked from one that has imported torch. What it has trained is compared, to the last
 bit, with the same training whose output went well.
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from attacks.row import Row
 from torch import nn
 
 import autoaccum
-from attacks.row import Row
 from autoaccum import cli
 
 if TYPE_CHECKING:
