@@ -1,4 +1,4 @@
-"""Output that fails: a full disk, a pipe that nobody reads, a closed stream, a file at its size limit. No training ends.
+"""Output that fails: a full disk, a pipe without a reader, a closed stream, a file that may not grow.
 
 Each try is a process of its own, forked from one that has imported torch. What it has trained is compared, to the last
 bit, with the same training whose output went well.

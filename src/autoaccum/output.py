@@ -108,17 +108,19 @@ def is_terminal(stream: Any) -> bool:
 
 
 def stand_in_for_closed() -> None:
-    """Open the null device where the process was started with stderr closed (`2>&-`).
+    """Open the null device in place of standard streams that the process was started without (`2>&-`).
 
-    Else the next file that is opened gets its descriptor, and what native code writes to stderr goes into that file.
+    Else the next file that is opened gets such a descriptor, and what is written to stdout or stderr goes into that
+    file. A stdout that is closed stays None, so that a result is known to be lost.
     """
-    if sys.stderr is not None:
-        return
-    try:
-        os.fstat(2)
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        if null != 2:  # noqa: PLR2004 - stderr's
-            os.dup2(null, 2)
-            os.close(null)
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for the life of the process
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            setattr(sys, name, None)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for the life of the process
