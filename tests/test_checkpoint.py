@@ -251,7 +251,7 @@ def test_half_an_update_is_never_left_behind(tmp_path):
                 raise ValueError("the scheduler's")
             super().step(*arguments)
 
-    with pytest.raises(UpdateCompleteError, match="update 6 is made.*ValueError: the scheduler's"):
+    with pytest.raises(UpdateCompleteError, match=r"update 6 is made.*ValueError: the scheduler's"):
         Run(checkpoint=tmp_path, checkpoint_steps=3, scheduler=lambda it: Broken(it, 4)).fit()
 
     assert checkpoints(tmp_path) == ["step-00000003.pt"]
