@@ -1,4 +1,4 @@
-"""Once the optimizer has stepped there is no way back: nothing that fails then makes an update twice, or half of one kept."""
+"""Once the optimizer has stepped there is no way back: no update is made twice, and half of one is never kept."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_memory_that_stays_out_after_the_step_makes_no_update_twice(tmp_path, un
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_that_lacks_memory_after_the_step_ends_all_with_the_same_parameters(crew, tmp_path, who):
-    tries = [(3, point, "operator") for point in (1, 3, 5)] + [(3, point, "call") for point in (2, 8, 13, 17, 30, 45)]
+    tries = [(3, 3, "operator"), *((3, point, "call") for point in (2, 9, 13, 30))]
 
     answers = crew.run("after_step:on_ranks", str(tmp_path), who, tries, size=2)
 
@@ -133,11 +133,11 @@ def test_hook_of_the_optimizer_that_fails_names_the_update_and_leaves_the_next_w
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_post_hook(hook)
         runner = Runner(model, optimizer, autoaccum.plan(4, 2), device="cpu", precision=precision)
-        window = labelled(4)
+        window = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
         runner.step(window)
         if fails:
             failing.append(True)
-            with pytest.raises(UpdateCompleteError, match="update 2 is made.*register_step_post_hook") as caught:
+            with pytest.raises(UpdateCompleteError, match=r"update 2 is made.*register_step_post_hook") as caught:
                 runner.step(window)
             failing.clear()
             assert isinstance(caught.value.__cause__, MemoryError)
@@ -233,5 +233,3 @@ def test_the_sweep_itself_sees_a_window_that_is_made_again(tmp_path, undisturbed
     monkeypatch.setattr(Runner, "_report_of", twice)
 
     assert after_step.judged(tmp_path, 3, 20, "call", undisturbed)[0]
-    assert play().steps == 2 * WINDOWS
-    assert TARGET == 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-from autoaccum import oom, signals
+from autoaccum import afterwards, oom, signals
 from autoaccum.company import END, SAVE
 from autoaccum.errors import (
     CheckpointError,
@@ -72,9 +72,11 @@ class Supervision:
                 self._leave_a_checkpoint(error)
                 if not self._watch.terminate():
                     raise
-                half = _behind(error, UpdateCompleteError)
-                if half is not None and not self._is_whole():
-                    raise half from half.__cause__  # there is no whole moment in memory to go on from
+                if damage is None and not self._is_whole():
+                    # What was raised after the update is behind the interrupt, which waited for the update to end.
+                    # There is no whole moment in memory to go on from.
+                    behind = _behind(error, Exception) or MemoryError("the random state could not be read")
+                    raise afterwards.told(behind, self._runners.current.windows_done, has_moved=False) from behind
             except StateDamagedError as error:
                 if not self._can_go_back(error):
                     raise
