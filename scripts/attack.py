@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attacks.row import Row
 
-ATTACKS: tuple[str, ...] = ()
+ATTACKS: tuple[str, ...] = ("after_step",)
 
 
 def main() -> int:
