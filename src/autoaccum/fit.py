@@ -196,7 +196,10 @@ def fit(
         DeviceLostError: The device can no longer be used by this process.
         StateDamagedError: The optimizer failed after it had begun to write, and there is no checkpoint to go back to,
             or it failed there again.
-        StartAgainError: Memory ran out in a model that is spread over ranks (docs/fsdp.md).
+        UpdateCompleteError: The scheduler or a hook of the optimizer failed after an update, or memory ran out there;
+            the update is made, and where the scheduler has not moved no checkpoint of that moment is written.
+        StartAgainError: Memory ran out in a model that is spread over ranks (docs/fsdp.md), or on one rank while the
+            others made an update.
         CheckpointError: A checkpoint cannot be written, cannot be read, or is of something else; then the model is as
             it was.
         CheckpointInUseError: Another process trains with the checkpoint folder, or has taken it over while this one was

@@ -62,6 +62,7 @@ def test_an_end_by_lack_of_memory_is_recognised(text):
         TRACEBACK + "OSError: [Errno 28] No space left on device\n",
         TRACEBACK + "RuntimeError: size mismatch\n",
         TRACEBACK + "autoaccum.errors.DoesNotFitError: CUDA out of memory\n",
+        TRACEBACK + "MemoryError\n" + CAUSE + TRACEBACK + "autoaccum.errors.UpdateCompleteError: update 3 is made\n",
         "I read a paper: torch.OutOfMemoryError: CUDA out of memory\n",
         LAUNCHER.format(code=1),
     ],
