@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -131,7 +132,9 @@ class Evaluator:
         try:
             for metric in self._metrics:
                 metric.reset()
-            self._try_first(batches, most)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that a few samples are too few for a metric is nothing to tell
+                self._try_first(batches, most)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
                 error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")
