@@ -63,6 +63,9 @@ def other_width():
     return job(model=torch.nn.Linear(5, 2))
 
 def other_loss():
+    return job(loss=lambda outputs, targets: outputs.mean() + "text")
+
+def loss_of_outputs():
     return job(loss=lambda outputs: outputs.mean())
 
 def unmade():
@@ -189,6 +192,13 @@ def test_a_recipe_whose_step_fails_exits_with_3_and_its_traceback(invoke, recipe
     last = result.stderr.strip().splitlines()[-1]
     assert all(text in last for text in told)
     assert "meta device" not in last
+
+
+def test_a_recipe_whose_loss_takes_other_arguments_is_refused_with_what_it_is_called_with(invoke, recipe):
+    result = invoke(f"{recipe}:loss_of_outputs")
+
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "is called with (outputs, targets), and takes (outputs)" in result.stderr
 
 
 def test_a_model_that_is_made_of_values_is_made_on_the_cpu(invoke, recipe):

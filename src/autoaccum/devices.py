@@ -39,6 +39,7 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model={shown(model)} is no torch.nn.Module; pass one, made and not its class")
     if isinstance(device, MemoryBackend):
+        existing(device.device)
         return device
     memory = backend_for(_of_this_process(existing(device)) if device is not None else _chosen(model, notices))
     if neighbours := describe_neighbours(memory):

@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -137,7 +138,9 @@ class Evaluator:
         try:
             for metric in tried:
                 metric.reset()
-            self._try_first(batches, most, tried)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that a few samples are too few for a metric is nothing to tell
+                self._try_first(batches, most, tried)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
                 error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")

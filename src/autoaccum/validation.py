@@ -62,8 +62,8 @@ class Validation:
     def try_out(self, most: int | None) -> None:
         """Evaluate a few samples, so that what cannot be evaluated is known before the first update.
 
-        Nothing that the training sees is moved. A loader that cannot be begun again is not touched, nor a model whose
-        forward pass other processes would have to join.
+        Nothing that the training sees is moved. A loader that cannot be begun again is not touched, nor one that ranks
+        share out, of which each loads its own samples alone, nor a model whose forward pass others would have to join.
 
         Args:
             most: The most samples at once that the user allows, if the user says so.
@@ -72,7 +72,9 @@ class Validation:
             InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
             DeviceLostError: The device can no longer be used by this process.
         """
-        if self._step.passes is not None or not can_be_looked_at(self._val_loader):
+        if self._step.passes is not None or self._part is not self._val_loader:
+            return
+        if not can_be_looked_at(self._val_loader):
             return
         self._random.take()
         before = self._random.taken

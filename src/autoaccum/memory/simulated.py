@@ -42,7 +42,8 @@ class Simulated(MemoryBackend):
     """
 
     def __init__(self, capacity: int | str, device: torch.device | str = "cpu") -> None:
-        self.device = existing(device)
+        # One that is not here can be simulated too, for what is only predicted; who trains on it looks for it.
+        self.device = device if isinstance(device, torch.device) else existing(device)
         # A fraction of nothing is nothing, so parse_limit refuses fractions by itself.
         self._capacity_bytes = 0
         self._capacity_bytes = parse_limit(capacity, self, name="capacity") or 0
