@@ -289,7 +289,7 @@ def on_ranks(rank, size, folder, who, tries):
             init_method=f"file://{folder}/meet-{number}",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=120),
         )
         mine = window if rank == who else 0
         options = {"shard": True, "checkpoint": f"{folder}/run-{number}", "checkpoint_steps": 2}
@@ -297,7 +297,7 @@ def on_ranks(rank, size, folder, who, tries):
         distributed.destroy_process_group()
         gc.collect()  # what holds on to the group keeps its connections open, and the other rank waiting
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/end", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/end", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
     return found
 
