@@ -276,7 +276,7 @@ def points_of(folder, window, kind, *, checkpoint_steps=1):
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def on_ranks(rank, size, folder, who, tries):
+def on_ranks(rank, size, folder, who, tries, *, keeps=True):
     """Train once for each try, a window, a point and a kind, with the fault on one rank; what became of it.
 
     What one rank leaves unsaid the others must not hear in the next try, so each has a process group of its own.
@@ -292,8 +292,8 @@ def on_ranks(rank, size, folder, who, tries):
             timeout=timedelta(seconds=120),
         )
         mine = window if rank == who else 0
-        options = {"shard": True, "checkpoint": f"{folder}/run-{number}", "checkpoint_steps": 2}
-        found.append(play(mine, point, kind, draws=False, **options))
+        kept = {"checkpoint": f"{folder}/run-{number}", "checkpoint_steps": 2} if keeps else {}
+        found.append(play(mine, point, kind, draws=False, shard=True, **kept))
         distributed.destroy_process_group()
         gc.collect()  # what holds on to the group keeps its connections open, and the other rank waiting
     distributed.init_process_group(

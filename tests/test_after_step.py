@@ -64,6 +64,15 @@ def test_rank_that_lacks_memory_after_the_step_ends_all_with_the_same_parameters
     assert "UpdateCompleteError" in {one.kind for one in answers[who]}
 
 
+def test_rank_that_fails_behind_its_last_update_is_heard_of_where_no_checkpoint_is_written(crew, tmp_path):
+    tries = [(after_step.WINDOWS, point, "call") for point in (2, 9)]
+
+    answers = crew.run("after_step:on_ranks", str(tmp_path), 1, tries, keeps=False, size=2)
+
+    assert not after_step.judged_on_ranks(tries, answers, 1)
+    assert {one.kind for one in answers[0]} == {"RankFailedError"}
+
+
 # --- what is the user's -----------------------------------------------------------------------------------------------
 
 

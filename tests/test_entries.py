@@ -343,3 +343,11 @@ def test_evaluation_over_the_window_adds_what_training_adds(model, batch):
     found = Evaluator(step, loss_scope="window").run([batch])
 
     assert found.loss == pytest.approx(loss_of(model, batch), rel=1e-12)
+
+
+def test_empty_mapping_is_refused_as_that():
+    with pytest.raises(autoaccum.InvalidInputError, match="an empty mapping"):
+        autoaccum.fit(
+            torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))], 4, loss=lambda *_: {}, device="cpu",
+            progress=False,
+        )  # fmt: skip

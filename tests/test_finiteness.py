@@ -65,7 +65,7 @@ def test_last_finite_checkpoint_outlives_every_later_window(tmp_path, capsys):
     assert all(map(is_finite, kept))
     assert result.checkpoint == kept[-1]
     (line,) = lines(capsys, "no checkpoint is written")
-    assert f"step {BAD}: no checkpoint is written, since weight, bias" in line
+    assert f"step {BAD}: no checkpoint is written, since it would hold NaN or infinity (weight, bias" in line
     assert str(kept[-1]) in line
 
 
@@ -217,3 +217,15 @@ def test_numbers_of_a_device_without_events_are_read_together_and_at_the_end(cap
 
     assert (read_before, OnDevice.read) == (0, 64)
     assert "step 61: not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_nan", ["ignore", "warn", "stop"])
+def test_run_goes_on_from_a_checkpoint_of_nan_as_on_nan_says(tmp_path, capsys, on_nan):
+    fit(checkpoint=tmp_path, max_steps=5, on_nan="ignore")
+
+    if on_nan == "stop":
+        with pytest.raises(autoaccum.NotFiniteError, match="step 6: not finite"):
+            fit(checkpoint=tmp_path, on_nan=on_nan)
+    else:
+        assert fit(checkpoint=tmp_path, on_nan=on_nan).steps == 8
+        assert len(lines(capsys, "step 6: not finite")) == (on_nan == "warn")

@@ -1,6 +1,7 @@
 """The names that users write, and the arguments they give."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -168,7 +169,10 @@ def test_public_functions_are_not_hidden_by_modules_of_their_name():
 
 @pytest.mark.parametrize("name", autoaccum.__all__)
 def test_public_name_is_documented(name):
+    reference = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
+
     assert inspect.getdoc(getattr(autoaccum, name))
+    assert f"::: autoaccum.{name}\n" in reference
 
 
 @pytest.mark.parametrize("function", CALLED, ids=lambda function: function.__name__)

@@ -77,6 +77,7 @@ class Attempts:
         room: What room there is for a second set of gradients.
         joint: Through which windows are made together; None where this process is the only one.
         before_update: Called when all but the optimizer's step is done, while there still is a way back.
+        is_start: Whether no window was made before. A loss that is not finite later is not refused here.
 
     Attributes:
         is_decided: Whether the others make, or have made, the update of the present window, whatever happens here.
@@ -90,6 +91,8 @@ class Attempts:
         room: Room,
         joint: Joint | None,
         before_update: Callable[[], None],
+        *,
+        is_start: bool,
     ) -> None:
         self._step = step
         self._work = work
@@ -98,6 +101,7 @@ class Attempts:
         self._joint = joint
         self._before_update = before_update
         self.is_decided = False
+        self._is_start = is_start
         self._is_checked = False
 
     def check_again(self) -> None:
@@ -186,19 +190,14 @@ class Attempts:
             ) from error
 
     def _check_first(self, losses: dict[str, Tensor]) -> None:
-        """Refuse a loss that is not a number from the start, before the first update spreads it."""
+        """Refuse a loss without gradients, and at the start one that is not finite, before an update spreads it."""
         if self._is_checked:
             return
-        values = {name: loss.item() for name, loss in losses.items()}
-        if not all(map(math.isfinite, values.values())):
-            found = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise InvalidInputError(
-                f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division "
-                "by 0 in the loss, or too large initial weights"
-            )
+        if self._is_start:
+            _check_finite(losses)
         if not self._step.holds_gradients():
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
-        self._is_checked = True
+        self._is_checked, self._is_start = True, False
 
     def _has_room_for_gradients(self) -> bool:
         """Whether the gradients of one micro-batch may lie beside those of the window."""
@@ -206,6 +205,16 @@ class Attempts:
             return False  # the user's own hooks expect the window's gradients in .grad
         trained = (p for p in self._step.parameters if p.requires_grad)
         return self._room.is_free(sum(p.numel() * p.element_size() for p in trained))
+
+
+def _check_finite(losses: dict[str, Tensor]) -> None:
+    values = {name: loss.item() for name, loss in losses.items()}
+    if not all(map(math.isfinite, values.values())):
+        found = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise InvalidInputError(
+            f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division "
+            "by 0 in the loss, or too large initial weights"
+        )
 
 
 def left_behind(error: Exception, rank: int, step: int) -> StartAgainError:

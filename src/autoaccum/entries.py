@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum.errors import InvalidInputError
 from autoaccum.targets import is_pair
 
 if TYPE_CHECKING:
@@ -52,7 +53,15 @@ class Entries:
             total: The name that stands for the total.
             with_gradients: Returns entries of the same names, computed with gradients; None where that cannot be done.
                 Called only where gradients are switched off and the names are not known.
+
+        Raises:
+            InvalidInputError: There are no entries.
         """
+        if not raw:
+            raise InvalidInputError(
+                f"loss returned an empty mapping; return a scalar, or a mapping with an entry "
+                f"{total!r} or with terms to add"
+            )
         if raw.get(total) is not None:
             self._note_parts(raw, total)
             return {total}

@@ -207,7 +207,7 @@ class Finiteness:
         listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         kept = "there is none yet" if newest is None else f"the last finite one stays: {newest}"
         self._notices.say(
-            f"WARNING: step {step}: no checkpoint is written, since {listed} is not finite; {kept} "
+            f"WARNING: step {step}: no checkpoint is written, since it would hold NaN or infinity ({listed}); {kept} "
             "(on_nan='ignore' writes them all the same)",
             key=f"refused {newest}",
         )

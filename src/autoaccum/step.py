@@ -326,8 +326,8 @@ def drop_old_gradients(step: TrainingStep, notices: Notices) -> None:
     """Let go of gradients that are there before a window, whoever has left them, and say so: they belong to none."""
     if step.holds_gradients():
         notices.say(
-            "gradients that were there before a window are dropped (.grad was not None): an update is made from its "
-            "window alone"
+            "gradients that were there before a window are dropped (.grad was not None; of two Runners, as for a GAN, "
+            "each leaves the other some): an update is made from its window alone"
         )
         step.clear_gradients()
 

@@ -155,6 +155,9 @@ class Supervision:
             self._watch.raises = self._company is None
             self._watch.defers = self._company is not None and self._keeping is not None
             train()
+            if self._company is not None:
+                # Whether another rank failed behind its last update is known only when it says something.
+                self._company.ranks.exchange("end")
             if self._keeping is not None and not self._keeping.saver.has(self._course.moment):
                 self._save()
         except (signals.Terminated, StateDamagedError):
