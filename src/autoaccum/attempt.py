@@ -77,6 +77,7 @@ class Attempts:
         room: What room there is for a second set of gradients.
         joint: Through which windows are made together; None where this process is the only one.
         before_update: Called when all but the optimizer's step is done, while there still is a way back.
+        begins: Whether these are the first windows of a training, whose loss has to be a number.
 
     Attributes:
         is_decided: Whether the others make, or have made, the update of the present window, whatever happens here.
@@ -90,6 +91,8 @@ class Attempts:
         room: Room,
         joint: Joint | None,
         before_update: Callable[[], None],
+        *,
+        begins: bool = True,
     ) -> None:
         self._step = step
         self._work = work
@@ -98,10 +101,11 @@ class Attempts:
         self._joint = joint
         self._before_update = before_update
         self.is_decided = False
+        self._begins = begins
         self._is_checked = False
 
     def check_again(self) -> None:
-        """Look at the next window as at the first: what is trained has changed."""
+        """See in the next window that there are gradients, as in the first: what is trained has changed."""
         self._is_checked = False
 
     def make(self, window: Window, on_update: Callable[[Update], None]) -> Made | Again:
@@ -186,10 +190,13 @@ class Attempts:
             ) from error
 
     def _check_first(self, losses: dict[str, Tensor]) -> None:
-        """Refuse a loss that is not a number from the start, before the first update spreads it."""
+        """Refuse a loss that is not a number from the start, before the first update spreads it, and one of nothing.
+
+        A loss that is none later on is not refused here: what becomes of that is for the user to say (on_nan=).
+        """
         if self._is_checked:
             return
-        values = {name: loss.item() for name, loss in losses.items()}
+        values = {name: loss.item() for name, loss in losses.items()} if self._begins else {}
         if not all(map(math.isfinite, values.values())):
             found = ", ".join(f"{name}={value}" for name, value in values.items())
             raise InvalidInputError(
@@ -198,7 +205,7 @@ class Attempts:
             )
         if not self._step.holds_gradients():
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
-        self._is_checked = True
+        self._begins, self._is_checked = False, True
 
     def _has_room_for_gradients(self) -> bool:
         """Whether the gradients of one micro-batch may lie beside those of the window."""

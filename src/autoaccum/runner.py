@@ -218,6 +218,7 @@ class Runner:
         on_settled: Callable[[Plan], None] = lambda _: None,
         windows_done: int = 0,
         joint: Joint | None = None,
+        begins: bool = True,
     ) -> Runner:
         """Make a runner of a training step that is put together already.
 
@@ -239,6 +240,7 @@ class Runner:
             on_settled: Called with the plan that the clock has chosen.
             windows_done: Windows done before, where training goes on from a checkpoint.
             joint: Through which windows are made together with other processes; None where this is the only one.
+            begins: Whether the first window's loss has to be a number.
         """
         runner = cls.__new__(cls)
         runner._begin(
@@ -256,6 +258,7 @@ class Runner:
             on_settled=on_settled,
             windows_done=windows_done,
             joint=joint,
+            begins=begins,
         )
         return runner
 
@@ -276,6 +279,7 @@ class Runner:
         on_settled: Callable[[Plan], None] = lambda _: None,
         windows_done: int = 0,
         joint: Joint | None = None,
+        begins: bool = True,
     ) -> None:
         self._step = step
         self._memory = step.memory
@@ -303,7 +307,9 @@ class Runner:
         self._coming = windows_done + 1
         self._has_moved = True
         self._has_lost_parameters = self._has_shrunk = self._is_at_work = False
-        self._attempts = Attempts(step, self._accumulation, self._sizing, self._room, joint, before_update)
+        self._attempts = Attempts(
+            step, self._accumulation, self._sizing, self._room, joint, before_update, begins=begins
+        )
         drop_old_gradients(step, notices)
         self._room.begin_anew()
 

@@ -78,6 +78,7 @@ class Runners:
         company: The other processes of this training; None where this is the only one.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        on_nan: As for `fit`.
 
     Attributes:
         callbacks: All that are told, first the one that notes the plans.
@@ -99,6 +100,7 @@ class Runners:
         company: Company | None,
         loss_scope: str,
         batchnorm: str,
+        on_nan: str,
     ) -> None:
         self._noting = _Noting(finding, compiling, notices)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
@@ -111,6 +113,8 @@ class Runners:
         self._company = company
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
+        self._on_nan = on_nan
+        self._first_windows: int | None = None  # windows that were done when this call began
         self._largest: Plan | None = None  # to grow back to, where a runner begins with a smaller plan
         # Whether an earlier runner has found how windows are to be cut.
         self._is_found = self._is_timed = False
@@ -164,6 +168,12 @@ class Runners:
 
     def begin(self, plan: Plan) -> None:
         """Make a runner that begins with a plan."""
+        done = self._course.moment.windows
+        if self._first_windows is None:
+            self._first_windows = done
+        # A loss that is no number is refused where a call begins; not in its middle, nor where it is to be ignored and
+        # was in the call before.
+        begins = done == self._first_windows and (done == 0 or self._on_nan != "ignore")
         self.current = Runner.of(
             self._step,
             self._largest or plan,
@@ -179,6 +189,7 @@ class Runners:
             on_settled=self._noting.note_fastest,
             windows_done=self._course.moment.windows,
             joint=None if self._company is None else self._company.joint,
+            begins=begins,
         )
         self.current.shrink_to(plan)
 
