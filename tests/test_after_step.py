@@ -108,6 +108,23 @@ def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path):
     assert "the last one is" in caught.value.__notes__[-1]
 
 
+def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the_first_window():
+    class Fails:
+        def step(self):
+            raise ValueError("the scheduler's")
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"device": "cpu", "progress": False, "cache": False, "lr_scaling": "linear", "base_batch": 2}
+
+    with pytest.raises(UpdateCompleteError, match="update 1 is made"):
+        autoaccum.fit(
+            model, [(torch.randn(4, 3), torch.randn(4, 2))], 4, optimizer=optimizer, scheduler=Fails(), **settings
+        )
+
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
 def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_path):
     class Interrupted(Failing):
         def fail(self):

@@ -140,11 +140,12 @@ def test_generator_of_validation_data_is_not_touched_before_the_epoch_is_done(fo
 
 
 class Drawing(torch.utils.data.Dataset):
-    """Draws from every global generator, and counts what was asked for."""
+    """Draws from every global generator, and counts what was asked for, from a number of the class on."""
+
+    asked = 0
 
     def __init__(self, batch):
         self.batch = batch
-        self.asked = 0
 
     def __len__(self):
         return 4

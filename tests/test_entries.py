@@ -310,6 +310,15 @@ def test_mapping_without_a_graph_is_refused(model, batch):
         update(model, (12,), loss, batch)
 
 
+@pytest.mark.parametrize("wrap", [lambda value: {"aux": value}, lambda value: [value, value], lambda value: (value,)])
+def test_losses_in_a_container_are_refused_and_never_left_out(wrap, model, batch):
+    def loss(outputs, targets):
+        return {"ce": tokens(outputs, targets), "size": wrap(size(outputs))}
+
+    with pytest.raises(InvalidInputError, match="loss 'size' is a "):
+        update(model, (12,), loss, batch)
+
+
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 

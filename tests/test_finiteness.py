@@ -7,6 +7,7 @@ from torch import nn
 import autoaccum
 from autoaccum.errors import InvalidInputError
 from autoaccum.finiteness import Finiteness
+from autoaccum.lease import Lease
 from autoaccum.records import DeviceScalar, StepReport
 from helpers import training_step
 
@@ -94,8 +95,46 @@ def test_ignore_says_nothing_and_keeps_what_there_is(tmp_path, capsys):
     assert "WARNING" not in capsys.readouterr().err
 
 
+class Freezes(autoaccum.Callback):
+    """Changes what is trained just before the window that is not finite."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def on_step(self, report, *, epoch):
+        self.model.bias.requires_grad_(report.step != BAD - 1)
+
+
+@pytest.mark.parametrize(("on_nan", "steps"), [("ignore", 8), ("warn", 8), ("stop", None)])
+def test_window_after_a_change_of_the_model_is_held_to_on_nan_and_not_taken_for_the_first(on_nan, steps):
+    model = nn.Linear(3, 2)
+
+    if steps is None:
+        with pytest.raises(autoaccum.NotFiniteError, match=f"step {BAD}: not finite"):
+            fit(model, on_nan=on_nan, callbacks=[Freezes(model)])
+    else:
+        assert fit(model, on_nan=on_nan, callbacks=[Freezes(model)]).steps == steps
+
+
+def test_run_that_has_lost_its_folder_ends_also_where_no_checkpoint_would_be_written(tmp_path, monkeypatch):
+    made, begin, seen = [], Lease.__init__, []
+    monkeypatch.setattr(Lease, "__init__", lambda lease, folder: (begin(lease, folder), made.append(lease))[0])
+
+    class Loses(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            seen.append(report.step)
+            if report.step == BAD + 1:
+                (tmp_path / ".lease-00000001").unlink()
+                made[0].is_lost = True  # as its thread finds out
+
+    with pytest.raises(autoaccum.CheckpointInUseError):
+        fit(checkpoint=tmp_path, callbacks=[Loses()])
+
+    assert seen[-1] == BAD + 1
+
+
 def test_unknown_word_is_refused():
-    with pytest.raises(InvalidInputError, match="on_nan='raise' is unknown; choose 'warn', 'stop', 'ignore'"):
+    with pytest.raises(InvalidInputError, match="on_nan='raise' is unknown; choose one of 'warn', 'stop', 'ignore'"):
         fit(on_nan="raise")
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import nn
 
 import autoaccum
 from autoaccum import output
+from autoaccum.exit_codes import errors_as_exit_codes
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.progress import LineProgress
 
@@ -47,6 +49,13 @@ def train(**options):
 @pytest.mark.parametrize("progress", [LineProgress(every_s=0), "bar", "auto"], ids=["lines", "bar", "auto"])
 def test_training_goes_on_where_stderr_fails(stderr, progress):
     assert train(progress=progress).steps == 3
+
+
+def test_exit_code_of_a_failing_scheduler_survives_a_stderr_that_fails(stderr):
+    with pytest.raises(typer.Exit) as caught, errors_as_exit_codes():
+        raise autoaccum.UpdateCompleteError("update 1 is made", 1)
+
+    assert caught.value.exit_code == 5
 
 
 def test_dropped_lines_are_counted_and_said_once_there_is_room(monkeypatch, capsys):

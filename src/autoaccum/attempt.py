@@ -77,7 +77,7 @@ class Attempts:
         room: What room there is for a second set of gradients.
         joint: Through which windows are made together; None where this process is the only one.
         before_update: Called when all but the optimizer's step is done, while there still is a way back.
-        is_start: Whether no window was made before. A loss that is not finite later is not refused here.
+        begins: Whether no window was made before. A loss that is not finite later is not refused here.
 
     Attributes:
         is_decided: Whether the others make, or have made, the update of the present window, whatever happens here.
@@ -92,7 +92,7 @@ class Attempts:
         joint: Joint | None,
         before_update: Callable[[], None],
         *,
-        is_start: bool,
+        begins: bool,
     ) -> None:
         self._step = step
         self._work = work
@@ -101,11 +101,11 @@ class Attempts:
         self._joint = joint
         self._before_update = before_update
         self.is_decided = False
-        self._is_start = is_start
+        self._begins = begins
         self._is_checked = False
 
     def check_again(self) -> None:
-        """Look at the next window as at the first: what is trained has changed."""
+        """See in the next window that there are gradients, as in the first: what is trained has changed."""
         self._is_checked = False
 
     def make(self, window: Window, on_update: Callable[[Update], None]) -> Made | Again:
@@ -193,11 +193,11 @@ class Attempts:
         """Refuse a loss without gradients, and at the start one that is not finite, before an update spreads it."""
         if self._is_checked:
             return
-        if self._is_start:
+        if self._begins:
             _check_finite(losses)
         if not self._step.holds_gradients():
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
-        self._is_checked, self._is_start = True, False
+        self._is_checked, self._begins = True, False
 
     def _has_room_for_gradients(self) -> bool:
         """Whether the gradients of one micro-batch may lie beside those of the window."""

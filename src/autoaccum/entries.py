@@ -8,16 +8,16 @@ with gradients. Pure but for what is remembered; no tensor is kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autoaccum.errors import InvalidInputError
-from autoaccum.targets import is_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from autoaccum.notices import Notices
 
@@ -110,9 +110,12 @@ class Entries:
 
 
 def _has_graph(value: Any) -> bool:
-    if is_pair(value):
-        value = value[0]
-    return isinstance(value, Tensor) and value.requires_grad
+    """Whether a value, or anything in a container, has a graph: losses in a list are to be refused, not left out."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, Mapping):
+        return any(map(_has_graph, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_graph, value))
 
 
 def _listed(names: list[str]) -> str:

@@ -76,7 +76,7 @@ def errors_as_exit_codes() -> Iterator[None]:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except AutoaccumError as error:
         if isinstance(error, UpdateCompleteError):  # it is the user's scheduler, mostly: show where
-            traceback.print_exception(error, file=sys.stderr)
+            show_traceback(error)
         complain(f"error: {error}")
         for note in getattr(error, "__notes__", ()):
             complain(note.removeprefix("autoaccum: "))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum.batches import Piece
 from autoaccum.errors import InvalidInputError
-from autoaccum.targets import is_pair
+from autoaccum.targets import is_pair, target_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,8 +72,9 @@ def _stands_for(window: Window) -> int:
     """Return a number that other targets, or another order of them, would change; 0 where they are no whole numbers."""
     found = 0
     for batch, samples in window.parts(0, window.samples):
-        for tensor in Piece(batch[1]).tensors() if is_pair(batch) else ():
-            if tensor.dim() and not tensor.is_floating_point() and not tensor.is_complex():
-                each = tensor.reshape(samples, -1).sum(1, dtype=torch.int64)
+        # Targets may be anything beside tensors: none at all, texts, one number for all.
+        for tensor in target_tensors(batch).values() if is_pair(batch) else ():
+            if len(tensor) == samples and not tensor.is_floating_point() and not tensor.is_complex():
+                each = tensor.reshape(samples, tensor.numel() // samples).sum(1, dtype=torch.int64)
                 found = found * 31 + int((each * torch.arange(1, samples + 1, device=each.device)).sum())
     return found % (1 << _BITS)

@@ -102,7 +102,8 @@ class Keeping:
         """Write a checkpoint of the present moment and return its path; None where it would not be finite.
 
         Raises:
-            CheckpointError: It could not be written; those before it are as they were.
+            CheckpointError: It could not be written, or the folder is another process's by now; those before it are as
+                they were.
         """
         # Half of it is worth nothing, so interrupts wait.
         with signals.held(), self._memory.lifted():
@@ -120,6 +121,7 @@ class Keeping:
             damage = next((names for names in of_all if names), [])
         if not damage:
             return False
+        self.saver.check_folder()  # as writing one would: a process that was taken over from does not go on
         moment = self._course.moment
         self._finiteness.tell_refusal(damage, moment.windows, self.saver.newest)
         self.saver.note(moment)  # the next one is due when it would have been after this one

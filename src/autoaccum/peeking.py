@@ -69,7 +69,14 @@ def counters_kept(owners: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         for owner, plain in kept:
+            for name in [name for name in vars(owner) if name not in plain and _begins_with_class(owner, name)]:
+                del vars(owner)[name]
             vars(owner).update(plain)
+
+
+def _begins_with_class(owner: Any, name: str) -> bool:
+    """Whether an attribute stands for one of the class, as a count does that begins there (`calls = 0`)."""
+    return isinstance(vars(owner)[name], _PLAIN) and isinstance(getattr(type(owner), name, owner), _PLAIN)
 
 
 def _owners(loader: Any) -> list[Any]:

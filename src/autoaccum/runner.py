@@ -304,7 +304,7 @@ class Runner:
         self._has_moved = True
         self._has_lost_parameters = self._has_shrunk = self._is_at_work = False
         self._attempts = Attempts(
-            step, self._accumulation, self._sizing, self._room, joint, before_update, is_start=windows_done == 0
+            step, self._accumulation, self._sizing, self._room, joint, before_update, begins=windows_done == 0
         )
         drop_old_gradients(step, notices)
         self._room.begin_anew()

@@ -148,8 +148,12 @@ class Training:
 
     @property
     def windows(self) -> int:
-        """Windows done, those of the calls that this one goes on from included."""
-        return self._course.moment.windows
+        """Windows done, those of the calls that this one goes on from included.
+
+        One counts from its update on, also where the scheduler failed behind it and the moment before is the last
+        whole one.
+        """
+        return max(self._course.moment.windows, self._step.updates.made)
 
     def run(
         self,

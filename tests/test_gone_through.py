@@ -1,0 +1,30 @@
+"""What stands for a window where every rank goes through all of a loader."""
+
+import pytest
+import torch
+
+from autoaccum.batches import Window
+from autoaccum.gone_through import GoneThrough
+from autoaccum.notices import Notices
+
+
+def note(*targets):
+    gone = GoneThrough(None, Notices(silent=True))
+    gone.begin(Window([(torch.zeros(4, 2), one) for one in targets]))
+    return gone.note
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [None, ["a", "b", "c", "d"], torch.tensor(3), 1.5, torch.zeros(4, 0, dtype=torch.long), torch.randn(4)],
+    ids=["none", "texts", "one number for all", "a plain number", "rows without a number", "floating"],
+)
+def test_targets_that_are_no_whole_numbers_stand_for_their_number_of_samples_alone(targets):
+    assert note(targets) == note(None)
+
+
+def test_another_order_and_other_targets_stand_for_another_window():
+    first, second = torch.arange(4), torch.arange(4, 8)
+
+    assert len({note(first, second), note(second, first), note(first.flip(0), second), note({"y": first}, second)}) >= 3
+    assert note(first, second) == note(first.clone(), second.clone())
