@@ -371,6 +371,7 @@ FIT = STEP | {
     "loss_reduction": or_none(choice("mean", "sum")),
     "loss_scope": choice("micro_batch", "window"),
     "batchnorm": choice("keep", "rescale"),
+    "on_nan": choice("warn", "stop", "ignore"),
     "fallback": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
     "progress": lambda value: is_bool(value) or choice("auto", "bar", "lines")(value),

@@ -552,7 +552,7 @@ def test_metric_that_cannot_be_put_back_ends_the_evaluation_and_says_so(make, mo
 
 @pytest.mark.parametrize("value", [None, "good", [0.5]])
 def test_metric_that_returns_no_number_is_refused_by_its_name(value, model, data):
-    with pytest.raises(InvalidInputError, match="metric 'it' returned a "):
+    with pytest.raises(InvalidInputError, match="metric 'it' returned "):
         evaluate(model, data, {"it": lambda outputs, targets: value})
 
 

@@ -326,16 +326,21 @@ def test_memory_that_runs_out_while_the_weighting_is_found_out_is_said(capsys):
 
 
 def test_optimizer_that_fails_with_an_error_of_its_own_after_writing_says_so():
+    class Checked(torch.optim.SGD):
+        errors = ()
+
+        def step(self, closure=None):
+            super().step(closure)
+            for error in self.errors:
+                raise error
+
     model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    optimizer = Checked(model.parameters(), lr=0.1, foreach=False)
+    optimizer.register_step_post_hook(lambda *_: None)  # a hook that does not fail is not what failed
     runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu")
     mine = ValueError("mine")
     runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))  # the first is guarded by a copy
-
-    def fail(*_):
-        raise mine
-
-    optimizer.register_step_post_hook(fail)
+    optimizer.errors = (mine,)
 
     with pytest.raises(autoaccum.StateDamagedError) as caught:
         runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))

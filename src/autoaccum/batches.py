@@ -267,8 +267,8 @@ def windows(loader: Iterable[Any], target_batch: int, *, last_window: str = "ste
     Raises:
         InvalidInputError: An argument or a batch cannot be used.
     """
-    check_iterable("loader", loader)
     check_windows(target_batch, last_window)
+    check_iterable("loader", loader)
     return (window.joined() for window in stream(loader, target_batch, last_window=last_window))
 
 

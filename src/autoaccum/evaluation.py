@@ -378,18 +378,14 @@ class _Averaged:
 
     def update(self, outputs: Any, targets: Any, samples: int) -> None:
         value = self._function(outputs, targets)
-        if not hasattr(value, "__float__"):
-            raise InvalidInputError(
-                f"metric {self._name!r} returned a {type(value).__name__}; return a number, or a tensor with a value "
-                "for each sample"
-            )
         if isinstance(value, Tensor) and value.dim():
             value = in_full(value).mean()
         elif isinstance(value, np.ndarray):
             value = value.mean()
         elif not isinstance(value, Tensor | Number):
             raise InvalidInputError(
-                f"metrics: {self._name!r} gave {shown(value)}, which is no number; let it return one, or a tensor"
+                f"metrics: metric {self._name!r} returned {shown(value)}, which is no number; return one, or a tensor "
+                "with a value for each sample"
             )
         self._sum = self._sum + value * samples
         self._samples += samples

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -293,7 +293,8 @@ class Updates:
 class _Hooks:
     """Tells an optimizer's own step, which is done or not, from the hooks that the user has had follow it.
 
-    As a context it tells when the optimizer has stepped, and keeps what a hook raises after that.
+    As a context it tells when the optimizer has stepped, and keeps what a hook raises after that. What it does
+    in its own step behind those hooks (one that is derived from another, say) is a part of the step.
 
     Args:
         optimizer: The optimizer.
@@ -309,22 +310,32 @@ class _Hooks:
         self.are_there = bool(getattr(optimizer, "_optimizer_step_post_hooks", True) or _global_optimizer_post_hooks)
         self.stepped = False
         self.failure: Exception | None = None
+        self._are_at_work = False
 
     def __enter__(self) -> None:
-        self._handle = self._optimizer.register_step_post_hook(self._note)
+        first = self._optimizer.register_step_post_hook(self._begin)
         # Before the user's: what fails then is no longer the optimizer's.
         hooks = getattr(self._optimizer, "_optimizer_step_post_hooks", None)
-        if isinstance(hooks, OrderedDict) and self._handle.id in hooks:
-            hooks.move_to_end(self._handle.id, last=False)
+        if isinstance(hooks, OrderedDict) and first.id in hooks:
+            hooks.move_to_end(first.id, last=False)
+        # Behind the last of them; those of all optimizers follow those of this one.
+        has_global = bool(_global_optimizer_post_hooks)
+        last = (register_optimizer_step_post_hook if has_global else self._optimizer.register_step_post_hook)(self._end)
+        self._handles = (first, last)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        self._handle.remove()
-        if self.stepped and isinstance(error, Exception):
+        for handle in self._handles:
+            handle.remove()
+        if self._are_at_work and isinstance(error, Exception):
             self.failure = error
         return self.failure is not None
 
-    def _note(self, *_: object) -> None:
-        self.stepped = True
+    def _begin(self, *_: object) -> None:
+        self.stepped = self._are_at_work = True
+
+    def _end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is self._optimizer:
+            self._are_at_work = False
 
 
 class _Written:
