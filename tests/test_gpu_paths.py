@@ -13,6 +13,7 @@ _ASKS_FOR_A_CARD = re.compile(r"""torch\.cuda\.|torch\.accelerator\.|get_device_
 TESTS = {
     "checkpoint.py": ["test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturbed_ends"],
     "devices.py": ["test_card_that_is_not_there_is_named", "test_precision_by_default_is_what_the_card_does_well"],
+    "finiteness.py": ["test_nan_is_named_with_its_step", "test_on_nan_stop_ends_the_training"],
     "fallback.py": ["test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit"],
     "joint.py": ["test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same"],
     "memory/cuda.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
@@ -44,6 +45,9 @@ ELSEWHERE = {
     "jobs/slurm_task.py": "chooses one of several cards (tests/jobs/test_slurm_task.py stands in for them)",
     "jobs/world.py": "counts cards (tests/jobs/test_world.py)",
     "memory/__init__.py": "chooses the backend (tests/memory/test_contract.py, marked gpu)",
+    "memory/existing.py": "asks only which devices there are (test_card_that_is_not_there_is_named)",
+    "packing.py": "brings tensors to the host (checkpoint.py's test)",
+    "schema.py": "names the device of a checkpoint (checkpoint.py's test)",
     "memory/accelerator.py": "other devices than cards (tests/memory/test_contract.py)",
     "plan_cache.py": "notes which card and CUDA a plan was found on",
     "preflight/measuring.py": "names the kind of kernels that it has measured",

@@ -140,7 +140,7 @@ class NeedsEpoch(OwnScheduler):
         (lambda _: None, "returned None, which has no step()"),
         (lambda optimizer: optimizer.param_groups, "which has no step()"),
         (lambda _: lr_scheduler.ExponentialLR, "which has no step()"),
-        (lr_scheduler.StepLR, "scheduler=StepLR is a class that cannot be made from the optimizer alone"),
+        (lr_scheduler.StepLR, "missing a required argument: 'step_size'"),
         (lr_scheduler.ReduceLROnPlateau, "pass val_loader="),
         (NeedsEpoch, "cannot be moved by step() alone"),
         (NeedsEpoch(None), "cannot be moved by step() alone"),

@@ -125,7 +125,7 @@ def test_what_a_single_slow_window_has_changed_wears_off():
     [
         ("fast", True, "choose 'equal' or 'speed'"),
         ("speed", False, "shares='speed' needs shard=True"),
-        ("equal", 1, "shard=1 must be True or False"),
+        ("equal", 1, "shard=1 is unknown; choose True or False"),
     ],
 )
 def test_unknown_or_contradicting_arguments_are_refused(shares, shard, said):

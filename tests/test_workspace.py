@@ -68,6 +68,16 @@ def test_convolution_takes_what_its_rule_says(name, dtype, direction):
     assert told(run) == pytest.approx(real, rel=0.03, abs=512 * 1024)
 
 
+@pytest.mark.skipif(torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN convolves in bf16 on this processor")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("direction", [forward_of, backward_of])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution_that_onednn_does_not_take_is_unfolded(name, direction, layout):
+    run = direction(*convolution(*CONVOLUTIONS[name], torch.bfloat16, layout))
+
+    assert told(run) == pytest.approx(highest(changes(run)[0]), rel=0.03, abs=4096)
+
+
 @wide
 @pytest.mark.parametrize("direction", [forward_of, backward_of])
 @pytest.mark.parametrize("name", ["3x3", "depthwise"])

@@ -41,6 +41,7 @@ _LANES = {"AVX512": 16, "AVX2": 8}
 _PLAIN_CHANNELS = 4
 _SMALL_KERNEL = 3
 _MKLDNN = ("Mkldnn", "MkldnnTranspose", "MkldnnEmpty")
+_UNFOLDED = "Slow2d"
 
 
 def _lanes() -> int:
@@ -131,14 +132,45 @@ def _convolution_of(
     )
 
 
-def _uses_mkldnn(args: Sequence[Any]) -> bool:
-    return torch._C._select_conv_backend(*args).name in _MKLDNN
+def _backend(args: Sequence[Any]) -> str:
+    return str(torch._C._select_conv_backend(*args).name)
+
+
+def _columns(source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], padding: Sequence[int]) -> int:
+    """Return the bytes of a window's samples unfolded into columns; 0 where the samples are columns already."""
+    if weight.shape[2:].numel() == 1 and not any(padding) and all(step == 1 for step in stride):
+        return 0
+    return source.nbytes // source.shape[2:].numel() * weight.shape[2:].numel() * result.shape[2:].numel()
+
+
+def _unfolded(args: Sequence[Any], result: Any) -> Workspace:
+    """Where oneDNN does not take a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
+    source, weight, _, stride, padding, _, _, _, groups = args
+    columns = _columns(source, weight, result, stride, padding)
+    if groups > 1:
+        return Workspace(steps=((source.nbytes // groups, columns // groups),), beside=(result.nbytes,))
+    turned = weight.nbytes if weight.shape[2:].numel() > 1 and not result.is_contiguous() else 0
+    return Workspace(beside=(columns, turned))
+
+
+def _unfolded_backward(args: Sequence[Any]) -> Workspace:
+    """As `_unfolded`; both gradients are there before the columns are."""
+    gradient, source, weight, _, stride, padding, _, _, _, groups, mask = args
+    columns = _columns(source, weight, gradient, stride, padding)
+    made = (source.nbytes if mask[0] else 0, weight.nbytes if mask[1] else 0)
+    if groups > 1:
+        return Workspace(steps=((gradient.nbytes // groups, source.nbytes // groups, columns // groups),), beside=made)
+    turned = weight.nbytes if weight.shape[2:].numel() > 1 and not gradient.is_contiguous() else 0
+    return Workspace(steps=((*made, columns, turned),))
 
 
 def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
     """Arguments and result of a convolution are turned from and into oneDNN's blocked layout."""
     source, weight, _, stride, _, _, transposed, _, groups = args
-    if not _uses_mkldnn(args):
+    backend = _backend(args)
+    if backend == _UNFOLDED:
+        return _unfolded(args, result)
+    if backend not in _MKLDNN:
         return None
     of = _convolution_of(source, weight, result, stride, groups, transposed=transposed)
     if of.is_channels_last:
@@ -152,9 +184,12 @@ def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
 def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
     """The two halves of a convolution's backward pass turn their arguments into the blocked layout, each for itself."""
     gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask = args
-    if not _uses_mkldnn(
+    backend = _backend(
         (source, weight, None, stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
-    ):
+    )
+    if backend == _UNFOLDED:
+        return _unfolded_backward(args)
+    if backend not in _MKLDNN:
         return None
     of = _convolution_of(source, weight, gradient, stride, groups, transposed=transposed)
     made = of.plain_source if mask[0] else 0

@@ -240,3 +240,35 @@ def test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same():
     assert_bitwise(early[1]["parameters"], early[0]["parameters"])
     for one, other in zip(early[0]["parameters"], late[0]["parameters"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_nan_is_named_with_its_step(capsys):
+    windows = windows_of(6)
+    windows[3] = (windows[3][0] * float("nan"), windows[3][1])
+
+    result = autoaccum.fit(
+        network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, strategy="balanced",
+        progress=False,
+    )  # fmt: skip
+
+    said = [line for line in capsys.readouterr().err.splitlines() if "not finite" in line]
+    assert len(said) == 1
+    assert "step 4: not finite" in said[0]
+    assert result.steps == 6
+
+
+def test_on_nan_stop_ends_the_training():
+    windows = windows_of(8)
+    windows[3] = (windows[3][0] * float("nan"), windows[3][1])
+    steps = []
+
+    class Counts(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            steps.append(report.step)
+
+    with pytest.raises(autoaccum.NotFiniteError, match="step 4"):
+        autoaccum.fit(
+            network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, on_nan="stop",
+            strategy="balanced", progress=False, callbacks=[Counts()],
+        )  # fmt: skip
+    assert steps[-1] >= 4
