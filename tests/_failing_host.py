@@ -1,4 +1,4 @@
-"""Trains under lower and lower limits on the host, for real; `tallies` starts this file as a process of its own.
+"""Trains under lower and lower limits on the host, for real; `tally_of` starts this file as a process of its own.
 
 Each training gets a process with a heap of its own, since what one leaves behind there comes for free for the next, and
 since native code can die where it runs out of memory.
@@ -41,10 +41,10 @@ _LEAST_LIMIT_BYTES = 4 * 2**20
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def tallies():
-    """Run this file; return what it found, by case."""
+def tally_of(case):
+    """Run this file for a case; return what it found."""
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, str(CASES.index(case))],
         capture_output=True,
         text=True,
         timeout=280,
@@ -52,8 +52,8 @@ def tallies():
         env=os.environ | _ENVIRONMENT,
     )
     assert done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {name: Tally(**told | {"damaged": Counter(told["damaged"])}) for name, told in found.items()}
+    told = json.loads(done.stdout.splitlines()[-1])
+    return Tally(**told | {"damaged": Counter(told["damaged"])})
 
 
 def under_limit(case, limit_bytes):
@@ -73,12 +73,11 @@ def in_a_process_of_its_own(function, *arguments):
 def main():
     torch.set_num_threads(1)  # with more, a fork hangs
     warm_up()
-    found = {}
-    for case in CASES:
-        peak, found[str(case)] = in_a_process_of_its_own(Sweep(case).peak_bytes), Tally()
-        for limit_bytes in (int(part * peak) for part in _LIMITS if part * peak > _LEAST_LIMIT_BYTES):
-            found[str(case)].add(in_a_process_of_its_own(under_limit, case, limit_bytes))
-    print(json.dumps({name: asdict(tally) for name, tally in found.items()}))
+    case = CASES[int(sys.argv[1])]
+    peak, tally = in_a_process_of_its_own(Sweep(case).peak_bytes), Tally()
+    for limit_bytes in (int(part * peak) for part in _LIMITS if part * peak > _LEAST_LIMIT_BYTES):
+        tally.add(in_a_process_of_its_own(under_limit, case, limit_bytes))
+    print(json.dumps(asdict(tally)))
 
 
 if __name__ == "__main__":

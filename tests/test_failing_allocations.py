@@ -30,15 +30,10 @@ def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_
     assert tally.survived + tally.refused > 5
 
 
-@pytest.fixture(scope="module")
-def on_the_host():
-    return _failing_host.tallies()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on the host takes Linux")
 @pytest.mark.parametrize("case", _failing_host.CASES, ids=str)
-def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case, on_the_host):
-    tally = on_the_host[str(case)]
+def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case):
+    tally = _failing_host.tally_of(case)
 
     assert tally.mismatches == []
     assert not tally.damaged
