@@ -1,8 +1,7 @@
 """What a training step consists of at the moment: the parts of its modules, their parameters, and the optimizer's.
 
 Models change between windows: a head is replaced, layers are appended or unfrozen, `add_param_group` brings parameters.
-So this looks before every window. Where nothing has changed that takes 2 microseconds for two layers and 70 for a
-Transformer with 144 parameters (2 cores, busy), since the comparison runs without Python code of its own.
+So this looks before every window. Where nothing has changed the comparison runs without Python code of its own.
 """
 
 from __future__ import annotations
