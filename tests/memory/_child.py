@@ -75,6 +75,7 @@ def check_lifted_puts_the_old_limit_in_force(host, torch):
 
 
 def check_tighter_limit_of_the_process_stays_in_force(host, torch):
+    host.trim()  # what the heap gives back later would be free then, beyond the limit that is set here
     held = host.reading().used_bytes  # the backend was made a moment ago
     old = resource.getrlimit(resource.RLIMIT_DATA)
     data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
@@ -132,18 +133,41 @@ def check_twenty_failing_steps_leave_nothing_behind(host, torch):
 
 
 def check_matrix_products_of_many_sizes_leave_nothing_behind(host, torch):
-    from autoaccum.memory import _mkl
+    from autoaccum.memory import _glibc, _mkl
 
-    weight = torch.randn(1024, 1024)
-    with host.limited(400 * _MIB):
-        host.trim()
-        before = host.reading().used_bytes
-        for size in (2, 8, 64, 256, 512, 700):
-            torch.randn(size, 1024) @ weight
-        kept = host.reading().used_bytes - before
-        host.trim()
-        trimmed = host.reading().used_bytes - before
-    return {"has_mkl": _mkl._function() is not None, "kept": kept, "trimmed": trimmed}
+    def used_bytes(*, is_limited):
+        _glibc.settle()  # else the heap keeps the products themselves
+        weight = torch.randn(1024, 1024)
+        with host.limited(400 * _MIB if is_limited else None):
+            before = host.reading().used_bytes
+            for size in (2, 8, 64, 256, 512, 700):
+                torch.randn(size, 1024) @ weight
+            kept = host.reading().used_bytes - before
+            host.trim()
+            return {"kept": kept, "trimmed": host.reading().used_bytes - before}
+
+    free = used_bytes(is_limited=False)
+    return {"has_mkl": _mkl._function() is not None, "free": free, "limited": used_bytes(is_limited=True)}
+
+
+def check_matrix_products_have_the_same_bits_where_a_limit_is_used_up(host, torch):
+    tried, other = 0, []
+    with host.limited(64 * _MIB):
+        for rows, inner, columns in ((768, 16, 256), (8, 512, 1536), (12, 384, 3072), (64, 512, 4096), (512, 512, 512)):
+            left, right = torch.randn(inner, rows).t(), torch.randn(inner, columns)
+            under, free = torch.empty(rows, columns), torch.empty(rows, columns)
+            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (4096, hard))  # not a byte more; Linux takes 0 for none
+            try:
+                torch.mm(left, right, out=under)
+            finally:
+                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            with host.lifted():
+                torch.mm(left, right, out=free)
+            tried += 1
+            if not torch.equal(under, free):
+                other.append((rows, inner, columns))
+    return {"tried": tried, "other": other}
 
 
 def check_random_state_is_untouched(host, torch):

@@ -94,6 +94,11 @@ class Owner:
             _glibc.settle()
             return hold
 
+    @property
+    def has_holds(self) -> bool:
+        """Whether there is any hold, also while the limit is suspended."""
+        return bool(self._entered)
+
     def tightest(self) -> int | None:
         """Return the least that the process may hold by its own limits and by all holds; None for no such bound."""
         bounds = [*resource.getrlimit(resource.RLIMIT_DATA), *self._bounds()]

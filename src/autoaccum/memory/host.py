@@ -151,8 +151,13 @@ class Host(MemoryBackend):
             self._check_onednn()
 
     def trim(self) -> None:
-        """Give back what matrix products keep for the next one, and the free pages of the heap."""
-        _mkl.free_buffers()
+        """Give back the free pages of the heap and, without a limit, what matrix products keep for the next one.
+
+        Under a limit those buffers are held from before it began: a product that could not have one would have other
+        bits.
+        """
+        if not _is_bounded():
+            _mkl.free_buffers()
         _glibc.trim()
 
     def ensure(self, extra_bytes: int) -> None:
@@ -250,6 +255,8 @@ class Host(MemoryBackend):
 
     def _begin(self) -> None:
         # Free pages inside the heap would be used first and seen by neither the limit nor the peak.
+        if _is_bounded():
+            _mkl.hold_buffers()
         self.release()
         self._data_then, _ = _held()
         self._anonymous_then = _anonymous()
@@ -286,6 +293,11 @@ def _process_limits() -> Iterator[tuple[int, int]]:
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
             yield soft, held
+
+
+def _is_bounded() -> bool:
+    """Return whether the process is held to a limit, or about to be."""
+    return owner.has_holds or next(_process_limits(), None) is not None
 
 
 def _machine_free() -> int:
