@@ -108,6 +108,24 @@ def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path):
     assert "the last one is" in caught.value.__notes__[-1]
 
 
+def test_scheduler_without_memory_at_the_end_of_an_epoch_ends_training_with_the_update_named(tmp_path):
+    class Fails(torch.optim.lr_scheduler.StepLR):
+        def step(self, *arguments):
+            if self.last_epoch == 0:
+                raise MemoryError("the scheduler's")
+            super().step(*arguments)
+
+    changes = {"scheduler": lambda optimizer: Fails(optimizer, 4), "scheduler_interval": "epoch"}
+    run = Run(checkpoint=tmp_path, checkpoint_steps=3, **changes)
+
+    with pytest.raises(UpdateCompleteError, match="update 5 is made, and not all that moves with it") as caught:
+        run.fit()
+
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert code_for(caught.value) is ExitCode.DAMAGED
+    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+
+
 def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the_first_window():
     class Fails:
         def step(self):

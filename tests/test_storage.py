@@ -134,6 +134,13 @@ def test_folder_named_as_an_unfinished_file_is_left_alone_and_in_nobodys_way(sto
     assert names(storage) == ["step-00000005.pt", "step-00000005.pt.unfinished"]
 
 
+def test_folder_in_the_place_of_a_checkpoint_is_told_as_one(storage):
+    (storage.folder / "step-00000005.pt").mkdir()
+
+    with pytest.raises(CheckpointError, match="since a folder has its name"):
+        storage.write(content_of(5), 5)
+
+
 def test_link_to_nothing_is_an_error_that_names_it(storage, notices):
     written = storage.write(content_of(1), 1).stat().st_mtime_ns
     link = storage.folder / "step-00000009.pt"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import oom
+from autoaccum import afterwards, oom
 from autoaccum.batches import Window, stream
 from autoaccum.checkpoint import Moment
 from autoaccum.errors import InvalidInputError
@@ -242,13 +242,19 @@ class Course:
 
         Args:
             evaluation: Of this epoch, where there is one.
+
+        Raises:
+            UpdateCompleteError: The scheduler failed.
         """
         self.is_whole = False
         position = self.moment.position
-        if evaluation is not None:
-            self.schedule.after_evaluation(evaluation)
-        if not position.closed:
-            self.schedule.after_epoch()
+        try:
+            if evaluation is not None:
+                self.schedule.after_evaluation(evaluation)
+            if not position.closed:
+                self.schedule.after_epoch()
+        except Exception as error:
+            raise afterwards.told(error, self.moment.windows, has_moved=False) from error
         if self.moment.windows == self._max_steps:  # there may be more of this epoch
             position = replace(position, closed=True)
         else:

@@ -224,6 +224,11 @@ def _told(path: Path, guard: Callable[[], None]) -> Iterator[None]:
                 f"the checkpoint {path} could not be written, since its folder is gone, and with it those before; "
                 "leave the folder alone while training goes on, or pass another as checkpoint="
             ) from error
+        if path.is_dir():
+            raise CheckpointError(
+                f"the checkpoint {path} could not be written, since a folder has its name, and those before it are as "
+                "they were; rename that folder, or pass another as checkpoint="
+            ) from error
         if isinstance(error, FileNotFoundError):
             raise CheckpointError(
                 f"the checkpoint {path} could not be written, since its unfinished file was removed meanwhile, and "
