@@ -48,6 +48,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_terminal_summary(terminalreporter):
+    """Print what a test that was run again had said: with -r R pytest names it only."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"what was run again: {report.nodeid}")
+        terminalreporter.line(report.longreprtext)
+
+
 def pytest_xdist_make_scheduler(config, log):
     return sharing_out.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 

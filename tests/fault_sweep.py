@@ -241,7 +241,7 @@ class Sweep:
             self.tally.unweighed += 1
             return
         self._judge_windows(played, 0, where)
-        if isinstance(played.error, autoaccum.DoesNotFitError):
+        if isinstance(played.error, autoaccum.DoesNotFitError | autoaccum.DeviceLostError):
             self._judge_untouched(played, len(played.cuts), where)
         elif played.error is not None:
             self._wrong(where, f"raised {played.error!r} in phase {played.phase!r}")

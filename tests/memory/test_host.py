@@ -1,5 +1,6 @@
 """What only the host backend does; the checks lower the process's own limit, so they run in a child."""
 
+import platform
 import sys
 
 import pytest
@@ -100,6 +101,17 @@ def test_onednn_that_refuses_everything_is_a_lost_device_and_not_lack_of_memory(
     assert "could not create a primitive" in seen["said"]
     assert "new process" in seen["said"]
     assert seen["oom"] is False
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN makes code by Xbyak on x86-64")
+def test_onednn_that_is_lost_for_good_is_told_also_where_little_is_free():
+    seen = run_checks("onednn_that_is_lost_for_good_is_told_where_little_is_free")
+    seen = seen["onednn_that_is_lost_for_good_is_told_where_little_is_free"]
+
+    assert "could not create a primitive" in seen["first"]
+    assert "could not create a primitive" in seen["again"]
+    assert seen["said"].startswith("DeviceLostError")
+    assert seen["elsewhere"] == ["done"]  # as the message says of a new thread
 
 
 def test_threads_are_started_before_the_limit(found):

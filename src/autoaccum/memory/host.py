@@ -137,18 +137,21 @@ class Host(MemoryBackend):
     def release(self) -> None:
         """Collect cycles and give the free pages of the heap back to the kernel.
 
-        Under a limit it also asks whether oneDNN survived. Where memory ran out while it took its scratchpad,
-        it can refuse every convolution of this thread from then on, however much is free (with torch 2.15
-        after some 15 failures inside native code, see benchmarks/host_limit.py); without the question that
-        would look like a model of which no size fits. Steps that `ensure` let through did not meet this.
+        Under a limit it also asks whether oneDNN survived, beyond that limit. oneDNN makes code for the kernels of each
+        shape by Xbyak, which keeps the first error of a thread for good, in a variable that nobody clears: one mapping
+        for code that failed, and every such kernel is refused in this thread from then on, however much is free.
+        Without the question that would look like a model of which no size fits. Steps that `ensure` let through did
+        not meet this; how often others do: benchmarks/host_limit.py.
 
         Raises:
             DeviceLostError: oneDNN no longer works in this thread.
         """
         gc.collect()
         self.trim()
-        if self._limit_bytes is not None and _can_map(_CONVOLUTION_ROOM_BYTES):
-            self._check_onednn()
+        if self._limit_bytes is not None:
+            with self.lifted():
+                if _can_map(_CONVOLUTION_ROOM_BYTES):  # there may be limits that are not this package's
+                    self._check_onednn()
 
     def trim(self) -> None:
         """Give back the free pages of the heap and, without a limit, what matrix products keep for the next one.
@@ -229,8 +232,8 @@ class Host(MemoryBackend):
                 raise
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
-                f"the limit of {format_bytes(self._limit_bytes or 0)} was met inside it; go on in a new process, and "
-                "start there with a smaller micro_batch"
+                f"the limit of {format_bytes(self._limit_bytes or 0)} was met inside it; go on in a new process (or a new "
+                "thread, whose oneDNN is another), and start there with a smaller micro_batch"
             ) from error
 
     def check_limit(self, limit_bytes: int) -> None:
