@@ -232,8 +232,8 @@ class Host(MemoryBackend):
                 raise
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
-                f"the limit of {format_bytes(self._limit_bytes or 0)} was met inside it; go on in a new process, or in a "
-                "new thread, and start there with a smaller micro_batch"
+                f"the limit of {format_bytes(self._limit_bytes or 0)} was met inside it; go on in a new process (or "
+                "thread), and start there with a smaller micro_batch"
             ) from error
 
     def check_limit(self, limit_bytes: int) -> None:
