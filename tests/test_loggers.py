@@ -4,6 +4,7 @@ import builtins
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ def test_the_keys_of_each_event_are_the_documented_ones(path, log):
             "epoch": 1,
             "step": 1,
             "loss": 0.5,
+            "losses": {},
             "metrics": {"accuracy": 0.9375},
             "samples": 360,
             "elapsed_s": 1.5,
@@ -253,6 +255,18 @@ def test_tensorboard_gets_the_scalars_that_are_documented(tmp_path):
         "evaluation/loss": [(2, 0.5)],
         "evaluation/accuracy": [(2, 0.9375)],
     }
+
+
+def test_logs_get_the_losses_of_an_evaluation_by_name(tmp_path, path, log):
+    evaluation = replace(EVALUATION, losses={"loss": 0.5, "box": 0.25})
+    board = started(TensorBoardLog(tmp_path))
+
+    log.on_evaluation(evaluation, epoch=1, step=2)
+    board.on_evaluation(evaluation, epoch=1, step=2)
+    board.on_fit_end(None)
+
+    assert events(path)[-1]["losses"] == {"loss": 0.5, "box": 0.25}
+    assert scalars(tmp_path)["evaluation/loss/box"] == [(2, 0.25)]
 
 
 def test_tensorboard_gets_several_losses_by_name(tmp_path):

@@ -85,9 +85,10 @@ def oom_record(event: MemoryEvent) -> dict[str, Any]:
 
 
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
-    """Return an evaluation as JSON's types: loss, metrics (by name), samples, elapsed_s."""
+    """Return an evaluation as JSON's types: loss, losses and metrics (by name), samples, elapsed_s."""
     return {
         "loss": finite(evaluation.loss),
+        "losses": {name: finite(loss) for name, loss in evaluation.losses.items()},
         "metrics": {name: finite(value) for name, value in evaluation.metrics.items()},
         "samples": evaluation.samples,
         "elapsed_s": evaluation.elapsed_s,
@@ -308,8 +309,11 @@ class TensorBoardLog(_OneStepLate):
         self._add("memory/oom_events", self._oom_events, step)
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Write the loss and the metrics."""
+        """Write the loss, what it is made of, and the metrics."""
         self._add("evaluation/loss", evaluation.loss, step)
+        if len(evaluation.losses) > 1:
+            for name, loss in evaluation.losses.items():
+                self._add(f"evaluation/loss/{name}", loss, step)
         for name, value in evaluation.metrics.items():
             self._add(f"evaluation/{name}", value, step)
 
