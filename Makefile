@@ -138,7 +138,7 @@ faults: $(VENV)/.for-development  ## let every operator of a step fail in turn, 
 
 .PHONY: attack
 attack: $(VENV)/.for-development  ## kill, damage, starve and misuse a training, and count what was lost (some 10 minutes)
-	$(BIN)/python scripts/attack.py
+	$(BIN)/python scripts/attack.py --page docs/attacks.md
 
 .PHONY: gpu
 gpu: $(VENV)/.for-development  ## run what only a card can show (some 8 minutes; nothing where there is none)

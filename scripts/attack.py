@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import platform
 import sys
 import tempfile
 import time
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attacks.row import Row
 
+BEGIN, END = "<!-- attack: begin -->", "<!-- attack: end -->"
 ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "checkpoints", "output", "bad_input")
 
 
@@ -25,6 +28,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="ATTACK", help=f"any of {', '.join(ATTACKS)}; none: all of them")
     parser.add_argument("--share", type=float, default=1.0, help="part of the tries to make (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--page", type=Path, help="a page whose table is replaced, such as docs/attacks.md")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in ATTACKS]:
         parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(ATTACKS)}")
@@ -37,10 +41,22 @@ def main() -> int:
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         for loss in (loss for row in found for loss in row.losses):
             print(f"  {loss}", file=sys.stderr, flush=True)
-    print("| attack | tries | losses | |\n|---|---|---|---|")
-    for row in rows:
-        print(f"| {row.attack} | {row.tries} | {len(row.losses)} | {row.note} |")
+    table = "\n".join(
+        ["| attack | tries | losses | |", "|---|---|---|---|"]
+        + [f"| {row.attack} | {row.tries} | {len(row.losses)} | {row.note} |" for row in rows]
+    )
+    print(table)
+    if options.page is not None:
+        before, rest = options.page.read_text().split(BEGIN)
+        found = f"{_machine()}, seed {options.seed}.\n\n{table}"
+        options.page.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{rest.split(END)[1]}")
     return 1 if any(row.losses for row in rows) else 0
+
+
+def _machine() -> str:
+    import torch  # noqa: PLC0415 - --help goes without
+
+    return f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

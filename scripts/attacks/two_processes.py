@@ -33,6 +33,8 @@ LIMIT_S = 120.0
 # Windows of a run: some tenths of a second, and longer than a contender waits.
 SHORT, LONG = 12, 90
 IN_USE = 8
+# By a contender that gives way, and by an owner that is woken after the one that took over has ended.
+WHY = ("is in use by process", "another process has taken the folder over and has ended since")
 NEVER_SAID = ("Traceback", "FileNotFoundError", "make room")
 
 RECIPE = """
@@ -249,8 +251,8 @@ def losses_of(pair: Pair, expected: Any) -> list[str]:
     if any(code not in (0, IN_USE, -signal.SIGKILL) for code in codes) or 0 not in codes:
         found.append(f"exit codes {codes}")
     for process, text in zip(pair.processes, said, strict=True):
-        if process.code == IN_USE and "is in use by process" not in text:
-            found.append("refused without saying whose folder it is")
+        if process.code == IN_USE and not any(why in text for why in WHY):
+            found.append(f"refused without saying why: {text[-300:]!r}")
         found += [f"said {word!r}" for word in NEVER_SAID if word in text]
     if not found and pair.result() != expected:
         found.append("not the undisturbed run")
