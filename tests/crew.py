@@ -109,7 +109,8 @@ def _work():
             error.__traceback__, error.__context__, error.__cause__ = None, None, None
             answer = ("raised", error)
         finally:
-            distributed.destroy_process_group()
+            if distributed.is_initialized():  # a function that makes groups of its own may fail between two
+                distributed.destroy_process_group()
         pickle.dump(answer, answers)
         answers.flush()
 
