@@ -299,6 +299,7 @@ def on_ranks(rank, size, folder, who, tries, *, keeps=True):
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/end", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
+    distributed.barrier()  # the crew ends it at once, and another may still connect to it
     return found
 
 

@@ -98,6 +98,7 @@ def _work():
             timeout=timedelta(seconds=job["wait_s"]),
         )
         try:
+            distributed.barrier()  # one that is done at once would end the group while another still connects to it
             module, function = job["name"].split(":")
             value = getattr(importlib.import_module(module), function)(
                 job["rank"], job["size"], *job["args"], **job["kwargs"]
