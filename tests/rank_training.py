@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import os
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -353,3 +355,23 @@ def not_finite(rank, size, folder, on_nan):
         error = f"{type(raised).__name__}: {raised}"
     kept = [torch.load(path, weights_only=True)["windows"] for path in sorted(Path(folder).glob("step-*.pt"))]
     return {"error": error, "kept": kept}
+
+
+def meet(rank, size, port, slow_s):
+    """Set up a group as `fit` does, rank 0 slowly; the times at which it was there on this rank."""
+    distributed.destroy_process_group()
+    there = []
+    set_up = distributed.init_process_group
+
+    def slow(*args, **kwargs):
+        set_up(*args, **kwargs)
+        time.sleep(slow_s if rank == 0 else 0.0)
+        there.append(time.monotonic())
+
+    variables = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
+        mock.patch.object(distributed, "init_process_group", slow),
+    ):
+        autoaccum.join_ranks("cpu")
+    return there[0], time.monotonic()

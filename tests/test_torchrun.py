@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,15 @@ def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):
 
     with pytest.raises(autoaccum.InvalidInputError, match=text), ranks.joined(Host()):
         pass
+
+
+def test_rank_goes_on_only_when_all_have_set_up_the_group(crew):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+
+    times = crew.run("rank_training:meet", port, 1.0, size=2)
+
+    assert min(after for _, after in times) >= max(there for there, _ in times)
 
 
 @pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])

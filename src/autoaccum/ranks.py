@@ -435,6 +435,10 @@ def _set_up(device: torch.device) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(f"autoaccum/{attempt}", store)  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        # A rank that fails at once would end the group while another still connects to it, which is then no failure of
+        # a rank but of a connection.
+        store.set(f"met/{rank}", b"")
+        store.wait([f"met/{other}" for other in range(size)], limit)
     except (RuntimeError, ValueError) as error:
         raise RankFailedError(
             f"the other processes of this training were not met ({first_line(error)}); they must be started with the "
