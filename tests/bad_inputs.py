@@ -87,7 +87,6 @@ THINGS = [
     b"bytes",
     10**400,
     -(10**400),
-    10**5000,
     2**63,
     2**70,
     -1,
@@ -110,6 +109,7 @@ THINGS = [
 ]
 JUNK = st.one_of(
     st.sampled_from(THINGS),
+    st.builds(lambda: 10**5000),  # whose digits nobody shows, hypothesis neither
     st.builds(Unshowable),
     st.integers(),
     st.floats(),

@@ -70,6 +70,18 @@ def test_dropped_lines_are_counted_and_said_once_there_is_room(monkeypatch, caps
     assert capsys.readouterr().err == "autoaccum: 2 lines before this one could not be written\nthree\n"
 
 
+def test_line_for_a_descriptor_that_was_closed_leaves_nothing_to_flush():
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    stream = os.fdopen(descriptor, "w", closefd=False)
+    os.close(descriptor)
+
+    assert not output.write_line("one", stream)
+
+    stream.flush()  # which raises where something is still to be written
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 def test_log_on_a_full_disk_is_said_once_and_training_goes_on(capsys):
     result = train(callbacks=[JSONLinesLog("/dev/full")], progress=False)
 

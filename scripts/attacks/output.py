@@ -96,20 +96,21 @@ def _wrong(one: _Try, found: _Trained, expected: _Trained) -> str | None:
 
 
 def _trained(one: _Try, folder: Path) -> _Trained:
-    kept = folder / "kept.json"
-    kept.unlink(missing_ok=True)
+    kept, said = folder / "kept.json", folder / "said.txt"
+    for left in (kept, said):
+        left.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         code = 99
         try:
             code = _in_child(one, folder, kept)
         except BaseException:  # noqa: BLE001 - what a user would see
-            (folder / "said.txt").write_text(traceback.format_exc())
+            _limit_files(resource.RLIM_INFINITY)
+            said.write_text(traceback.format_exc())
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     content = json.loads(kept.read_text()) if kept.exists() else None
-    said = folder / "said.txt"
     return _Trained(os.waitstatus_to_exitcode(status), content, said.read_text() if said.exists() else "")
 
 
@@ -117,8 +118,8 @@ def _in_child(one: _Try, folder: Path, kept: Path) -> int:
     _redirect(2, one.stderr, folder)
     _redirect(1, one.stdout, folder)
     log = Path("/dev/full") if one.log == "full disk" else folder / f"{os.getpid()}.jsonl"
-    if one.log == "may not grow":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    if "may not grow" in (one.stderr, one.stdout, one.log):
+        _limit_files(200)
     code = _by_command(folder, log, kept) if one.by_command else _by_call(one, log, kept)
     for stream in (sys.stdout, sys.stderr):  # as Python does at its end
         try:
@@ -143,7 +144,7 @@ def _by_call(one: _Try, log: Path, kept: Path) -> int:
         progress=autoaccum.progress.LineProgress(every_s=0) if one.progress == "lines" else "bar",
         callbacks=[autoaccum.JSONLinesLog(log)],
     )
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    _limit_files(resource.RLIM_INFINITY)
     _keep(model, kept)
     return DONE
 
@@ -163,10 +164,14 @@ def _by_command(folder: Path, log: Path, kept: Path) -> int:
         cli.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    _limit_files(resource.RLIM_INFINITY)
     if trained:
         _keep(trained[0], kept)
     return code
+
+
+def _limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _keep(model: nn.Module, kept: Path) -> None:
@@ -191,7 +196,6 @@ def _redirect(number: int, way: str, folder: Path) -> None:
         target = os.open(folder / f"{name}.txt", flags, 0o600)
         if way == "may not grow":
             os.write(target, b"x" * 300)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
     os.dup2(target, number)
     os.close(target)
     setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))

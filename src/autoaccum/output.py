@@ -7,6 +7,7 @@ next line that can be written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from typing import Any, TextIO
@@ -46,14 +47,30 @@ def drop_pending(stream: Any) -> None:
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor = stream.fileno()
-        kept, null = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
+        null = os.open(os.devnull, os.O_WRONLY)
         try:
+            kept = _duplicate(descriptor)
             os.dup2(null, descriptor)
-            stream.flush()
+            try:
+                stream.flush()
+            finally:
+                if kept is not None:
+                    os.dup2(kept, descriptor)
+                    os.close(kept)
+                else:
+                    os.close(descriptor)
         finally:
-            os.dup2(kept, descriptor)
-            os.close(kept)
             os.close(null)
+
+
+def _duplicate(descriptor: int) -> int | None:
+    """Return a duplicate of a descriptor; None where it is closed."""
+    try:
+        return os.dup(descriptor)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return None
 
 
 class Dropping:
