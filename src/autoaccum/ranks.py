@@ -437,7 +437,7 @@ def _set_up(device: torch.device) -> None:
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         # A rank that fails at once would end the group while another still connects to it, which is then no failure of
         # a rank but of a connection.
-        store.set(f"met/{rank}", b"")
+        store.set(f"met/{rank}", "")
         store.wait([f"met/{other}" for other in range(size)], limit)
     except (RuntimeError, ValueError) as error:
         raise RankFailedError(
