@@ -117,7 +117,7 @@ bench: $(VENV)/.for-bench  ## measure autoaccum beside its peers (some half an h
 	$(BIN)/python benchmarks/estimates.py --out benchmarks/results/estimates-$$(nproc)-cores.json
 
 .PHONY: estimates
-estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and how fast it is said (some 12 minutes)
+estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and how fast it is said (some 14 minutes)
 	$(BIN)/python benchmarks/estimates.py --out benchmarks/results/estimates-$$(nproc)-cores.json
 	$(BIN)/python benchmarks/estimate_speed.py --out benchmarks/results/estimate_speed-$$(nproc)-cores.json
 
@@ -137,7 +137,7 @@ faults: $(VENV)/.for-development  ## let every operator of a step fail in turn, 
 	$(BIN)/python scripts/faults.py
 
 .PHONY: attack
-attack: $(VENV)/.for-development  ## kill, damage, starve and misuse a training, and count what was lost (some 12 minutes)
+attack: $(VENV)/.for-development  ## kill, damage, starve and misuse a training, and count what was lost (some 14 minutes)
 	$(BIN)/python scripts/attack.py --page docs/attacks.md
 
 .PHONY: gpu

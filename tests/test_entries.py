@@ -302,6 +302,18 @@ def test_entry_that_cannot_be_reported_is_left_out_and_told(model, batch):
     assert "so it is not reported" in told[0]
 
 
+def test_entry_that_is_none_or_a_text_is_not_said_to_be_reported(model, batch):
+    notices = Notices(silent=True)
+
+    def loss(outputs, targets):
+        return {"loss": tokens(outputs, targets), "nothing": None, "text": "twelve"}
+
+    report = runner_of(model, (12,), loss, notices).step(batch)
+
+    assert report.losses.keys() == {"loss"}
+    assert not any("reported, not trained on" in said for said in notices.texts)
+
+
 def test_mapping_without_a_graph_is_refused(model, batch):
     def loss(outputs, targets):
         return {"ce": tokens(outputs, targets).detach(), "accuracy": accuracy(outputs, targets)}
@@ -333,6 +345,17 @@ def test_evaluation_adds_what_training_adds(loss, trained, model, batch):
     found = Evaluator(step).run(batches_of(batch, 5, 4, 3))
 
     assert found.loss == pytest.approx(loss_of(model, batch), rel=1e-12)
+    assert dict(found.losses) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(12,), (5, 4, 3), (7, 5)])
+def test_evaluation_of_a_sum_reports_a_plain_number_a_sample_however_it_is_cut(sizes, model, batch):
+    step = training_step(model, summed, torch.optim.SGD(model.parameters(), lr=0.0))
+    autoaccum.Runner.of(step, autoaccum.plan(12, 5), callbacks=(), notices=Notices(silent=True)).step(batch)
+    expected = {name: value / 12 for name, value in exact(summed, model, batch).items()}
+
+    found = Evaluator(step).run(batches_of(batch, *sizes))
+
     assert dict(found.losses) == pytest.approx(expected, rel=1e-12)
 
 

@@ -37,7 +37,8 @@ _REST = {
 }
 _NEXT = {
     True: "go on with the next window",
-    False: "do not make this window again; mend what failed, and go on from the last checkpoint",
+    False: "do not make this window again; mend what failed, and go on from the last checkpoint, or "
+    "anew where there is none",
 }
 
 

@@ -79,7 +79,8 @@ class Entries:
             if name != total and self._shown.get(name) is not False:
                 self._shown[name] = False
                 self._on_reported(name)
-        others = [name for name in raw if name != total]
+        # Of what is no number somebody else says so.
+        others = [name for name, value in raw.items() if name != total and not isinstance(value, str | None)]
         if others:
             self._notices.say(
                 f"{_listed(others)}: reported, not trained on, since the entry {total!r} beside it is the total",

@@ -287,11 +287,15 @@ class Evaluator:
         losses: list[_Loss] = []
         for terms in of_passes:
             added = [self._loss(term, cut, size) for term in terms if not term.is_reported]
-            # What is reported as a plain number weighs as its total does.
+            # What is reported as a plain number weighs as its total does, and is a sum where that is one.
             usual = added[0][2] if len(added) == 1 else float(size)
+            is_sum = all(self._is_sum(term) for term in terms if not term.is_reported)
             losses += added
-            losses += [_reported(term, size, usual) for term in terms if term.is_reported]
+            losses += [_reported(term, size, usual, is_sum=is_sum) for term in terms if term.is_reported]
         return losses
+
+    def _is_sum(self, term: Term) -> bool:
+        return term.over is not Over.PAIR and self._step.objective.weighting(term.name).over is Over.SUM
 
     def _loss(self, term: Term, cut: Any, size: int) -> _Loss:
         """Return a loss' name, sum and weight."""
@@ -308,11 +312,13 @@ class Evaluator:
         return term.name, (value * weight if weight else torch.zeros_like(value)), weight, False
 
 
-def _reported(term: Term, size: int, usual: float | Tensor) -> _Loss:
+def _reported(term: Term, size: int, usual: float | Tensor, *, is_sum: bool) -> _Loss:
     value = in_full(term.value)
     if term.over is Over.PAIR:
         assert term.weight is not None
         return term.name, value, term.weight, True
+    if is_sum and term.over is not Over.VECTOR:
+        return term.name, value, float(size), True
     weight = float(size) if term.over is Over.VECTOR else usual
     if isinstance(weight, float) and not weight:
         return term.name, torch.zeros_like(value), weight, True
