@@ -117,7 +117,7 @@ bench: $(VENV)/.for-bench  ## measure autoaccum beside its peers (some half an h
 	$(BIN)/python benchmarks/estimates.py --out benchmarks/results/estimates-$$(nproc)-cores.json
 
 .PHONY: estimates
-estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and how fast it is said (some 14 minutes)
+estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and how fast it is said (some 10 minutes)
 	$(BIN)/python benchmarks/estimates.py --out benchmarks/results/estimates-$$(nproc)-cores.json
 	$(BIN)/python benchmarks/estimate_speed.py --out benchmarks/results/estimate_speed-$$(nproc)-cores.json
 

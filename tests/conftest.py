@@ -47,7 +47,6 @@ def pytest_collection_modifyitems(items):
     sharing_out.first_those_of_ranks(items)
 
 
-@pytest.hookimpl(optionalhook=True)
 def pytest_terminal_summary(terminalreporter):
     """Print what a test that was run again had said: with -r R pytest names it only."""
     for report in terminalreporter.getreports("rerun"):
@@ -55,6 +54,7 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.line(report.longreprtext)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return sharing_out.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
