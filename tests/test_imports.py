@@ -25,6 +25,7 @@ ORDER = (
     "targets",
     "questions",
     "output",
+    "own_code",
     "notices",
     "callbacks",
     "environment",

@@ -26,8 +26,8 @@ from autoaccum.places import Place, mark_of
 from autoaccum.step import TrainingStep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from types import FrameType
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from types import CodeType, FrameType
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "other")
 # Nodes of operators whose result shares the storage of their input (torch, tools/autograd/derivatives.yaml: views).
@@ -36,6 +36,9 @@ _VIEWS = re.compile(
     r"Squeeze|T|Transpose|Unbind|Unfold|Unsqueeze|View|ViewAsComplex|ViewAsReal|Chunk)Backward\d+"
 )
 _RAW = "_raw_saved_"
+# The functions whose frames are looked into, and the argument of each that is wanted.
+_MICRO_BATCH_OF = TrainingStep.accumulate, "batch"
+_REFUSED_BY = StorageWatch._count, "storages"
 
 
 @dataclass(slots=True)
@@ -216,10 +219,8 @@ class _Frames:
     def _look_at(
         self, frame: FrameType, variables: Mapping[str, Any], line: int, names: Mapping[int, tuple[str, str]]
     ) -> None:
-        if frame.f_code is TrainingStep.accumulate.__code__:
-            self.inputs += _tensors(variables.get("batch"))
-        if frame.f_code is StorageWatch._count.__code__:
-            self.refused |= set(variables.get("storages", ()))
+        self.inputs += _tensors(_argument(frame, variables, *_MICRO_BATCH_OF))
+        self.refused |= set(_argument(frame, variables, *_REFUSED_BY) or ())
         name = names.get(id(variables.get("self")))
         if name is None:
             return
@@ -227,6 +228,14 @@ class _Frames:
         for value in variables.values():
             for tensor in _tensors(value):
                 self.places.setdefault(id(tensor), place)
+
+
+def _argument(frame: FrameType, variables: Mapping[str, Any], function: Callable[..., Any], name: str) -> Any:
+    """Return an argument of a function, if the frame is one of that function's; else None."""
+    code: CodeType = function.__code__
+    if name not in code.co_varnames[: code.co_argcount]:
+        raise AssertionError(f"{function.__qualname__} has no argument {name!r}")
+    return variables.get(name) if frame.f_code is code else None
 
 
 def _running() -> Iterator[FrameType]:

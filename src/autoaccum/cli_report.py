@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -29,6 +29,7 @@ from autoaccum.jobs.recipe_exits import exits_refused, is_exit
 from autoaccum.memory.limits import format_bytes, parse_size
 from autoaccum.oom import first_line, is_oom
 from autoaccum.output import is_terminal
+from autoaccum.own_code import raised_here
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
 from autoaccum.preflight import preflight
 from autoaccum.preflight.deadline import left_by_slurm, seconds_in
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from autoaccum.jobs import Job
     from autoaccum.report import Report
 
-_PACKAGE = Path(__file__).parent
-# Where a model, a loss or an optimizer's function is called: arguments that it does not take raise there.
-_CALLS_THE_RECIPE = ("objective.py", "optimizers.py", "fakes.py")
 # No sequence is as long; `int` refuses numbers of thousands of digits with an error of its own.
 _MOST_DIGITS = 12
 # What CUDA says where another process has a card to itself.
@@ -231,7 +229,7 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
             or is_exit(error)
             or is_oom(error)
             or _BUSY in str(error)
-            or _is_our_own(error)
+            or raised_here(error)
         ):
             raise
         show_traceback(error)
@@ -258,17 +256,6 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
 
 def _name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _is_our_own(error: Exception) -> bool:
-    """Whether it was raised in autoaccum itself, but for the place that calls what the recipe holds."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is None:
-        return False
-    path = Path(frame.tb_frame.f_code.co_filename)
-    return _PACKAGE in path.parents and path.name not in _CALLS_THE_RECIPE
 
 
 def _is_to_measure(device: str | None, gpu: list[str] | None, device_memory: str | None) -> bool:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from autoaccum.notices import Notices
 
+CALLS_USER_CODE = True  # for own_code.raised_here
+
 # The model, the copy of it that makes the step, its gradients, and the two numbers that Adam keeps of each.
 _COPIES_OF_A_STEP = 5
 # Where a module keeps what moves with it.

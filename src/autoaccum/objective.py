@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from autoaccum.notices import Notices
     from autoaccum.state import Mark
 
+CALLS_USER_CODE = True  # for own_code.raised_here
+
 Loss = Callable[..., Any]
 
 # What parts of a window add up by: their samples, not at all, or the weight of a pair, which only its loss tells; else

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from autoaccum.notices import Notices
 
+CALLS_USER_CODE = True  # for own_code.raised_here
+
 MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer]
 
 _SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}

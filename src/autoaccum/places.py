@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from autoaccum import own_code
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import CodeType, FrameType
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _KEY = "autoaccum"
-_PYTORCH, _AUTOACCUM = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_PYTORCH = str(Path(torch.__file__).parent)
 # How the model itself is called, whose path is empty.
 MODEL = "(model)"
 
@@ -65,7 +67,7 @@ class Places:
                 name = ".".join(filter(None, ("" if number == 0 else "(loss)", path))) or MODEL
                 self._names.setdefault(id(part), (name, type(part).__name__))
                 code = getattr(type(part).forward, "__code__", None)
-                if code is not None and not code.co_filename.startswith((_PYTORCH, _AUTOACCUM)):
+                if code is not None and not code.co_filename.startswith((_PYTORCH, own_code.FOLDER)):
                     self._own_code[id(part)] = code, code.co_firstlineno
         self._can_mark = not any(_is_compiled(part) for root in modules for part in root.modules())
         self._at_work: list[Place] = []
@@ -153,7 +155,7 @@ def _caller() -> tuple[CodeType | None, int]:
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_AUTOACCUM):
+        if file.startswith(own_code.FOLDER):
             break
         if not file.startswith(_PYTORCH):
             return frame.f_code, frame.f_lineno

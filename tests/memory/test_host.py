@@ -67,8 +67,8 @@ def test_process_that_reached_its_own_limit_is_refused_with_the_remedy(found):
 
 
 def test_steps_that_fail_in_convolutions_leave_nothing_behind():
-    # In a process of its own, since oneDNN keeps a primitive for each size (0.5 to 1 MiB) where one ran before the first
-    # limit; and in another where oneDNN was lost, which is told.
+    # In a process of its own, since oneDNN keeps a primitive for each size (0.5 to 1 MiB) where one ran before the
+    # first limit; and in another where oneDNN was lost, which is told.
     for _ in range(4):
         seen = run_checks("twenty_failing_steps_leave_nothing_behind")["twenty_failing_steps_leave_nothing_behind"]
         if not (isinstance(seen, str) and "DeviceLostError" in seen):

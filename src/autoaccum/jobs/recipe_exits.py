@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs.slurm_stop import Stopped
+from autoaccum.own_code import is_own_file
 from autoaccum.signals import Terminated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-_PACKAGE = Path(__file__).parent.parent
 # By name: click, which typer may carry within itself, is not imported with the library.
 _EXITS_OF_CLICK = ("Exit", "Abort", "ClickException")
 _HINT = "return from there, or raise an exception that says what is wrong"
@@ -68,7 +68,7 @@ def _place(recipe: str | Path, error: BaseException) -> str:
     path = Path(recipe)
     path = path if path.suffix == ".py" else Path(str(recipe).rpartition(":")[0])
     own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
-    others = [frame for frame in frames if _PACKAGE not in Path(frame.filename).parents]
+    others = [frame for frame in frames if not is_own_file(frame.filename)]
     last = next((group[-1] for group in (own, others, frames) if group), None)
     if last is None:
         return ""

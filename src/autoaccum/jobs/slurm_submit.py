@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.slurm_again import MARK
+from autoaccum.jobs import slurm_again
 from autoaccum.jobs.slurm_folder import JobFolder, Submitted, plain
 
 if TYPE_CHECKING:
@@ -206,12 +206,12 @@ def _setup() -> list[str]:
         "stopped=",
         "trap 'stopped=1' TERM  # what runs below hears it too, and leaves a checkpoint",
         "while true; do",
-        f'echo "{MARK}"',
+        f'echo "{slurm_again.MARK}"',
     ]
 
 
 def _teardown(folder: JobFolder) -> list[str]:
-    again = shlex.join([sys.executable, "-m", "autoaccum.jobs.slurm_again", str(folder.path)])
+    again = shlex.join([sys.executable, "-m", slurm_again.__name__, str(folder.path)])
     return [
         "code=$?",
         'if [ "$code" = 0 ] || [ "$stopped" ]; then exit "$code"; fi',

@@ -1,0 +1,43 @@
+"""Tells code of this package from the user's, wherever its files stand: in frames, and in tracebacks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_NAME = __name__.partition(".")[0]
+# A module of this package that calls what the user gave sets this name to True: where such a call does not fit what it
+# calls, Python raises in the frame of the caller.
+_MARK = "CALLS_USER_CODE"
+
+
+def _folder() -> str:
+    spec = importlib.util.find_spec(_NAME)
+    if spec is None or spec.origin is None:
+        raise AssertionError(f"{_NAME} runs from no file")
+    return str(Path(spec.origin).parent)
+
+
+# The folder of the package, with all of its modules.
+FOLDER = _folder()
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a file is one of this package."""
+    return Path(FOLDER) in Path(name).parents
+
+
+def raised_here(error: BaseException) -> bool:
+    """Whether an error was raised in this package itself, and not by a call of what the user gave."""
+    link = error.__traceback__
+    while link is not None and link.tb_next is not None:
+        link = link.tb_next
+    return link is not None and _is_own(link.tb_frame) and not link.tb_frame.f_globals.get(_MARK, False)
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == _NAME
