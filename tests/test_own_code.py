@@ -7,7 +7,7 @@ from autoaccum import fakes, objective, optimizers, own_code
 
 
 def error_of(function, *arguments):
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         function(*arguments)
     return caught.value
 
