@@ -19,8 +19,8 @@ from gpu_models import Work, be_deterministic, whole_state
 from gpu_sabotage import MOMENTS, Hog
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.memory import Simulated, backend_for
-from autoaccum.notices import Notices
 from autoaccum.oom import let_go
 from faults import FailAt, differences
 

@@ -19,7 +19,7 @@ from gpu_common import MIB, ROOT, child_environment, in_turn, quartiles, run_par
 from torch import nn
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 
 _MICRO_BATCHES = 8
 

@@ -18,7 +18,7 @@ from overhead import MICRO_BATCHES, SIZES, network, processor
 from torch import nn
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from autoaccum.postmortem import PostMortem
 
 

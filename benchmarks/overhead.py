@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 
 MICRO_BATCHES = 4  # the documents' own number of accumulation steps
 # Hidden width and samples a micro-batch; chosen so that a micro-step takes about 0.1, 1 and 10 ms on one core.

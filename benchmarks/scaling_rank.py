@@ -24,8 +24,8 @@ from workloads import Transformer
 
 import autoaccum
 from autoaccum import devices
+from autoaccum._system.notices import Notices
 from autoaccum.buckets import Buckets
-from autoaccum.notices import Notices
 from autoaccum.ranks import Ranks
 
 VOCABULARY, LENGTH = 2000, 32

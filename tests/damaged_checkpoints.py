@@ -18,7 +18,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum import seal
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from autoaccum.storage import Storage
 from long_runs import bits
 

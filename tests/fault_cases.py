@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 
 SAMPLES = 12
 WINDOWS = 4

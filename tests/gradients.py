@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 
 
 def whole_loss(model, loss, batch):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from autoaccum.inventory import Inventory
 from autoaccum.joint import Joint
-from autoaccum.notices import Notices
 from autoaccum.step import TrainingStep
 from faults import FailAt
 from helpers import assert_bitwise, classifier, labelled, training_step

@@ -11,6 +11,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum import checkpoint as checkpoint_module
+from autoaccum._system.notices import Notices
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -18,7 +19,6 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.notices import Notices
 from autoaccum.storage import Storage
 from long_runs import (
     EPOCHS,

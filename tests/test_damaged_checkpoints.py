@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import damaged_checkpoints as damaged
+from autoaccum._system.notices import Notices
 from autoaccum.errors import AutoaccumError, CheckpointError
-from autoaccum.notices import Notices
 from autoaccum.packing import packed
 from autoaccum.storage import Storage
 

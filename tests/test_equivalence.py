@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from gradients import (
     assert_as_exact_as_full_batch,
     assert_full_batch_gradient,

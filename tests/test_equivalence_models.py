@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from gradients import (
     assert_as_exact_as_full_batch,
     assert_full_batch_gradient,

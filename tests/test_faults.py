@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from autoaccum import oom, signals
+from autoaccum import oom
+from autoaccum._system import signals
 from autoaccum.accumulation import Accumulation
 from autoaccum.aside import Aside
 from autoaccum.batches import Window

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from autoaccum._system.notices import Notices
 from autoaccum.batches import Window
 from autoaccum.gone_through import GoneThrough
-from autoaccum.notices import Notices
 
 
 def note(*targets):

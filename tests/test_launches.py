@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.fakes import Stage, ValuesAssumed
-from autoaccum.notices import Notices
 from autoaccum.objective import Objective
 from autoaccum.rehearsal import FakePrecision
 from autoaccum.runner import Runner

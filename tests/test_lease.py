@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 import autoaccum
-from autoaccum import lease as lease_module
-from autoaccum import process_identity
+from autoaccum._system import lease as lease_module
+from autoaccum._system import process
+from autoaccum._system.lease import Lease
+from autoaccum._system.process import ProcessIdentity
 from autoaccum.errors import CheckpointError, CheckpointInUseError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, code_for
-from autoaccum.lease import Lease
-from autoaccum.process_identity import ProcessIdentity
 from autoaccum.storage import Storage
 from interleaving import Interleaving
 from long_runs import Run, StopAt, StoppedError, checkpoints
@@ -186,7 +186,7 @@ def holder_here(folder):
 
 def identity_of(pid):
     own = ProcessIdentity.own()
-    return ProcessIdentity(own.host, pid, own.boot, own.namespace, process_identity._state_and_start(pid)[1])
+    return ProcessIdentity(own.host, pid, own.boot, own.namespace, process._state_and_start(pid)[1])
 
 
 def fields_of(identity):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 import autoaccum
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from faults import FailAt
 from gradients import distance
 from helpers import assert_bitwise, classifier, labelled

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 
 
 def test_notice_goes_to_stderr_and_nothing_to_stdout(capsys):

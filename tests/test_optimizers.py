@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.notices import Notices
 from autoaccum.optimizers import resolve, scale_learning_rate
 from helpers import CountingLoader, batches_of, classifier, labelled
 

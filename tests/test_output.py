@@ -11,7 +11,7 @@ import typer
 from torch import nn
 
 import autoaccum
-from autoaccum import output
+from autoaccum._system import output
 from autoaccum.exit_codes import errors_as_exit_codes
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.progress import LineProgress

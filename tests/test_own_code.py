@@ -3,7 +3,8 @@
 import pytest
 
 import autoaccum
-from autoaccum import fakes, objective, optimizers, own_code
+from autoaccum import fakes, objective, optimizers
+from autoaccum._system import own_code
 
 
 def error_of(function, *arguments):

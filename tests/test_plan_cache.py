@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from autoaccum import plan_cache
+from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.simulated import Simulated
-from autoaccum.notices import Notices
 from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of
 from helpers import assert_bitwise, classifier, labelled, state_of, training_step
 
@@ -484,7 +484,7 @@ CROWD = """
 import random, sys
 from pathlib import Path
 from autoaccum import plan_cache
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from autoaccum.plan_cache import Key, PlanCache, Remembered
 
 plan_cache._MOST_FILES = 5
@@ -540,7 +540,7 @@ import functools
 import torch
 from torch import nn
 from autoaccum.memory import backend_for
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from autoaccum.plan_cache import key_of
 from autoaccum.step import assemble
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.notices import Notices
 from autoaccum.precision import PRECISIONS, Precision, resolve
 from helpers import CPU
 

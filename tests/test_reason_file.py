@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from autoaccum import reason_file
-from autoaccum.environment import REASON_FILE
-from autoaccum.reason_file import OUT_OF_MEMORY, Reason
+from autoaccum._system import reason_file
+from autoaccum._system.environment import REASON_FILE
+from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 
 
 @pytest.fixture

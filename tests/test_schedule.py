@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.notices import Notices
 from autoaccum.optimizers import scale_learning_rate
 from helpers import assert_bitwise, batches_of, labelled, state_of
 

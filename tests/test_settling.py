@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.batches import as_window
-from autoaccum.notices import Notices
 from autoaccum.objective import Objective
 from autoaccum.state import Mark
 from autoaccum.weighting import Over

@@ -7,7 +7,7 @@ import torch
 
 import autoaccum
 import rank_training
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from autoaccum.saving import saver_for
 
 FAR = 1e-12

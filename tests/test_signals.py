@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from autoaccum.signals import Terminated, Watch, held
+from autoaccum._system.signals import Terminated, Watch, held
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -190,7 +190,7 @@ def test_sigterm_without_a_handler_of_the_users_is_to_end_the_process(monkeypatc
             signal.raise_signal(signal.SIGTERM)
 
         assert not watch.terminate()
-        monkeypatch.setattr("autoaccum.signals.signal.raise_signal", delivered.append)
+        monkeypatch.setattr("autoaccum._system.signals.signal.raise_signal", delivered.append)
 
     assert delivered == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from autoaccum._system.notices import Notices
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.notices import Notices
 from autoaccum.storage import Storage, check_that_it_can_be_kept
 
 

@@ -15,7 +15,7 @@ from attacks.row import Row
 
 import damaged_checkpoints as damaged
 from autoaccum import AutoaccumError
-from autoaccum.notices import Notices
+from autoaccum._system.notices import Notices
 from autoaccum.packing import packed
 from autoaccum.storage import Storage
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autoaccum import signals
+from autoaccum._system import signals
 from autoaccum.aside import Aside
 from autoaccum.errors import InvalidInputError, StateDamagedError
 from autoaccum.reported import LOSS

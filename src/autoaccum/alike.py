@@ -17,8 +17,8 @@ from autoaccum.sharded_model import is_spread
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from autoaccum._system.notices import Notices
     from autoaccum.batches import Window
-    from autoaccum.notices import Notices
     from autoaccum.ranks import Ranks
     from autoaccum.step import TrainingStep
 

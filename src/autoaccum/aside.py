@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from autoaccum import signals
+from autoaccum._system import signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

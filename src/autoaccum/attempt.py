@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from autoaccum import oom, signals
+from autoaccum import oom
+from autoaccum._system import signals
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 from autoaccum.joint import ELSEWHERE
 from autoaccum.reported import means

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
 
 BATCHNORM_MODES = ("keep", "rescale")
 

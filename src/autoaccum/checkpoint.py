@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
     from autoaccum.position import RandomStates
     from autoaccum.schedule import Schedule
     from autoaccum.state import RandomState

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoaccum._system.output import Dropping, stand_in_for_closed
 from autoaccum.callbacks import Callback, check_callbacks
 from autoaccum.cli_numbers import check_counts, check_minutes, check_seed, check_texts
 from autoaccum.cli_report import report_command
@@ -55,7 +56,6 @@ from autoaccum.loggers import (
     probe_record,
     trial_record,
 )
-from autoaccum.output import Dropping, stand_in_for_closed
 
 if TYPE_CHECKING:
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult

@@ -20,6 +20,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from autoaccum._system.output import is_terminal
+from autoaccum._system.own_code import raised_here
 from autoaccum.batches import shapes_of
 from autoaccum.cards import card_named, custom_card
 from autoaccum.cli_numbers import check_counts, check_texts
@@ -28,8 +30,6 @@ from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loade
 from autoaccum.jobs.recipe_exits import exits_refused, is_exit
 from autoaccum.memory.limits import format_bytes, parse_size
 from autoaccum.oom import first_line, is_oom
-from autoaccum.output import is_terminal
-from autoaccum.own_code import raised_here
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
 from autoaccum.preflight import preflight
 from autoaccum.preflight.deadline import left_by_slurm, seconds_in

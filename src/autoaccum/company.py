@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Moment
-    from autoaccum.notices import Notices
     from autoaccum.position import Position, Track
     from autoaccum.ranks import Ranks
     from autoaccum.records import Plan

@@ -20,7 +20,7 @@ from autoaccum.oom import first_line, is_device_lost, is_oom
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
 
 
 def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module, notices: Notices) -> MemoryBackend:

@@ -19,7 +19,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
 
 TOTAL = "loss"
 

@@ -30,13 +30,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from autoaccum._system.notices import Notices
 from autoaccum.arguments import check_positive_int
 from autoaccum.batches import Piece, copied, count, map_tensors, repeated
 from autoaccum.cuda_rules import cuda_workspace
 from autoaccum.errors import InvalidInputError
 from autoaccum.fakes import Stage, batch_like, built_for_real, built_on_meta
 from autoaccum.memory.simulated import Simulated
-from autoaccum.notices import Notices
 from autoaccum.objective import Objective
 from autoaccum.oom import first_line
 from autoaccum.optimizers import resolve

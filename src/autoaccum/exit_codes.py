@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from autoaccum._system.output import drop_pending, write_line
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
@@ -28,7 +29,6 @@ from autoaccum.errors import (
     UpdateCompleteError,
 )
 from autoaccum.jobs import load_recipe
-from autoaccum.output import drop_pending, write_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ from autoaccum.oom import first_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._system.notices import Notices
 from autoaccum.arguments import check_choice
 from autoaccum.errors import NotFiniteError
-from autoaccum.notices import Notices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from autoaccum import devices, optimizers
+from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
+from autoaccum._system.notices import Notices
 from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
 from autoaccum.arguments import check_bool, check_iterable, check_positive_int, check_whole_number
 from autoaccum.batches import check_windows
@@ -20,14 +22,12 @@ from autoaccum.batchnorm import check_batchnorm
 from autoaccum.callbacks import check_callbacks
 from autoaccum.company import Company
 from autoaccum.compiling import Compiling, check_that_it_can_be_limited, compile_options
-from autoaccum.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum.errors import InvalidInputError
 from autoaccum.evaluation import check_metrics
 from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
 from autoaccum.finiteness import check_on_nan
 from autoaccum.memory.limits import parse_limit
-from autoaccum.notices import Notices
 from autoaccum.overlap import check_overlap, hindrance
 from autoaccum.peeking import can_be_read_once
 from autoaccum.plan_cache import PlanCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import signals
+from autoaccum._system import signals
 from autoaccum.company import WHOLE, part_of
 from autoaccum.errors import CheckpointError, StateDamagedError
 from autoaccum.packing import without_tensors
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Contents, Cutting
     from autoaccum.company import Company
     from autoaccum.course import Course
     from autoaccum.finiteness import Finiteness
     from autoaccum.memory.base import MemoryBackend
-    from autoaccum.notices import Notices
     from autoaccum.runners import Runners
     from autoaccum.saving import Saver
     from autoaccum.shards import Files

@@ -29,8 +29,8 @@ from autoaccum.weighting import Over, Weighting
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from autoaccum._system.notices import Notices
     from autoaccum.batches import Window
-    from autoaccum.notices import Notices
     from autoaccum.state import Mark
 
 CALLS_USER_CODE = True  # for own_code.raised_here

@@ -14,7 +14,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from torch import nn
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum import signals
+from autoaccum._system import signals
 from autoaccum.arguments import check_bool
 from autoaccum.buckets import BUCKET_BYTES, Buckets
 from autoaccum.errors import RankFailedError
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
+    from autoaccum._system.notices import Notices
     from autoaccum.buckets import Bucket
     from autoaccum.memory.base import MemoryBackend
-    from autoaccum.notices import Notices
     from autoaccum.ranks import Asked, Ranks
     from autoaccum.step import TrainingStep
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from autoaccum import own_code
+from autoaccum._system import own_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

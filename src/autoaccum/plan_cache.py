@@ -36,7 +36,7 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
     from autoaccum.step import TrainingStep
 
 FOLDER_VARIABLE = "AUTOACCUM_CACHE_DIR"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum import safe_files
+from autoaccum._system import safe_files
 from autoaccum.alive import CATEGORIES, survey
 from autoaccum.arguments import check_path
 from autoaccum.errors import InvalidInputError
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from autoaccum._system.notices import Notices
     from autoaccum.alive import Alive
-    from autoaccum.notices import Notices
     from autoaccum.step import TrainingStep
 
 FORMAT, VERSION = "autoaccum.oom_report", 1

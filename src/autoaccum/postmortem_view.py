@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from autoaccum import safe_files
+from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import format_bytes
 from autoaccum.postmortem import FORMAT, VERSION

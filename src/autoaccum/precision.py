@@ -12,7 +12,7 @@ from autoaccum.arguments import check_choice
 if TYPE_CHECKING:
     from torch import nn
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

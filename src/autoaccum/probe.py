@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum import devices, signals
+from autoaccum import devices
+from autoaccum._system import signals
+from autoaccum._system.notices import Notices
 from autoaccum.arguments import check_positive_int
 from autoaccum.batches import count
 from autoaccum.errors import DoesNotFitError
 from autoaccum.fallback import ways_left
 from autoaccum.memory import backend_for
 from autoaccum.memory.limits import describe_neighbours, format_bytes, parse_limit
-from autoaccum.notices import Notices
 from autoaccum.records import ProbeResult
 from autoaccum.scope import WholeWindow, check_loss_scope
 from autoaccum.search import line_through, next_size

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import afterwards, devices, oom, optimizers
+from autoaccum._system.notices import Notices
 from autoaccum.accumulation import Accumulation
 from autoaccum.arguments import check_iterable, shown
 from autoaccum.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
@@ -23,7 +24,6 @@ from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.callbacks import check_callbacks
 from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
 from autoaccum.evaluation import Evaluator
-from autoaccum.notices import Notices
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
 from autoaccum.room import Room
@@ -171,7 +171,9 @@ class Runner:
         check_loss_scope(loss_scope)
         check_batchnorm(batchnorm)
         if notices is not None and not isinstance(notices, Notices):
-            raise InvalidInputError(f"notices={shown(notices)} must be autoaccum.notices.Notices, or None for stderr")
+            raise InvalidInputError(
+                f"notices={shown(notices)} must be autoaccum._system.notices.Notices, or None for stderr"
+            )
         notices = notices or Notices()
         step = assemble(
             model,

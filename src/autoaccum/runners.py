@@ -13,13 +13,13 @@ from autoaccum.runner import Runner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autoaccum._system.notices import Notices
     from autoaccum.batches import Window
     from autoaccum.company import Company
     from autoaccum.compiling import Compiling
     from autoaccum.course import Course
     from autoaccum.fallback import Fallbacks
     from autoaccum.finding import Finding
-    from autoaccum.notices import Notices
     from autoaccum.records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum.step import TrainingStep
 

@@ -6,10 +6,10 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import safe_files
+from autoaccum._system import safe_files
+from autoaccum._system.lease import Lease
 from autoaccum.arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.lease import Lease
 from autoaccum.storage import Storage
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
+    from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Moment
-    from autoaccum.notices import Notices
     from autoaccum.position import Position
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoaccum import batches, oom, signals
+from autoaccum import batches, oom
+from autoaccum._system import signals
 from autoaccum.batches import Window
 from autoaccum.compiling import uncompiled
 from autoaccum.errors import InvalidInputError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
     from autoaccum.objective import Objective, Term
     from autoaccum.state import Mark
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from autoaccum import safe_files
+from autoaccum._system import safe_files
 
 if TYPE_CHECKING:
     from pathlib import Path

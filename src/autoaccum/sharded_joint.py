@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from autoaccum import reason_file
+from autoaccum._system import reason_file
+from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.batches import Window, copied
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
 from autoaccum.growth import Growth
@@ -23,7 +24,6 @@ from autoaccum.objective import SAMPLES, Factors
 from autoaccum.oom import first_line, is_oom, is_too_large
 from autoaccum.planner import balanced
 from autoaccum.probe import does_not_fit_text
-from autoaccum.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.sharded_model import least_size
 from autoaccum.state import Mark
 from autoaccum.step import Accumulated

@@ -29,8 +29,8 @@ from autoaccum.weighting import Over
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from autoaccum._system.notices import Notices
     from autoaccum.memory.base import MemoryBackend
-    from autoaccum.notices import Notices
     from autoaccum.objective import Factors, Loss, Source, Term
     from autoaccum.postmortem import PostMortem
     from autoaccum.precision import Precision

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from autoaccum import safe_files, seal, shards
+from autoaccum import seal, shards
+from autoaccum._system import safe_files
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.oom import first_line
 from autoaccum.packing import PackingError, packed, unpacked
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from autoaccum.notices import Notices
+    from autoaccum._system.notices import Notices
 
 # The newest, and one to fall back on where that was damaged afterwards.
 _KEPT = 2

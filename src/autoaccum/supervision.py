@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-from autoaccum import afterwards, oom, signals
+from autoaccum import afterwards, oom
+from autoaccum._system import signals
 from autoaccum.company import END, SAVE
 from autoaccum.errors import (
     CheckpointError,
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from autoaccum._system.notices import Notices
     from autoaccum.company import Company
     from autoaccum.course import Course
     from autoaccum.keeping import Keeping
-    from autoaccum.notices import Notices
     from autoaccum.runners import Runners
 
 

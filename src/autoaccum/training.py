@@ -6,7 +6,8 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import devices, signals
+from autoaccum import devices
+from autoaccum._system import signals
 from autoaccum.checkpoint import Contents
 from autoaccum.course import Course
 from autoaccum.finiteness import Finiteness
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from autoaccum._system.notices import Notices
     from autoaccum.batches import Window
     from autoaccum.callbacks import Callback
     from autoaccum.company import Company
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from autoaccum.evaluation import Metric
     from autoaccum.fallback import Fallbacks
     from autoaccum.finding import Finding
-    from autoaccum.notices import Notices
     from autoaccum.records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport
     from autoaccum.saving import Saver
     from autoaccum.step import TrainingStep

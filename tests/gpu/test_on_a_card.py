@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.memory import backend_for
-from autoaccum.notices import Notices
 from faults import FailAt, differences, state_of
 
 pytestmark = [

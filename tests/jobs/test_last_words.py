@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
+from autoaccum._system.reason_file import Reason
 from autoaccum.jobs.deaths import Ended, judge
-from autoaccum.reason_file import Reason
 from log_examples import (
     ABORT,
     BAD_ALLOC,

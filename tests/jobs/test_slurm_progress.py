@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import autoaccum
+from autoaccum._system.notices import Notices
 from autoaccum.jobs import slurm_progress
 from autoaccum.jobs.slurm_folder import JobFolder, Progress
 from autoaccum.jobs.slurm_progress import ProgressFile
-from autoaccum.notices import Notices
 
 DATA = [(torch.zeros(4, 2), torch.zeros(4, 1))] * 3
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from autoaccum._system.notices import Notices
     from autoaccum.jobs.cuts import Cut
     from autoaccum.jobs.deaths import Ended, Verdict
     from autoaccum.jobs.surroundings import DeviceMemory
-    from autoaccum.notices import Notices
 
 
 @dataclass

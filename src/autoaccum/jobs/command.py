@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from autoaccum import environment
+from autoaccum._system import environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

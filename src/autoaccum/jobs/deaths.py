@@ -11,15 +11,15 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from autoaccum._system.reason_file import OUT_OF_MEMORY
 from autoaccum.jobs.last_words import killed_by, memory_words
 from autoaccum.jobs.launchers import KILLED, SIGNAL_BASE
 from autoaccum.memory.kills import risen
-from autoaccum.reason_file import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autoaccum.reason_file import Reason
+    from autoaccum._system.reason_file import Reason
 
 # Of ExitCode: `fit` says that not even one sample fits, or that it wants to be started again with a smaller cut.
 DOES_NOT_FIT = 4

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum import reason_file
+from autoaccum._system import reason_file
+from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
+from autoaccum._system.notices import Notices
 from autoaccum.arguments import check_positive_int
-from autoaccum.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs.attempts import AttemptLog
 from autoaccum.jobs.command import filled, numbers_of, placeholders, variables
@@ -28,7 +29,6 @@ from autoaccum.jobs.supervisor import GRACE_S, Supervisor
 from autoaccum.jobs.surroundings import read_devices
 from autoaccum.jobs.world import world_size_of
 from autoaccum.memory.kills import read_kills
-from autoaccum.notices import Notices
 from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of_command
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import safe_files
+from autoaccum._system import safe_files
+from autoaccum._system.output import write_line
 from autoaccum.jobs.last_words import slurm_words
 from autoaccum.jobs.launchers import KILLED
 from autoaccum.jobs.slurm_folder import FINAL, JobFolder, Restart
-from autoaccum.output import write_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

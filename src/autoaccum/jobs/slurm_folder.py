@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from autoaccum import safe_files
+from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
 from autoaccum.report.files import beside
 

@@ -14,8 +14,8 @@ from autoaccum.jobs.slurm_folder import Progress
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from autoaccum._system.notices import Notices
     from autoaccum.jobs.slurm_folder import JobFolder
-    from autoaccum.notices import Notices
     from autoaccum.records import Plan, ProbeResult, StepReport
 
 # Often enough for whoever looks, seldom enough for a file system that a whole cluster uses.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum.environment import positive_int
+from autoaccum._system.environment import positive_int
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

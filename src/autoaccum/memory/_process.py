@@ -13,7 +13,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from autoaccum import signals
+from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory import _glibc
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from autoaccum import signals
+from autoaccum._system import signals
 from autoaccum.errors import DeviceLostError, InvalidInputError
 from autoaccum.memory import _glibc, _linux, _mkl
 from autoaccum.memory._process import owner

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoaccum import devices, optimizers
+from autoaccum._system.notices import Notices
 from autoaccum.arguments import (
     check_bool,
     check_call,
@@ -32,7 +33,6 @@ from autoaccum.estimate import WithoutValuesError, trace_step
 from autoaccum.fakes import built_for_real, built_on_meta
 from autoaccum.finding import check_finding
 from autoaccum.memory.host import Host
-from autoaccum.notices import Notices
 from autoaccum.objective import Objective
 from autoaccum.precision import PRECISIONS, own_half_type
 from autoaccum.preflight.deadline import seconds_in

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from autoaccum import signals
+from autoaccum._system import signals
 from autoaccum.batches import Window, count
 from autoaccum.footprint import Footprint
 from autoaccum.memory.limits import format_bytes

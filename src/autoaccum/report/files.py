@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum import safe_files
+from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoaccum.output import write_line
+from autoaccum._system.output import write_line
 
 
 @dataclass

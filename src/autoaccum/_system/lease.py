@@ -28,9 +28,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from autoaccum import signals
+from autoaccum._system import signals
+from autoaccum._system.process import ProcessIdentity
 from autoaccum.errors import CheckpointError, CheckpointInUseError, InvalidInputError
-from autoaccum.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

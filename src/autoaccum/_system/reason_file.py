@@ -13,8 +13,8 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autoaccum import safe_files
-from autoaccum.environment import REASON_FILE
+from autoaccum._system import safe_files
+from autoaccum._system.environment import REASON_FILE
 
 OUT_OF_MEMORY = "out_of_memory"
 # What `write` leaves has some hundred bytes; a message that is longer than this is cut.

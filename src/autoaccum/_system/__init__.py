@@ -1,0 +1,1 @@
+"""The process and what is around it."""
