@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from workloads import WORKLOADS
 
+from autoaccum._oom import first_line, is_oom, let_go
 from autoaccum.memory import Host
-from autoaccum.oom import first_line, is_oom, let_go
 
 FINDERS = {
     "autoaccum": "autoaccum",

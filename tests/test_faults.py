@@ -6,13 +6,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from autoaccum import oom
+from autoaccum._snapshot import Mark, OptimizerSnapshot, RandomState
 from autoaccum._system import signals
 from autoaccum.accumulation import Accumulation
 from autoaccum.aside import Aside
 from autoaccum.batches import Window
 from autoaccum.errors import StateDamagedError
-from autoaccum.state import Mark, OptimizerSnapshot, RandomState
 from autoaccum.step import TrainingStep
 from autoaccum.update import _Written
 from fault_cases import CUTS, OPTIMIZERS, PRECISIONS, SMALL, Case, pairs
@@ -140,7 +139,7 @@ SABOTAGES = {
     "hooks stay behind": (RICH, Aside, "drop", _hooks_kept, {"troubled": 10}),
     "the first update is not taken back": (PLAIN, OptimizerSnapshot, "undo", lambda _: True, {"first": 60}),
     "half an update passes for none": (PLAIN, _Written, "undo", lambda _: True, {"memory": 60}),
-    "errors are kept with their frames": (PLAIN, oom, "let_go", _kept_errors.append, {"counted": 20}),
+    "errors are kept with their frames": (PLAIN, _oom, "let_go", _kept_errors.append, {"counted": 20}),
     "interrupts are not held": (PLAIN, signals, "held", nullcontext, {"interrupts": 60}),
     "damage is told of what is whole": (PLAIN, Accumulation, "_refuse_written_parameters", _damage, {"memory": 20}),
 }

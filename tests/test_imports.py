@@ -157,7 +157,7 @@ def imports_of(tree, *, at_runtime):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            # `from autoaccum import oom` names a module, `from autoaccum.oom import is_oom` is one already.
+            # `from autoaccum import oom` names a module, `from autoaccum._oom import is_oom` is one already.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 

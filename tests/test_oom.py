@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 
-from autoaccum.errors import DoesNotFitError
-from autoaccum.oom import (
+from autoaccum._oom import (
     DEVICE_LOST_SIGNS,
     OOM_SIGNS,
     TOO_LARGE_SIGNS,
@@ -17,6 +16,7 @@ from autoaccum.oom import (
     is_too_large,
     let_go,
 )
+from autoaccum.errors import DoesNotFitError
 
 # Messages as the libraries write them, numbers and paths changed; every row of the table is met by one of them.
 OOM_MESSAGES = [

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._snapshot import Mark
 from autoaccum.batches import Window
 from autoaccum.scope import WholeWindow
-from autoaccum.state import Mark
 from faults import FailAt, differences, state_of
 from helpers import training_step
 

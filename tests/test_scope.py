@@ -20,10 +20,10 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 import autoaccum
+from autoaccum._snapshot import Mark
 from autoaccum.batches import Window
 from autoaccum.errors import InvalidInputError
 from autoaccum.scope import WholeWindow, check_loss_scope
-from autoaccum.state import Mark
 from faults import FailAt, differences, state_of
 from helpers import assert_bitwise, training_step
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from autoaccum._snapshot import Mark
 from autoaccum._system import signals
 from autoaccum.aside import Aside
 from autoaccum.errors import InvalidInputError, StateDamagedError
 from autoaccum.reported import LOSS
 from autoaccum.scope import WholeWindow, check_loss_scope
-from autoaccum.state import Mark
 from autoaccum.step import Accumulated, check_weight
 from autoaccum.update import RESERVE
 from autoaccum.weighting import in_full

@@ -5,8 +5,8 @@ Nothing here decides whether it is made, and nothing is put back.
 
 from __future__ import annotations
 
+from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import UpdateCompleteError
-from autoaccum.oom import first_line, is_oom
 
 
 def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:

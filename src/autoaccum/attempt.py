@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from autoaccum import oom
 from autoaccum._system import signals
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 from autoaccum.joint import ELSEWHERE
@@ -175,18 +174,18 @@ class Attempts:
         try:
             return updates.commit(norm)
         except Exception as error:
-            if updates.made != before or not oom.is_oom(error) or oom.is_device_lost(error):
+            if updates.made != before or not _oom.is_oom(error) or _oom.is_device_lost(error):
                 raise
-            oom.let_go(error)
+            _oom.let_go(error)
         memory.release()
         try:
             return updates.commit(norm)
         except Exception as error:
-            if updates.made != before or not oom.is_oom(error) or oom.is_device_lost(error):
+            if updates.made != before or not _oom.is_oom(error) or _oom.is_device_lost(error):
                 raise
             # The others have made the update, so this window cannot be tried again.
             raise DoesNotFitError(
-                f"the optimizer's step does not fit on {memory.name} ({oom.first_line(error)}); try an optimizer "
+                f"the optimizer's step does not fit on {memory.name} ({_oom.first_line(error)}); try an optimizer "
                 "with less state, foreach=False, or a smaller model"
             ) from error
 
@@ -227,7 +226,7 @@ def left_behind(error: Exception, rank: int, step: int) -> StartAgainError:
         step: The number of the update.
     """
     return StartAgainError(
-        f"rank {rank} ran out of memory ({oom.first_line(error)}) where the others make update {step}, and it cannot "
+        f"rank {rank} ran out of memory ({_oom.first_line(error)}) where the others make update {step}, and it cannot "
         "make it after them; every process has to be started again, as torchrun does with --max-restarts, and goes on "
         "from the last checkpoint where fit has a checkpoint="
     )

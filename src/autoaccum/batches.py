@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from autoaccum.arguments import check_choice, check_iterable, check_positive_int, shown
+from autoaccum._arguments import check_choice, check_iterable, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 
 LAST_WINDOW = ("step", "drop")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.arguments import check_choice
+from autoaccum._arguments import check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

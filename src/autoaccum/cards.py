@@ -10,7 +10,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from autoaccum.arguments import shown
+from autoaccum._arguments import shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import parse_size
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum import oom, rehearsed, schema, shards, undoing
+from autoaccum import rehearsed, schema, shards, undoing
 from autoaccum.errors import CheckpointError
 from autoaccum.position import Position
 from autoaccum.records import Plan
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
     from autoaccum.position import RandomStates
     from autoaccum.schedule import Schedule
-    from autoaccum.state import RandomState
     from autoaccum.step import TrainingStep
 
 # Raised whenever an older autoaccum could not read a new file, or would read it wrongly. Before the present one, a file
@@ -329,11 +329,11 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
     try:
         load()
     except Exception as error:
-        if oom.is_device_lost(error) or oom.is_oom(error):
+        if _oom.is_device_lost(error) or _oom.is_oom(error):
             raise
         raise CheckpointError(
             f"{type(owner).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
-            f"{oom.first_line(error)}), and everything is as it was before; make it as it was for that run, or pass "
+            f"{_oom.first_line(error)}), and everything is as it was before; make it as it was for that run, or pass "
             "resume=False to start anew"
         ) from error
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import shards
+from autoaccum._oom import first_line
 from autoaccum.alike import look_at_data
 from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 from autoaccum.gone_through import GoneThrough
 from autoaccum.joint import Joint, trained
-from autoaccum.oom import first_line
 from autoaccum.overlap import room_for_all
 from autoaccum.sharded_joint import ShardedJoint
 from autoaccum.sharded_model import is_sharded

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autoaccum.arguments import shown
+from autoaccum._arguments import shown
+from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import format_bytes
-from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

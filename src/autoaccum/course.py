@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import afterwards, oom
+from autoaccum import afterwards
 from autoaccum.batches import Window, stream
 from autoaccum.checkpoint import Moment
 from autoaccum.errors import InvalidInputError
@@ -21,12 +21,12 @@ from autoaccum.sharding import of_whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from autoaccum._snapshot import RandomState
     from autoaccum.company import Company
     from autoaccum.memory.base import MemoryBackend
     from autoaccum.position import Position, RandomStates
     from autoaccum.records import Evaluation
     from autoaccum.schedule import Schedule
-    from autoaccum.state import RandomState
 
 
 class Course:
@@ -210,9 +210,9 @@ class Course:
         try:
             self._note_random_state()
         except Exception as error:
-            if not oom.is_oom(error):
+            if not _oom.is_oom(error):
                 raise
-            oom.let_go(error)
+            _oom.let_go(error)
         else:
             self.is_whole = True
 
@@ -222,9 +222,9 @@ class Course:
             try:
                 self._note_random_state()
             except Exception as error:
-                if not oom.is_oom(error):
+                if not _oom.is_oom(error):
                     raise
-                oom.let_go(error)
+                _oom.let_go(error)
             else:
                 self.is_whole = True
                 return

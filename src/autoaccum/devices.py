@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from autoaccum import ranks
-from autoaccum.arguments import shown
+from autoaccum._arguments import shown
+from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError
 from autoaccum.memory import backend_for
 from autoaccum.memory.base import MemoryBackend
 from autoaccum.memory.existing import accelerator, existing, there_is
 from autoaccum.memory.limits import describe_neighbours, format_bytes
-from autoaccum.oom import first_line, is_device_lost, is_oom
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

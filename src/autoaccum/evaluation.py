@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.arguments import check_function, shown
+from autoaccum._arguments import check_function, shown
+from autoaccum._oom import first_line, is_oom, is_too_large, let_go
+from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.batches import Window, copied, map_tensors
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.holdings import Holdings
-from autoaccum.oom import first_line, is_oom, is_too_large, let_go
 from autoaccum.planner import balanced, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import Evaluation, MemoryEvent
 from autoaccum.scope import WindowLoss
-from autoaccum.state import Mark, evaluation_mode
 from autoaccum.targets import is_pair, target_tensors
 from autoaccum.weighting import Over, in_full
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.arguments import is_one_of, shown
+from autoaccum._arguments import is_one_of, shown
+from autoaccum._snapshot import RandomState
 from autoaccum.errors import InvalidInputError
-from autoaccum.state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.arguments import check_choice, check_positive_int, shown
+from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of
 from autoaccum.planner import STRATEGIES, plan

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._arguments import check_choice
 from autoaccum._system.notices import Notices
-from autoaccum.arguments import check_choice
 from autoaccum.errors import NotFiniteError
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from autoaccum import devices, optimizers
+from autoaccum._arguments import check_bool, check_iterable, check_positive_int, check_whole_number
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
 from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
-from autoaccum.arguments import check_bool, check_iterable, check_positive_int, check_whole_number
 from autoaccum.batches import check_windows
 from autoaccum.batchnorm import check_batchnorm
 from autoaccum.callbacks import check_callbacks

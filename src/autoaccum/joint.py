@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoaccum._oom import is_oom
 from autoaccum.buckets import Buckets
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.objective import PAIR, SUM
-from autoaccum.oom import is_oom
 from autoaccum.overlap import SHARED, Overlap
 from autoaccum.reported import LOSS, WEIGHT, means
 from autoaccum.weighting import in_full

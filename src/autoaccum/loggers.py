@@ -14,11 +14,11 @@ import time
 from os import SEEK_END
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import check_path
+from autoaccum._oom import first_line
 from autoaccum._system.output import write_line
-from autoaccum.arguments import check_path
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
-from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

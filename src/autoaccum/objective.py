@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import oom, weighting
-from autoaccum.arguments import check_function, is_one_of, shown
+from autoaccum import weighting
+from autoaccum._arguments import check_function, is_one_of, shown
+from autoaccum._snapshot import evaluation_mode
 from autoaccum.batches import chosen, map_tensors
 from autoaccum.entries import TOTAL, Entries
 from autoaccum.errors import InvalidInputError
 from autoaccum.settling import Run, Settler
-from autoaccum.state import evaluation_mode
 from autoaccum.targets import is_pair, tallies_of
 from autoaccum.weighting import Over, Weighting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
     from autoaccum.batches import Window
-    from autoaccum.state import Mark
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
@@ -410,17 +410,17 @@ class Objective:
             with torch.enable_grad(), evaluation_mode(self.modules):
                 return run()
         except Exception as error:
-            lacks = oom.is_oom(error) or oom.is_too_large(error)
+            lacks = _oom.is_oom(error) or _oom.is_too_large(error)
             # Once it is the caller's to make room.
-            if oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
+            if _oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
                 self._has_lacked_memory = True
                 raise
             self._notices.say(
-                f"which entries of the loss have a gradient could not be found out ({oom.first_line(error)}); all are "
+                f"which entries of the loss have a gradient could not be found out ({_oom.first_line(error)}); all are "
                 "added up until training shows it. An entry 'loss' says which is the total",
                 key="entries unknown",
             )
-            oom.let_go(error)
+            _oom.let_go(error)
         return None
 
     def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum.arguments import check_call, check_choice, check_positive_int, shown
+from autoaccum._arguments import check_call, check_choice, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autoaccum._arguments import check_bool
+from autoaccum._oom import is_oom
 from autoaccum._system import signals
-from autoaccum.arguments import check_bool
 from autoaccum.buckets import BUCKET_BYTES, Buckets
 from autoaccum.errors import RankFailedError
 from autoaccum.memory.limits import format_bytes
 from autoaccum.objective import SUM
-from autoaccum.oom import is_oom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoaccum.state import OwnGenerators, RandomState
+from autoaccum._snapshot import OwnGenerators, RandomState
 
 _PLAIN = (bool, int, float, str, type(None))
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator)

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autoaccum.arguments import check_positive_int
+from autoaccum._arguments import check_positive_int
+from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
-from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
     from autoaccum._system.notices import Notices

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from autoaccum.arguments import check_choice, check_positive_int, shown
+from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.records import Plan, Trial
 

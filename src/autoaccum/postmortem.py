@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoaccum._arguments import check_path
+from autoaccum._oom import first_line
 from autoaccum._system import safe_files
 from autoaccum.alive import CATEGORIES, survey
-from autoaccum.arguments import check_path
 from autoaccum.errors import InvalidInputError
-from autoaccum.oom import first_line
 from autoaccum.places import Places
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum.arguments import check_choice
+from autoaccum._arguments import check_choice
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum import devices
+from autoaccum._arguments import check_positive_int
+from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
-from autoaccum.arguments import check_positive_int
 from autoaccum.batches import count
 from autoaccum.errors import DoesNotFitError
 from autoaccum.fallback import ways_left
@@ -19,7 +20,6 @@ from autoaccum.memory.limits import describe_neighbours, format_bytes, parse_lim
 from autoaccum.records import ProbeResult
 from autoaccum.scope import WholeWindow, check_loss_scope
 from autoaccum.search import line_through, next_size
-from autoaccum.state import Mark, Snapshot
 from autoaccum.step import assemble
 from autoaccum.trial import Trials
 

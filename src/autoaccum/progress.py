@@ -28,8 +28,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from autoaccum._arguments import is_one_of, shown
 from autoaccum._system.output import Dropping, is_terminal, write_line
-from autoaccum.arguments import is_one_of, shown
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 from autoaccum.memory.limits import format_bytes

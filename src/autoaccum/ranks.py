@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError, RankFailedError
 from autoaccum.memory.existing import existing
-from autoaccum.oom import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

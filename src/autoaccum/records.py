@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autoaccum.arguments import check_positive_int, shown
+from autoaccum._arguments import check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import afterwards, devices, oom, optimizers
+from autoaccum import afterwards, devices, optimizers
+from autoaccum._arguments import check_iterable, shown
+from autoaccum._snapshot import RandomState
 from autoaccum._system.notices import Notices
 from autoaccum.accumulation import Accumulation
-from autoaccum.arguments import check_iterable, shown
 from autoaccum.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
 from autoaccum.batches import as_window
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
@@ -29,7 +30,6 @@ from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
 from autoaccum.room import Room
 from autoaccum.scope import check_loss_scope
 from autoaccum.sizing import Sizing, Told, Wanted
-from autoaccum.state import RandomState
 from autoaccum.step import assemble, drop_old_gradients
 
 if TYPE_CHECKING:
@@ -428,7 +428,7 @@ class Runner:
             # An assignment alone: whatever else fails, this window counts as done.
             self._standing.windows = self._coming
             self._step.clear_gradients()
-            if oom.is_device_lost(error):
+            if _oom.is_device_lost(error):
                 raise devices.lost(self._memory, error) from error
             said = afterwards.told(error, self._standing.windows, has_moved=self._has_moved)
             if said is error:
@@ -529,7 +529,7 @@ class Runner:
             DeviceLostError: The device can no longer be used by this process.
             DoesNotFitError: Not even one sample at a time fits.
         """
-        if oom.is_device_lost(error):
+        if _oom.is_device_lost(error):
             raise devices.lost(self._memory, error) from error
         if lost := work.undo():
             self._has_lost_parameters = True
@@ -583,12 +583,12 @@ class Runner:
         except Exception as error:
             if self._step.updates.made != self._made_before:
                 raise
-            is_late = self._attempts.is_decided and oom.is_oom(error)
+            is_late = self._attempts.is_decided and _oom.is_oom(error)
             if self._joint is not None and is_late and not self._joint.ranks.is_in_pass:
                 raise left_behind(error, self._joint.ranks.rank, self._standing.windows + 1) from error
             if self._joint is not None:
                 self._joint.failed(error, work)
-            if not (oom.is_oom(error) or oom.is_too_large(error)) or oom.is_device_lost(error):
+            if not (_oom.is_oom(error) or _oom.is_too_large(error)) or _oom.is_device_lost(error):
                 raise
             if self._step.witness is not None:
                 self._step.witness.see(
@@ -599,8 +599,8 @@ class Runner:
                     is_trial=self._sizing.is_learning,
                 )
             work.keep()
-            event = MemoryEvent(self._step.phase, work.size, oom.first_line(error))
-            oom.let_go(error)
+            event = MemoryEvent(self._step.phase, work.size, _oom.first_line(error))
+            _oom.let_go(error)
             return event
 
     def _note_update(self, update: Update) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autoaccum import oom
 from autoaccum.callbacks import Callback
 from autoaccum.checkpoint import Cutting
 from autoaccum.errors import DoesNotFitError
@@ -196,7 +195,7 @@ class Runners:
         except DoesNotFitError as error:
             if not self._falls_back(error):
                 raise
-            oom.let_go(error)
+            _oom.let_go(error)
         return self._probe(first)
 
     def _tell_trial(self, trial: Trial) -> None:
@@ -220,7 +219,7 @@ class Runners:
             # Of an update that is made, here or by the others, there is nothing left to try with less memory.
             if self.current.is_past_return or not self._falls_back(error):
                 raise
-            oom.let_go(error)
+            _oom.let_go(error)
         # After the handler: inside it the traceback still pins the activations.
         self._step.memory.release()
         self._earlier_oom_events += self.current.oom_events

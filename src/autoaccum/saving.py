@@ -6,9 +6,9 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
 from autoaccum._system import safe_files
 from autoaccum._system.lease import Lease
-from autoaccum.arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.storage import Storage
 

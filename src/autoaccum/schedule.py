@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autoaccum.arguments import check_call, check_choice, shown
+from autoaccum._arguments import check_call, check_choice, shown
 from autoaccum.errors import InvalidInputError
 from autoaccum.optimizers import parts_of_scheduler
 

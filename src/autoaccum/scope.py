@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from autoaccum import reported
-from autoaccum.arguments import check_choice
+from autoaccum._arguments import check_choice
+from autoaccum._snapshot import Mark, RandomState
 from autoaccum.batches import Piece, Window, copied, map_tensors, repeated
 from autoaccum.errors import InvalidInputError
 from autoaccum.objective import Factors, check_graph
-from autoaccum.state import Mark, RandomState
 from autoaccum.step import check_weight
 from autoaccum.targets import is_pair
 from autoaccum.weighting import Over

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoaccum import batches, oom
+from autoaccum import batches
+from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
 from autoaccum.batches import Window
 from autoaccum.compiling import uncompiled
 from autoaccum.errors import InvalidInputError
 from autoaccum.questions import Question, Rounding, Split, rounding_of, telling_split
-from autoaccum.state import evaluation_mode
 from autoaccum.targets import constants_of, tallies_of_each, target_tensors
 from autoaccum.weighting import Over, Weighting, check_pair
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
+    from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
     from autoaccum.objective import Objective, Term
-    from autoaccum.state import Mark
 
 # The rows of the parts into which a few samples are split; one part alone where there is but one sample.
 Rows = list[list[int]]
@@ -210,15 +210,15 @@ class Settler:
             try:
                 observed = run.observe(sample, splits, self._ways[0])
             except Exception as error:
-                lacks = oom.is_oom(error) or oom.is_too_large(error)
+                lacks = _oom.is_oom(error) or _oom.is_too_large(error)
                 # Once it is the caller's to make room. Where memory lacks again only one or two samples fit, and that
                 # is no reason to stop; nor is a model that gives no loss in evaluation mode (torchvision's detectors).
-                if oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
+                if _oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
                     self._has_lacked_memory = lacks
                     raise
-                why = why or oom.first_line(error)
+                why = why or _oom.first_line(error)
                 self._ways = [] if lacks else self._ways[1:]
-                oom.let_go(error)
+                _oom.let_go(error)
             else:
                 self._has_lacked_memory = False
                 return observed

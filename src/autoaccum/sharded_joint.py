@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from autoaccum._oom import first_line, is_oom, is_too_large
+from autoaccum._snapshot import Mark
 from autoaccum._system import reason_file
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.batches import Window, copied
@@ -21,11 +23,9 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError
 from autoaccum.growth import Growth
 from autoaccum.joint import ELSEWHERE, Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
 from autoaccum.objective import SAMPLES, Factors
-from autoaccum.oom import first_line, is_oom, is_too_large
 from autoaccum.planner import balanced
 from autoaccum.probe import does_not_fit_text
 from autoaccum.sharded_model import least_size
-from autoaccum.state import Mark
 from autoaccum.step import Accumulated
 from autoaccum.weighting import in_full
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from autoaccum.arguments import check_bool, check_choice
+from autoaccum._arguments import check_bool, check_choice
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from autoaccum import seal, shards
+from autoaccum._oom import first_line
 from autoaccum._system import safe_files
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.oom import first_line
 from autoaccum.packing import PackingError, packed, unpacked
 
 if TYPE_CHECKING:

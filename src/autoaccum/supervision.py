@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-from autoaccum import afterwards, oom
+from autoaccum import afterwards
 from autoaccum._system import signals
 from autoaccum.company import END, SAVE
 from autoaccum.errors import (
@@ -82,7 +82,7 @@ class Supervision:
                 if not self._can_go_back(error):
                     raise
                 damage = error
-                oom.let_go(error)
+                _oom.let_go(error)
             else:
                 return
             # Here the handlers have ended, and their tracebacks pin nothing any more.
@@ -185,7 +185,7 @@ class Supervision:
         self._watch.raises = self._watch.defers = False
         if self._keeping is None:
             return
-        cannot = isinstance(error, CheckpointError) or oom.is_device_lost(error)
+        cannot = isinstance(error, CheckpointError) or _oom.is_device_lost(error)
         is_whole = not cannot and not self._is_damaged(error)
         if self._company is not None:
             is_whole = self._company.stand_together(error, is_whole=is_whole) and is_whole
@@ -199,7 +199,7 @@ class Supervision:
         try:
             is_saved = self._save()
         except Exception as failure:  # noqa: BLE001 - whatever it is, the first error matters more
-            reason = oom.first_line(failure)
+            reason = _oom.first_line(failure)
             error.add_note(f"autoaccum: no checkpoint of step {step} could be written ({reason})")
             self._notices.say(f"no checkpoint of step {step} could be written ({reason})")
         else:

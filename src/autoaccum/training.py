@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import devices
+from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum.checkpoint import Contents
 from autoaccum.course import Course
@@ -16,7 +17,6 @@ from autoaccum.outside import Outside
 from autoaccum.records import FitResult
 from autoaccum.runners import Runners
 from autoaccum.schedule import Schedule
-from autoaccum.state import RandomState
 from autoaccum.step import drop_old_gradients
 from autoaccum.supervision import Supervision
 from autoaccum.validation import Validation

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
+from autoaccum._snapshot import RandomState
 from autoaccum.position import generators_of
-from autoaccum.state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

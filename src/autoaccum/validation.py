@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import devices
+from autoaccum._snapshot import Mark
 from autoaccum.evaluation import Evaluator
 from autoaccum.outside import drawn
 from autoaccum.peeking import can_be_looked_at, counters_kept, left_as_it_was
 from autoaccum.sharding import DealtLoader
-from autoaccum.state import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._snapshot import RandomState
     from autoaccum.evaluation import Metric
     from autoaccum.ranks import Ranks
     from autoaccum.records import Evaluation, MemoryEvent
-    from autoaccum.state import RandomState
     from autoaccum.step import TrainingStep
 
 

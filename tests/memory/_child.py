@@ -112,7 +112,7 @@ def check_threads_started_under_a_limit_do_not_end_the_process(host, torch):
 
 
 def check_twenty_failing_steps_leave_nothing_behind(host, torch):
-    from autoaccum.oom import is_oom, let_go
+    from autoaccum._oom import is_oom, let_go
 
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3))
     with host.limited(100 * _MIB):
@@ -211,7 +211,7 @@ def check_system_without_limits_refuses_one_and_works_without(host, torch):
 
 
 def check_onednn_that_refuses_everything_is_told(host, torch):
-    from autoaccum.oom import is_oom
+    from autoaccum._oom import is_oom
 
     with host.limited(100 * _MIB):
         host.release()

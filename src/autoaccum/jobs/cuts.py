@@ -11,7 +11,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from autoaccum.arguments import check_positive_int
+from autoaccum._arguments import check_positive_int
 from autoaccum.errors import InvalidInputError
 from autoaccum.planner import MOST_STEPS_FOR_EQUAL_SIZES, shrink
 

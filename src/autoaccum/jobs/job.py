@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoaccum.arguments import check_call
+from autoaccum._arguments import check_call
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from autoaccum._oom import OOM_SIGNS, Sign
 from autoaccum.jobs.launchers import (
     ABORTED,
     KILLED,
@@ -22,7 +23,6 @@ from autoaccum.jobs.launchers import (
     start_of_last_workers,
 )
 from autoaccum.jobs.tracebacks import endings, unlabelled
-from autoaccum.oom import OOM_SIGNS, Sign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoaccum._arguments import check_positive_int
 from autoaccum._system import reason_file
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
-from autoaccum.arguments import check_positive_int
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs.attempts import AttemptLog
 from autoaccum.jobs.command import filled, numbers_of, placeholders, variables

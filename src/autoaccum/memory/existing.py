@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoaccum.arguments import shown
+from autoaccum._arguments import shown
 from autoaccum.errors import DeviceMissingError, InvalidInputError
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from autoaccum.arguments import shown
+from autoaccum._arguments import shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

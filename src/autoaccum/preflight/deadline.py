@@ -6,7 +6,7 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from autoaccum.arguments import shown
+from autoaccum._arguments import shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from autoaccum import devices, optimizers
-from autoaccum._system.notices import Notices
-from autoaccum.arguments import (
+from autoaccum._arguments import (
     check_bool,
     check_call,
     check_choice,
@@ -25,6 +24,7 @@ from autoaccum.arguments import (
     check_positive_number,
     shown,
 )
+from autoaccum._system.notices import Notices
 from autoaccum.batches import count
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.cards import card_named, custom_card

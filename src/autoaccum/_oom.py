@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum.arguments import shown
+from autoaccum._arguments import shown
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
 if TYPE_CHECKING:
