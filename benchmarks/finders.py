@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from workloads import WORKLOADS
 
+from autoaccum._memory import Host
 from autoaccum._oom import first_line, is_oom, let_go
-from autoaccum.memory import Host
 
 FINDERS = {
     "autoaccum": "autoaccum",

@@ -19,9 +19,9 @@ from gpu_models import Work, be_deterministic, whole_state
 from gpu_sabotage import MOMENTS, Hog
 
 import autoaccum
+from autoaccum._memory import Simulated, backend_for
 from autoaccum._oom import let_go
 from autoaccum._system.notices import Notices
-from autoaccum.memory import Simulated, backend_for
 from faults import FailAt, differences
 
 WINDOWS = 3

@@ -14,8 +14,8 @@ from gpu_common import in_turn, missing, quartiles, run_part, settle, size, spre
 from gpu_models import SmallGpt
 
 import autoaccum
+from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.memory import backend_for
 
 _ROUNDS = 6
 _FIT_STEPS = 8  # the first few may be where sizes are tried

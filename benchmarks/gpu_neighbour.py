@@ -16,8 +16,8 @@ from gpu_common import MIB, run_part, settle, size, spread, start_child
 from gpu_models import Work, be_deterministic, whole_state
 
 import autoaccum
+from autoaccum._memory import Simulated, backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.memory import Simulated, backend_for
 from faults import differences
 
 _TAKEN_AFTER, _GIVEN_AFTER = 16, 40

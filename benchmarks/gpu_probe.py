@@ -183,7 +183,7 @@ def child(what, device_name, limit, sizes):
     import torch  # noqa: PLC0415 - the parent need not wait for it
 
     import autoaccum  # noqa: PLC0415
-    from autoaccum.memory import backend_for  # noqa: PLC0415
+    from autoaccum._memory import backend_for  # noqa: PLC0415
 
     device, limit, tiny = torch.device(device_name), int(limit), sizes == "tiny"
     if what.startswith("fits:"):
@@ -299,7 +299,7 @@ def _autoaccum(model, batch_of, loss_of, device, limit, wanted):  # noqa: ARG001
 def _accelerate(model, batch_of, loss_of, device, limit, wanted):
     from accelerate.utils import find_executable_batch_size  # noqa: PLC0415
 
-    from autoaccum.memory import backend_for  # noqa: PLC0415
+    from autoaccum._memory import backend_for  # noqa: PLC0415
 
     tried = []
 
@@ -332,7 +332,7 @@ def _lightning(model, batch_of, loss_of, device, limit, wanted):
     import torch  # noqa: PLC0415
     from lightning.pytorch.tuner import Tuner  # noqa: PLC0415
 
-    from autoaccum.memory import backend_for  # noqa: PLC0415
+    from autoaccum._memory import backend_for  # noqa: PLC0415
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

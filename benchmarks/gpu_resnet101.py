@@ -13,7 +13,7 @@ from gpu_common import missing, run_part, settle, size, timed
 from torch import nn
 
 import autoaccum
-from autoaccum.memory import backend_for
+from autoaccum._memory import backend_for
 
 _UPDATES = 12
 

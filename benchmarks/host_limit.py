@@ -36,9 +36,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from autoaccum._memory import Host, format_bytes
 from autoaccum._oom import first_line, is_oom, let_go
 from autoaccum.errors import DeviceLostError
-from autoaccum.memory import Host, format_bytes
 
 MIB = 2**20
 # Small, so that 300 steps that run into them take minutes: a step fails after it has filled the limit.

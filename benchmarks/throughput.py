@@ -18,8 +18,8 @@ import torch
 from finders import limited
 from workloads import MIB, WORKLOADS
 
+from autoaccum._memory import Host
 from autoaccum._oom import is_oom, let_go
-from autoaccum.memory import Host
 from autoaccum.planner import balanced
 
 # Smaller than for the finders: here many updates are made, and what matters is that a window has to be cut.

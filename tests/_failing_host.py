@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from autoaccum.memory import Host
+from autoaccum._memory import Host
 from fault_cases import SAMPLES, Case
 from fault_sweep import Sweep, Tally
 from fault_training import play, warm_up

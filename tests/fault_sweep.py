@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 import autoaccum
+from autoaccum._memory import Simulated
 from autoaccum._snapshot import Mark
-from autoaccum.memory import Simulated
 from fault_cases import SAMPLES, WINDOWS
 from fault_training import WORK, FailInTurn, Faults, Listing, Peak, play
 from faults import FailAt, InterruptAt, InterruptAtLine, differences

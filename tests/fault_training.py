@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 import autoaccum
+from autoaccum._memory._storages import StorageWatch
+from autoaccum._memory.base import MemoryBackend
 from autoaccum._snapshot import Mark
-from autoaccum.memory._storages import StorageWatch
-from autoaccum.memory.base import MemoryBackend
 from fault_cases import SAMPLES, Case
 from faults import FailAt, state_of
 

@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
+from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.memory import backend_for
 from autoaccum.step import assemble
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from autoaccum import devices
+from autoaccum._memory import Host, Simulated
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import Host, Simulated
 from helpers import CPU
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from autoaccum import plan_cache
+from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.simulated import Simulated
 from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of
 from helpers import assert_bitwise, classifier, labelled, state_of, training_step
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from torch import nn
 
 import autoaccum
+from autoaccum._memory import Simulated
 from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError
-from autoaccum.memory import Simulated
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
 from faults import FailAt, state_of
 from helpers import assert_bitwise

@@ -6,8 +6,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum import accumulation
+from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from autoaccum.memory.host import Host
 from autoaccum.pace import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
 from autoaccum.records import MemoryReading
 from faults import differences, state_of

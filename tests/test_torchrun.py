@@ -13,7 +13,7 @@ import pytest
 
 import autoaccum
 from autoaccum import ranks
-from autoaccum.memory.host import Host
+from autoaccum._memory.host import Host
 
 HERE = Path(__file__).parent
 

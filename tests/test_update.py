@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._memory._storages import Transients
+from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from autoaccum.memory._storages import Transients
-from autoaccum.memory.host import Host
 from autoaccum.update import Updates
 from faults import FailAt, differences, state_of
 

@@ -3,7 +3,7 @@
 One process by the tests' own script; two ranks of which one or both are killed, by this one. Every life of a rank is
 forked from a process that has imported all.
 
-    python kills.py FOLDER SEED KILLS
+    python _memory/kills.py FOLDER SEED KILLS
 """
 
 from __future__ import annotations

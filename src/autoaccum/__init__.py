@@ -3,6 +3,7 @@
 result = autoaccum.fit(model, loader, target_batch=100)
 """
 
+from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
 from autoaccum.batches import Window, windows
 from autoaccum.callbacks import Callback
@@ -23,7 +24,6 @@ from autoaccum.errors import (
 from autoaccum.fit import fit
 from autoaccum.jobs.job import Job
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
-from autoaccum.memory.simulated import Simulated
 from autoaccum.planner import plan
 from autoaccum.preflight import preflight
 from autoaccum.probe import find_micro_batch

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.memory._storages import StorageWatch
+from autoaccum._memory._storages import StorageWatch
 from autoaccum.places import Place, mark_of
 from autoaccum.step import TrainingStep
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum.accumulation import Accumulation, Given
     from autoaccum.batches import Window
     from autoaccum.joint import Joint
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.records import MemoryEvent
     from autoaccum.room import Room
     from autoaccum.sizing import Sizing

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 
 from autoaccum._arguments import shown
+from autoaccum._memory.limits import parse_size
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.limits import parse_size
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
@@ -29,7 +30,6 @@ from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum.jobs.recipe_exits import exits_refused, is_exit
-from autoaccum.memory.limits import format_bytes, parse_size
 from autoaccum.postmortem_view import read_postmortem, show_postmortem
 from autoaccum.preflight import preflight
 from autoaccum.preflight.deadline import left_by_slurm, seconds_in

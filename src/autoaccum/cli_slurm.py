@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autoaccum._arguments import check_positive_int, check_positive_number
+from autoaccum._memory.limits import parse_limit
+from autoaccum._memory.simulated import Simulated
 from autoaccum.cli_numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum.errors import InvalidInputError
 from autoaccum.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
@@ -30,8 +32,6 @@ from autoaccum.jobs.slurm_folder import Submitted
 from autoaccum.jobs.slurm_listing import jobs_in
 from autoaccum.jobs.slurm_submit import WARNING_S, Wanted, script_of, submit
 from autoaccum.jobs.slurm_task import Task, resubmission_of
-from autoaccum.memory.limits import parse_limit
-from autoaccum.memory.simulated import Simulated
 from autoaccum.precision import PRECISIONS
 from autoaccum.progress import format_cut
 from autoaccum.shares import SHARES, check_shares

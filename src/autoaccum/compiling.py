@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import shown
+from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.limits import format_bytes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
 
 
 class Compiling:

@@ -21,9 +21,9 @@ from autoaccum.sharding import of_whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum._snapshot import RandomState
     from autoaccum.company import Company
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.position import Position, RandomStates
     from autoaccum.records import Evaluation
     from autoaccum.schedule import Schedule

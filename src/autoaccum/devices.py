@@ -10,12 +10,12 @@ from torch import nn
 
 from autoaccum import ranks
 from autoaccum._arguments import shown
+from autoaccum._memory import backend_for
+from autoaccum._memory.base import MemoryBackend
+from autoaccum._memory.limits import describe_neighbours, format_bytes
+from autoaccum._memory.present import accelerator, existing, there_is
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError
-from autoaccum.memory import backend_for
-from autoaccum.memory.base import MemoryBackend
-from autoaccum.memory.existing import accelerator, existing, there_is
-from autoaccum.memory.limits import describe_neighbours, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
+from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line
 from autoaccum.batches import copied, map_tensors, repeated
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.limits import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -14,6 +14,7 @@ from torch import nn
 
 from autoaccum import devices, optimizers
 from autoaccum._arguments import check_bool, check_iterable, check_positive_int, check_whole_number
+from autoaccum._memory.limits import parse_limit
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
 from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
@@ -27,7 +28,6 @@ from autoaccum.evaluation import check_metrics
 from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
 from autoaccum.finiteness import check_on_nan
-from autoaccum.memory.limits import parse_limit
 from autoaccum.overlap import check_overlap, hindrance
 from autoaccum.peeking import can_be_read_once
 from autoaccum.plan_cache import PlanCache
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
     from autoaccum.evaluation import Metric
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.ranks import Ranks

@@ -12,7 +12,7 @@ from autoaccum.callbacks import Callback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
 
 
 class Outside(Callback):

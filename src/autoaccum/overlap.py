@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._arguments import check_bool
+from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom
 from autoaccum._system import signals
 from autoaccum.buckets import BUCKET_BYTES, Buckets
 from autoaccum.errors import RankFailedError
-from autoaccum.memory.limits import format_bytes
 from autoaccum.objective import SUM
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
     from autoaccum.buckets import Bucket
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.ranks import Asked, Ranks
     from autoaccum.step import TrainingStep
 

@@ -10,9 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from autoaccum._memory.limits import format_bytes
 from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.limits import format_bytes
 from autoaccum.postmortem import FORMAT, VERSION
 
 if TYPE_CHECKING:

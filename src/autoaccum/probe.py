@@ -9,14 +9,14 @@ import torch
 
 from autoaccum import devices
 from autoaccum._arguments import check_positive_int
+from autoaccum._memory import backend_for
+from autoaccum._memory.limits import describe_neighbours, format_bytes, parse_limit
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
 from autoaccum.batches import count
 from autoaccum.errors import DoesNotFitError
 from autoaccum.fallback import ways_left
-from autoaccum.memory import backend_for
-from autoaccum.memory.limits import describe_neighbours, format_bytes, parse_limit
 from autoaccum.records import ProbeResult
 from autoaccum.scope import WholeWindow, check_loss_scope
 from autoaccum.search import line_through, next_size
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import Trial

@@ -29,10 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum._arguments import is_one_of, shown
+from autoaccum._memory.limits import format_bytes
 from autoaccum._system.output import Dropping, is_terminal, write_line
 from autoaccum.callbacks import Callback
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.limits import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from autoaccum._memory.present import existing
 from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError, RankFailedError
-from autoaccum.memory.existing import existing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
 
 # What torchrun sets, and torch.distributed needs.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
 
 # Asking for the peak and the allocator's retries costs as much as a small micro-step: not more often than this.
 _LOOK_INTERVAL_S = 0.25

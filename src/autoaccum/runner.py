@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum.batches import Window
     from autoaccum.callbacks import Callback
     from autoaccum.joint import Joint
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import ProbeResult, Trial

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum import devices, optimizers, precision, reported
 from autoaccum._arguments import check_positive_number, shown
+from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.inventory import Inventory
-from autoaccum.memory.limits import format_bytes
 from autoaccum.objective import Objective, check_graph
 from autoaccum.sharded_model import is_sharded, refuse_sharded
 from autoaccum.transfer import Transfer
@@ -29,8 +29,8 @@ from autoaccum.weighting import Over
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.objective import Factors, Loss, Source, Term
     from autoaccum.postmortem import PostMortem
     from autoaccum.precision import Precision

@@ -19,15 +19,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from autoaccum._memory._storages import Transients
 from autoaccum._oom import first_line, is_oom
 from autoaccum._snapshot import OptimizerSnapshot
 from autoaccum.errors import StateDamagedError, UpdateCompleteError
-from autoaccum.memory._storages import Transients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
 
 RESERVE = "reserve"
 

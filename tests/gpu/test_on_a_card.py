@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.memory import backend_for
 from faults import FailAt, differences, state_of
 
 pytestmark = [

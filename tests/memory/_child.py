@@ -133,7 +133,7 @@ def check_twenty_failing_steps_leave_nothing_behind(host, torch):
 
 
 def check_matrix_products_of_many_sizes_leave_nothing_behind(host, torch):
-    from autoaccum.memory import _glibc, _mkl
+    from autoaccum._memory import _glibc, _mkl
 
     def used_bytes(*, is_limited):
         _glibc.settle()  # else the heap keeps the products themselves
@@ -184,7 +184,7 @@ def check_environment_is_as_before(host, torch):
 
 
 def check_peak_is_none_where_it_cannot_be_reset(host, torch):
-    from autoaccum.memory import _linux
+    from autoaccum._memory import _linux
 
     _linux.reset_high_water = lambda: False
     with host.limited(100 * _MIB):
@@ -192,8 +192,8 @@ def check_peak_is_none_where_it_cannot_be_reset(host, torch):
 
 
 def check_system_without_limits_refuses_one_and_works_without(host, torch):
-    from autoaccum.memory import Host
-    from autoaccum.memory import host as module
+    from autoaccum._memory import Host
+    from autoaccum._memory import host as module
 
     module.resource = None
     module._linux.status_bytes = lambda *fields: None
@@ -248,8 +248,8 @@ def _refuse(*arguments):
 def check_second_thread_is_refused(host, torch):
     import threading
 
+    from autoaccum._memory import Host
     from autoaccum.errors import InvalidInputError
-    from autoaccum.memory import Host
 
     before, entered, seen = _soft(), threading.Event(), {}
     refused = threading.Event()
@@ -277,7 +277,7 @@ def check_second_thread_is_refused(host, torch):
 
 
 def check_limits_nest_and_end_in_any_order(host, torch):
-    from autoaccum.memory import Host, _glibc
+    from autoaccum._memory import Host, _glibc
 
     before, seen, thresholds = _soft(), {}, []
     set_thresholds = _glibc._set_thresholds
@@ -297,7 +297,7 @@ def check_limits_nest_and_end_in_any_order(host, torch):
 
 
 def check_limit_within_a_lifted_one_holds(host, torch):
-    from autoaccum.memory import Host
+    from autoaccum._memory import Host
 
     before, seen, other = _soft(), {}, Host()
     with host.limited(200 * _MIB):
@@ -315,8 +315,8 @@ def check_limit_within_a_lifted_one_holds(host, torch):
 def check_interrupt_at_every_line_leaves_no_limit(host, torch):
     import threading
 
-    from autoaccum.memory import Host, _process
-    from autoaccum.memory import host as module
+    from autoaccum._memory import Host, _process
+    from autoaccum._memory import host as module
 
     module._warm_up = lambda: None  # which takes milliseconds and sets nothing
     files, before, tries, left = (module.__file__, _process.__file__), _soft(), 0, []
@@ -363,7 +363,7 @@ class _Interrupt:
 
 
 def check_limit_that_cannot_be_set_leaves_nothing(host, torch):
-    from autoaccum.memory import Host
+    from autoaccum._memory import Host
 
     before, said = _soft(), "nothing"
     set_limit, resource.setrlimit = resource.setrlimit, _refuse_to_set
@@ -498,7 +498,7 @@ def check_fit_in_a_second_thread_and_in_a_callback(host, torch):
 def main(names):
     import torch
 
-    from autoaccum.memory import Host
+    from autoaccum._memory import Host
 
     torch.set_num_threads(2)
     results = {}

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoaccum._memory import Simulated, backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import Simulated, backend_for
 
 MIB = 2**20
 LIMIT = 96 * MIB

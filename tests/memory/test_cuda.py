@@ -12,10 +12,10 @@ import warnings
 import pytest
 import torch
 
+from autoaccum._memory import Cuda, backend_for
+from autoaccum._memory import cuda as module
+from autoaccum._memory.limits import describe_neighbours
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import Cuda, backend_for
-from autoaccum.memory import cuda as module
-from autoaccum.memory.limits import describe_neighbours
 
 GIB = 2**30
 

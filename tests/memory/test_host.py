@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from autoaccum._memory import Host, _linux
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import Host, _linux
 from memory._child import run_checks
 
 MIB = 2**20
@@ -140,7 +140,7 @@ def test_other_systems_refuse_a_limit_and_work_without_one(found):
 def test_ensure_believes_the_machine_when_it_refuses_only_on_a_fresh_reading(monkeypatch):
     host = Host()
     answers = iter([10 * MIB, 100 * MIB])
-    monkeypatch.setattr("autoaccum.memory.host._machine_free", lambda: next(answers))
+    monkeypatch.setattr("autoaccum._memory.host._machine_free", lambda: next(answers))
     host.ensure(MIB)
 
     host.ensure(50 * MIB)  # the first answer would have refused this
@@ -149,7 +149,7 @@ def test_ensure_believes_the_machine_when_it_refuses_only_on_a_fresh_reading(mon
 
 
 def test_ensure_refuses_what_the_machine_does_not_have(monkeypatch):
-    monkeypatch.setattr("autoaccum.memory.host._machine_free", lambda: 10 * MIB)
+    monkeypatch.setattr("autoaccum._memory.host._machine_free", lambda: 10 * MIB)
 
     with pytest.raises(torch.OutOfMemoryError, match=r"50\.0 MiB are needed and 10\.0 MiB"):
         Host().ensure(50 * MIB)

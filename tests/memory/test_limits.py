@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from autoaccum._memory import Simulated, format_bytes, parse_limit
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import Simulated, format_bytes, parse_limit
 
 TOTAL = 1000 * 2**20
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autoaccum.memory import nvml
+from autoaccum._memory import nvml
 
 GIB = 1 << 30
 

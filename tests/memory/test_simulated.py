@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
+from autoaccum._memory import Simulated
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import Simulated
 
 KIB = 1024
 

@@ -11,10 +11,10 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from autoaccum._memory.kills import risen
 from autoaccum._system.reason_file import OUT_OF_MEMORY
 from autoaccum.jobs.last_words import killed_by, memory_words
 from autoaccum.jobs.launchers import KILLED, SIGNAL_BASE
-from autoaccum.memory.kills import risen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

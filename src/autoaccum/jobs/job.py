@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
     from autoaccum.evaluation import Metric
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._memory.limits import format_bytes
 from autoaccum.errors import DoesNotFitError
-from autoaccum.memory.limits import format_bytes
 from autoaccum.preflight import preflight
 from autoaccum.preflight.feeding import first_of
 from autoaccum.report.files import beside

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.memory import Host
-from autoaccum.memory.limits import format_bytes
-from autoaccum.memory.nvml import read_cards
+from autoaccum._memory import Host
+from autoaccum._memory.limits import format_bytes
+from autoaccum._memory.nvml import read_cards
 
 if TYPE_CHECKING:
     from autoaccum.records import Neighbour

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._memory.limits import parse_limit
 from autoaccum.errors import DoesNotFitError
 from autoaccum.finding import TILE
-from autoaccum.memory.limits import parse_limit
 from autoaccum.planner import plan
 from autoaccum.preflight.rehearsing import rehearse
 from autoaccum.probe import probe
@@ -19,7 +19,7 @@ from autoaccum.report.records import DeviceFacts, Measured
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum.records import MemoryReading, ProbeResult, Trial
     from autoaccum.step import TrainingStep
 

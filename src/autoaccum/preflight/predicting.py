@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from autoaccum._memory.limits import parse_limit
+from autoaccum._memory.simulated import Simulated
 from autoaccum.finding import TILE
 from autoaccum.footprint import Footprint
-from autoaccum.memory.limits import parse_limit
-from autoaccum.memory.simulated import Simulated
 from autoaccum.planner import plan
 from autoaccum.report.records import Predicted
 

@@ -24,6 +24,7 @@ from autoaccum._arguments import (
     check_positive_number,
     shown,
 )
+from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
 from autoaccum.batches import count
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
@@ -32,7 +33,6 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.estimate import WithoutValuesError, trace_step
 from autoaccum.fakes import built_for_real, built_on_meta
 from autoaccum.finding import check_finding
-from autoaccum.memory.host import Host
 from autoaccum.objective import Objective
 from autoaccum.precision import PRECISIONS, own_half_type
 from autoaccum.preflight.deadline import seconds_in
@@ -50,9 +50,9 @@ from autoaccum.step import assemble
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum.cards import Card
     from autoaccum.estimate import Traced
-    from autoaccum.memory.base import MemoryBackend
     from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import Trial

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum.batches import Window, count
 from autoaccum.footprint import Footprint
-from autoaccum.memory.limits import format_bytes
 from autoaccum.planner import balanced
 from autoaccum.report.records import Pace
 from autoaccum.trial import Trials, standing_still

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autoaccum.memory.limits import format_bytes
+from autoaccum._memory.limits import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
-from autoaccum.memory.limits import format_bytes
+from autoaccum._memory.limits import format_bytes
 from autoaccum.report.curves import apart
 
 if TYPE_CHECKING:

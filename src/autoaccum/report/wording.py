@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from autoaccum.memory.limits import format_bytes
+from autoaccum._memory.limits import format_bytes
 from autoaccum.progress import format_cut
 
 if TYPE_CHECKING:

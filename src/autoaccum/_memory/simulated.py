@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autoaccum._memory._storages import StorageWatch
+from autoaccum._memory.base import MemoryBackend
+from autoaccum._memory.limits import format_bytes, parse_limit
+from autoaccum._memory.present import existing
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory._storages import StorageWatch
-from autoaccum.memory.base import MemoryBackend
-from autoaccum.memory.existing import existing
-from autoaccum.memory.limits import format_bytes, parse_limit
 from autoaccum.records import MemoryReading
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from autoaccum._arguments import shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from autoaccum.memory.base import MemoryBackend
+    from autoaccum._memory.base import MemoryBackend
 
 _FORMS = (
     "give bytes as an int, a size such as '12GiB', '600 MiB', '1.5GB' or '800M', or a fraction of the memory "

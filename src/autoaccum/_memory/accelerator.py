@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from autoaccum._memory.base import MemoryBackend
+from autoaccum._memory.limits import format_bytes
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.base import MemoryBackend
-from autoaccum.memory.limits import format_bytes
 from autoaccum.records import MemoryReading
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from autoaccum._memory.accelerator import Accelerator
+from autoaccum._memory.base import MemoryBackend
+from autoaccum._memory.cuda import Cuda
+from autoaccum._memory.host import Host
+from autoaccum._memory.limits import format_bytes, parse_limit
+from autoaccum._memory.simulated import Simulated
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.accelerator import Accelerator
-from autoaccum.memory.base import MemoryBackend
-from autoaccum.memory.cuda import Cuda
-from autoaccum.memory.host import Host
-from autoaccum.memory.limits import format_bytes, parse_limit
-from autoaccum.memory.simulated import Simulated
 
 __all__ = [
     "Accelerator",

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from autoaccum._memory.base import MemoryBackend
+from autoaccum._memory.limits import format_bytes
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory.base import MemoryBackend
-from autoaccum.memory.limits import format_bytes
 from autoaccum.records import MemoryReading, Neighbour
 
 try:

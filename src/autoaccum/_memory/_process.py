@@ -13,9 +13,9 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from autoaccum._memory import _glibc
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
-from autoaccum.memory import _glibc
 
 try:
     import resource

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum.memory import _linux
+from autoaccum._memory import _linux
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

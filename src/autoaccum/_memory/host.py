@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from autoaccum._memory import _glibc, _linux, _mkl
+from autoaccum._memory._process import owner
+from autoaccum._memory.base import MemoryBackend
+from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system import signals
 from autoaccum.errors import DeviceLostError, InvalidInputError
-from autoaccum.memory import _glibc, _linux, _mkl
-from autoaccum.memory._process import owner
-from autoaccum.memory.base import MemoryBackend
-from autoaccum.memory.limits import format_bytes
 from autoaccum.records import MemoryReading
 
 try:
