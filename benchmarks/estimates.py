@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from bench import keep, machine
 
 from allocations import real_peak
+from autoaccum._data.batches import Window
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Window
 from autoaccum.cards import Card
 from autoaccum.estimate import estimate_step
 from autoaccum.fakes import Stage

@@ -5,9 +5,9 @@ from itertools import accumulate
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from autoaccum._data.batches import Piece, count
 from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Piece, count
 from autoaccum.objective import Factors
 from autoaccum.step import Accumulated, assemble
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import rank_training
+from autoaccum._data.transfer import Transfer
 from autoaccum._memory.host import Host
 from autoaccum.joint import Joint
 from autoaccum.sizing import Sizing
-from autoaccum.transfer import Transfer
 from autoaccum.update import Updates
 
 

@@ -17,7 +17,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autoaccum
-from autoaccum.batches import Piece, Window, as_window, chosen, count, map_tensors, repeated, stream, windows
+from autoaccum._data.batches import Piece, Window, as_window, chosen, count, map_tensors, repeated, stream, windows
 from autoaccum.errors import InvalidInputError
 
 Pair = namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024 - the untyped form is what loaders yield

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum._data.batches import Window
 from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Window
 from autoaccum.batchnorm import BatchNorms
 from autoaccum.errors import InvalidInputError
 from autoaccum.scope import WholeWindow

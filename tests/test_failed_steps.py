@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._data.batches import Window
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Window
 from fault_cases import Case, Witnessed
 from fault_sweep import Sweep
 from fault_training import play

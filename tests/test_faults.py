@@ -6,11 +6,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from autoaccum._data.batches import Window
 from autoaccum._snapshot import Mark, OptimizerSnapshot, RandomState
 from autoaccum._system import signals
 from autoaccum.accumulation import Accumulation
 from autoaccum.aside import Aside
-from autoaccum.batches import Window
 from autoaccum.errors import StateDamagedError
 from autoaccum.step import TrainingStep
 from autoaccum.update import _Written

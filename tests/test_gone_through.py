@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from autoaccum._data.batches import Window
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Window
 from autoaccum.gone_through import GoneThrough
 
 

@@ -29,7 +29,7 @@ TESTS = {
     "probe.py": ["test_the_target_is_cut_in_what_fits"],
     "sizing.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
     "_snapshot.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
-    "transfer.py": [
+    "_data/transfer.py": [
         "test_micro_batches_that_arrive_beside_the_computing_are_the_samples",
         "test_window_that_is_given_up_while_a_batch_is_on_its_way_harms_no_other",
     ],

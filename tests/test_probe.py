@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._data.batches import Window
 from autoaccum._snapshot import Mark
-from autoaccum.batches import Window
 from autoaccum.scope import WholeWindow
 from faults import FailAt, differences, state_of
 from helpers import training_step

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from autoaccum.batches import Window
+from autoaccum._data.batches import Window
 from autoaccum.questions import Question, Rounding, Split, misfit, rounding_of, telling_split
 from autoaccum.weighting import Over, Weighting
 

@@ -20,8 +20,8 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 import autoaccum
+from autoaccum._data.batches import Window
 from autoaccum._snapshot import Mark
-from autoaccum.batches import Window
 from autoaccum.errors import InvalidInputError
 from autoaccum.scope import WholeWindow, check_loss_scope
 from faults import FailAt, differences, state_of

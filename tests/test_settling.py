@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum._data.batches import as_window
 from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
-from autoaccum.batches import as_window
 from autoaccum.objective import Objective
 from autoaccum.weighting import Over
 from helpers import CPU

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from autoaccum._data.batches import Window
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Window
 from autoaccum.objective import Objective
 from autoaccum.targets import constants_of, is_pair, tallies_of, tallies_of_each, target_tensors
 from autoaccum.weighting import Over, Weighting

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from autoaccum.batches import Window
-from autoaccum.transfer import Transfer
+from autoaccum._data.batches import Window
+from autoaccum._data.transfer import Transfer
 from helpers import CPU, assert_bitwise
 
 META = torch.device("meta")

@@ -3,9 +3,9 @@
 result = autoaccum.fit(model, loader, target_batch=100)
 """
 
+from autoaccum._data.batches import Window, windows
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
-from autoaccum.batches import Window, windows
 from autoaccum.callbacks import Callback
 from autoaccum.errors import (
     AutoaccumError,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from autoaccum.batches import Window
+    from autoaccum._data.batches import Window
     from autoaccum.batchnorm import BatchNorms
     from autoaccum.objective import Factors
     from autoaccum.reported import Slot

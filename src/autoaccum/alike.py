@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.batches import Piece
+from autoaccum._data.batches import Piece
 from autoaccum.buckets import Buckets
 from autoaccum.errors import InvalidInputError
 from autoaccum.sharded_model import is_spread
@@ -17,8 +17,8 @@ from autoaccum.sharded_model import is_spread
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from autoaccum._data.batches import Window
     from autoaccum._system.notices import Notices
-    from autoaccum.batches import Window
     from autoaccum.ranks import Ranks
     from autoaccum.step import TrainingStep
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autoaccum._data.batches import Window
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.accumulation import Accumulation, Given
-    from autoaccum.batches import Window
     from autoaccum.joint import Joint
     from autoaccum.records import MemoryEvent
     from autoaccum.room import Room

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum import rehearsed, schema, shards, undoing
+from autoaccum import rehearsed, schema, shards
+from autoaccum._data import undoing
+from autoaccum._data.loader_state import Position
 from autoaccum.errors import CheckpointError
-from autoaccum.position import Position
 from autoaccum.records import Plan
 from autoaccum.sharded_model import is_sharded, is_spread
 from autoaccum.storage import FIRST_SEALED, SHARDS, malformed
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from autoaccum._data.loader_state import RandomStates
     from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
-    from autoaccum.position import RandomStates
     from autoaccum.schedule import Schedule
     from autoaccum.step import TrainingStep
 

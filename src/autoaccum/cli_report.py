@@ -20,11 +20,11 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from autoaccum._data.batches import shapes_of
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
-from autoaccum.batches import shapes_of
 from autoaccum.cards import card_named, custom_card
 from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import shards
+from autoaccum._data.batches import Window, stream
 from autoaccum._oom import first_line
 from autoaccum.alike import look_at_data
-from autoaccum.batches import Window, stream
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 from autoaccum.gone_through import GoneThrough
 from autoaccum.joint import Joint, trained
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autoaccum._data.loader_state import Position, Track
     from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Moment
-    from autoaccum.position import Position, Track
     from autoaccum.ranks import Ranks
     from autoaccum.records import Plan
     from autoaccum.saving import Saver

@@ -12,19 +12,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import afterwards
-from autoaccum.batches import Window, stream
+from autoaccum._data.batches import Window, stream
+from autoaccum._data.loader_state import Track
 from autoaccum.checkpoint import Moment
 from autoaccum.errors import InvalidInputError
-from autoaccum.position import Track
 from autoaccum.sharding import of_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from autoaccum._data.loader_state import Position, RandomStates
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._snapshot import RandomState
     from autoaccum.company import Company
-    from autoaccum.position import Position, RandomStates
     from autoaccum.records import Evaluation
     from autoaccum.schedule import Schedule
 

@@ -31,10 +31,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autoaccum._arguments import check_positive_int
+from autoaccum._data.batches import Piece, copied, count, map_tensors, repeated
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Piece, copied, count, map_tensors, repeated
 from autoaccum.cuda_rules import cuda_workspace
 from autoaccum.errors import InvalidInputError
 from autoaccum.fakes import Stage, batch_like, built_for_real, built_on_meta

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._arguments import check_function, shown
+from autoaccum._data.batches import Window, copied, map_tensors
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._snapshot import Mark, evaluation_mode
-from autoaccum.batches import Window, copied, map_tensors
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.holdings import Holdings
 from autoaccum.planner import balanced, shrink

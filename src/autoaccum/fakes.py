@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
+from autoaccum._data.batches import copied, map_tensors, repeated
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line
-from autoaccum.batches import copied, map_tensors, repeated
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

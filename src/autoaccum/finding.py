@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from autoaccum.batches import Window
+    from autoaccum._data.batches import Window
     from autoaccum.records import Plan, ProbeResult, Trial
     from autoaccum.step import TrainingStep
 

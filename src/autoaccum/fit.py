@@ -14,11 +14,12 @@ from torch import nn
 
 from autoaccum import devices, optimizers
 from autoaccum._arguments import check_bool, check_iterable, check_positive_int, check_whole_number
+from autoaccum._data.batches import check_windows
+from autoaccum._data.peeking import can_be_read_once
 from autoaccum._memory.limits import parse_limit
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
 from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
-from autoaccum.batches import check_windows
 from autoaccum.batchnorm import check_batchnorm
 from autoaccum.callbacks import check_callbacks
 from autoaccum.company import Company
@@ -29,7 +30,6 @@ from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
 from autoaccum.finiteness import check_on_nan
 from autoaccum.overlap import check_overlap, hindrance
-from autoaccum.peeking import can_be_read_once
 from autoaccum.plan_cache import PlanCache
 from autoaccum.postmortem import PostMortem, check_folder_name
 from autoaccum.progress import OtherRank, progress_for

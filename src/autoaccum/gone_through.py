@@ -17,8 +17,8 @@ from autoaccum.targets import is_pair, target_tensors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autoaccum._data.batches import Window
     from autoaccum._system.notices import Notices
-    from autoaccum.batches import Window
     from autoaccum.ranks import Ranks
 
 _BITS = 31

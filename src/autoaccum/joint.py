@@ -28,8 +28,8 @@ from autoaccum.weighting import in_full
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from autoaccum._data.batches import Window
     from autoaccum.accumulation import Accumulation, Given
-    from autoaccum.batches import Window
     from autoaccum.overlap import Weight
     from autoaccum.ranks import Ranks
     from autoaccum.reported import Slot

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from autoaccum import weighting
 from autoaccum._arguments import check_function, is_one_of, shown
+from autoaccum._data.batches import chosen, map_tensors
 from autoaccum._snapshot import evaluation_mode
-from autoaccum.batches import chosen, map_tensors
 from autoaccum.entries import TOTAL, Entries
 from autoaccum.errors import InvalidInputError
 from autoaccum.settling import Run, Settler
@@ -29,9 +29,9 @@ from autoaccum.weighting import Over, Weighting
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from autoaccum._data.batches import Window
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
-    from autoaccum.batches import Window
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 

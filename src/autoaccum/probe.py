@@ -9,12 +9,12 @@ import torch
 
 from autoaccum import devices
 from autoaccum._arguments import check_positive_int
+from autoaccum._data.batches import count
 from autoaccum._memory import backend_for
 from autoaccum._memory.limits import describe_neighbours, format_bytes, parse_limit
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
-from autoaccum.batches import count
 from autoaccum.errors import DoesNotFitError
 from autoaccum.fallback import ways_left
 from autoaccum.records import ProbeResult

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
-    from autoaccum.batches import Window
+    from autoaccum._data.batches import Window
 
 # Of candidates that rounding allows one is left out that is so much less likely than the best, in natural logarithms.
 _RULED_OUT = 12.0

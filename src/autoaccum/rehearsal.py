@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum import cuda_rules
-from autoaccum.batches import Piece, copied
+from autoaccum._data.batches import Piece, copied
 from autoaccum.cuda_rules import CudaCalls, without_driver
 from autoaccum.fakes import ValuesAssumed
 from autoaccum.ledger import Ledger

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import afterwards, devices, optimizers
 from autoaccum._arguments import check_iterable, shown
+from autoaccum._data.batches import as_window
 from autoaccum._snapshot import RandomState
 from autoaccum._system.notices import Notices
 from autoaccum.accumulation import Accumulation
 from autoaccum.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
-from autoaccum.batches import as_window
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.callbacks import check_callbacks
 from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autoaccum._data.batches import Window
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.batches import Window
     from autoaccum.callbacks import Callback
     from autoaccum.joint import Joint
     from autoaccum.objective import Loss

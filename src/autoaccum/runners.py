@@ -12,8 +12,8 @@ from autoaccum.runner import Runner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autoaccum._data.batches import Window
     from autoaccum._system.notices import Notices
-    from autoaccum.batches import Window
     from autoaccum.company import Company
     from autoaccum.compiling import Compiling
     from autoaccum.course import Course

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
+    from autoaccum._data.loader_state import Position
     from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Moment
-    from autoaccum.position import Position
 
 
 # By how much less is tried after what did not fit.

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoaccum.position import Position
+from autoaccum._data.loader_state import Position
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from autoaccum.position import RandomStates
+    from autoaccum._data.loader_state import RandomStates
 
 # As torch counts.
 _LARGEST = 2**63 - 1

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from autoaccum import reported
 from autoaccum._arguments import check_choice
+from autoaccum._data.batches import Piece, Window, copied, map_tensors, repeated
 from autoaccum._snapshot import Mark, RandomState
-from autoaccum.batches import Piece, Window, copied, map_tensors, repeated
 from autoaccum.errors import InvalidInputError
 from autoaccum.objective import Factors, check_graph
 from autoaccum.step import check_weight
@@ -31,9 +31,9 @@ from autoaccum.weighting import Over
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from autoaccum._data.transfer import Transfer
     from autoaccum.objective import Term
     from autoaccum.step import TrainingStep
-    from autoaccum.transfer import Transfer
 
 LOSS_SCOPES = ("micro_batch", "window")
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoaccum import batches
+from autoaccum._data import batches
+from autoaccum._data.batches import Window
 from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
-from autoaccum.batches import Window
 from autoaccum.compiling import uncompiled
 from autoaccum.errors import InvalidInputError
 from autoaccum.questions import Question, Rounding, Split, rounding_of, telling_split

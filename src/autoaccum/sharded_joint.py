@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from autoaccum._data.batches import Window, copied
 from autoaccum._oom import first_line, is_oom, is_too_large
 from autoaccum._snapshot import Mark
 from autoaccum._system import reason_file
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
-from autoaccum.batches import Window, copied
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
 from autoaccum.growth import Growth
 from autoaccum.joint import ELSEWHERE, Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum.batches import count
+from autoaccum._data.batches import count
+from autoaccum._data.loader_state import generators_of
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.position import generators_of
 from autoaccum.shares import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from autoaccum.position import Position
+    from autoaccum._data.loader_state import Position
     from autoaccum.ranks import Ranks
 
 # What of the loader's own arguments the part has too.

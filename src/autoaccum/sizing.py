@@ -23,7 +23,7 @@ from autoaccum.tempo import Tempo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from autoaccum.batches import Window
+    from autoaccum._data.batches import Window
     from autoaccum.search import Line
     from autoaccum.step import TrainingStep
 

@@ -16,13 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum import devices, optimizers, precision, reported
 from autoaccum._arguments import check_positive_number, shown
+from autoaccum._data.transfer import Transfer
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.inventory import Inventory
 from autoaccum.objective import Objective, check_graph
 from autoaccum.sharded_model import is_sharded, refuse_sharded
-from autoaccum.transfer import Transfer
 from autoaccum.update import Updates
 from autoaccum.weighting import Over
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from autoaccum.weighting import constants
 
 if TYPE_CHECKING:
-    from autoaccum.batches import Window
+    from autoaccum._data.batches import Window
     from autoaccum.weighting import Tally, Weighting
 
 _PAIR = 2

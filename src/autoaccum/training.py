@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from autoaccum._data.batches import Window
     from autoaccum._system.notices import Notices
-    from autoaccum.batches import Window
     from autoaccum.callbacks import Callback
     from autoaccum.company import Company
     from autoaccum.compiling import Compiling

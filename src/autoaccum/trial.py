@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._data.batches import Window, copied, count, repeated
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._snapshot import Mark
-from autoaccum.batches import Window, copied, count, repeated
 from autoaccum.errors import StateDamagedError
 from autoaccum.objective import Factors
 from autoaccum.records import Trial

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
+from autoaccum._data.loader_state import generators_of
 from autoaccum._snapshot import RandomState
-from autoaccum.position import generators_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

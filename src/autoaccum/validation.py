@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import devices
+from autoaccum._data.peeking import can_be_looked_at, counters_kept, left_as_it_was
 from autoaccum._snapshot import Mark
 from autoaccum.evaluation import Evaluator
 from autoaccum.outside import drawn
-from autoaccum.peeking import can_be_looked_at, counters_kept, left_as_it_was
 from autoaccum.sharding import DealtLoader
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from torch import nn
 
 import autoaccum
 from autoaccum import devices
+from autoaccum._data.batches import Window
+from autoaccum._data.transfer import Transfer
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.batches import Window
 from autoaccum.errors import DeviceMissingError
 from autoaccum.fallback import offloaded
-from autoaccum.transfer import Transfer
 from crew import Crew
 from faults import FailAt
 from helpers import assert_bitwise

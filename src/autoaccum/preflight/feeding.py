@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum.batches import count
-from autoaccum.peeking import left_as_it_was
+from autoaccum._data.batches import count
+from autoaccum._data.peeking import left_as_it_was
 from autoaccum.report.records import LoaderFacts
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_positive_int
-from autoaccum.batches import Piece, map_tensors
+from autoaccum._data.batches import Piece, map_tensors
 from autoaccum.errors import InvalidInputError
 from autoaccum.report.records import Lengths
 

@@ -24,9 +24,9 @@ from autoaccum._arguments import (
     check_positive_number,
     shown,
 )
+from autoaccum._data.batches import count
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from autoaccum.batches import count
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.cards import card_named, custom_card
 from autoaccum.errors import InvalidInputError

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from autoaccum._data.batches import Window, count
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
-from autoaccum.batches import Window, count
 from autoaccum.footprint import Footprint
 from autoaccum.planner import balanced
 from autoaccum.report.records import Pace

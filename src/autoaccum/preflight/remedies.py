@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autoaccum._data.batches import count, map_tensors
 from autoaccum._memory.simulated import Simulated
-from autoaccum.batches import count, map_tensors
 from autoaccum.cards import known_cards
 from autoaccum.errors import InvalidInputError
 from autoaccum.fallback import checkpointed, offloaded

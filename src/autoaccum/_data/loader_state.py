@@ -18,16 +18,16 @@ from weakref import WeakSet
 
 import torch
 
+from autoaccum._data.batches import count
+from autoaccum._data.undoing import remember
 from autoaccum._oom import first_line, is_device_lost, is_oom
-from autoaccum.batches import count
 from autoaccum.errors import CheckpointError
-from autoaccum.undoing import remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from autoaccum._data.batches import Window
     from autoaccum._snapshot import RandomState
-    from autoaccum.batches import Window
 
 # What `RandomState` takes: a value, never written to.
 RandomStates = tuple[Any, ...]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum.batches import copied, map_tensors
+from autoaccum._data.batches import copied, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
-    from autoaccum.batches import Window
+    from autoaccum._data.batches import Window
 
 
 class Transfer:
