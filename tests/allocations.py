@@ -6,9 +6,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from autoaccum._data.batches import Piece, count
+from autoaccum._loss.objective import Factors
 from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
-from autoaccum.objective import Factors
 from autoaccum.step import Accumulated, assemble
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._loss.objective import Objective
 from autoaccum._system.notices import Notices
 from autoaccum.fakes import Stage, ValuesAssumed
-from autoaccum.objective import Objective
 from autoaccum.rehearsal import FakePrecision
 from autoaccum.runner import Runner
 from autoaccum.step import TrainingStep

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from autoaccum._data.batches import Window
-from autoaccum.questions import Question, Rounding, Split, misfit, rounding_of, telling_split
-from autoaccum.weighting import Over, Weighting
+from autoaccum._loss.reduction_candidates import Question, Rounding, Split, misfit, rounding_of, telling_split
+from autoaccum._loss.weighting import Over, Weighting
 
 N, C, T = 9, 4, 5
 EXACT = Rounding(1e-13, 1e-9)

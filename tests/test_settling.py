@@ -9,10 +9,10 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._data.batches import as_window
+from autoaccum._loss.objective import Objective
+from autoaccum._loss.weighting import Over
 from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
-from autoaccum.objective import Objective
-from autoaccum.weighting import Over
 from helpers import CPU
 
 

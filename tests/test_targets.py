@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autoaccum._data.batches import Window
+from autoaccum._loss.counting import constants_of, is_pair, tallies_of, tallies_of_each, target_tensors
+from autoaccum._loss.objective import Objective
+from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._system.notices import Notices
-from autoaccum.objective import Objective
-from autoaccum.targets import constants_of, is_pair, tallies_of, tallies_of_each, target_tensors
-from autoaccum.weighting import Over, Weighting
 
 LABELS = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from autoaccum.errors import InvalidInputError
-from autoaccum.weighting import (
+from autoaccum._loss.weighting import (
     ELEMENTWISE,
     Over,
     Weighting,
@@ -22,6 +21,7 @@ from autoaccum.weighting import (
     shares,
     weight_of_pair,
 )
+from autoaccum.errors import InvalidInputError
 
 N, C, T = 9, 4, 5
 CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 2.5, 7.0], dtype=torch.float64)

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from autoaccum._loss.reported import LOSS
+from autoaccum._loss.weighting import in_full
 from autoaccum._snapshot import Mark
 from autoaccum._system import signals
 from autoaccum.aside import Aside
 from autoaccum.errors import InvalidInputError, StateDamagedError
-from autoaccum.reported import LOSS
 from autoaccum.scope import WholeWindow, check_loss_scope
 from autoaccum.step import Accumulated, check_weight
 from autoaccum.update import RESERVE
-from autoaccum.weighting import in_full
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
+    from autoaccum._loss.objective import Factors
+    from autoaccum._loss.reported import Slot
     from autoaccum.batchnorm import BatchNorms
-    from autoaccum.objective import Factors
-    from autoaccum.reported import Slot
     from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from autoaccum._loss.reported import means
 from autoaccum._system import signals
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 from autoaccum.joint import ELSEWHERE
-from autoaccum.reported import means
 from autoaccum.update import RESERVE
 
 if TYPE_CHECKING:

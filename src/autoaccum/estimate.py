@@ -32,13 +32,13 @@ from torch._subclasses.fake_tensor import (
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import Piece, copied, count, map_tensors, repeated
+from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line
 from autoaccum._system.notices import Notices
 from autoaccum.cuda_rules import cuda_workspace
 from autoaccum.errors import InvalidInputError
 from autoaccum.fakes import Stage, batch_like, built_for_real, built_on_meta
-from autoaccum.objective import Objective
 from autoaccum.optimizers import resolve
 from autoaccum.precision import PRECISIONS, Precision, own_half_type
 from autoaccum.rehearsal import FakePrecision, LooseObjective, Rehearsal
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from autoaccum._loss.objective import Loss
     from autoaccum.cards import Card
     from autoaccum.footprint import Estimate
-    from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.batches import Window, copied, map_tensors
+from autoaccum._loss.counting import is_pair, target_tensors
+from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.errors import DoesNotFitError, InvalidInputError
@@ -27,11 +29,9 @@ from autoaccum.planner import balanced, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import Evaluation, MemoryEvent
 from autoaccum.scope import WindowLoss
-from autoaccum.targets import is_pair, target_tensors
-from autoaccum.weighting import Over, in_full
 
 if TYPE_CHECKING:
-    from autoaccum.objective import Term
+    from autoaccum._loss.objective import Term
     from autoaccum.ranks import Ranks
     from autoaccum.step import TrainingStep
 

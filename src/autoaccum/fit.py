@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
+    from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
     from autoaccum.evaluation import Metric
-    from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.ranks import Ranks
     from autoaccum.records import FitResult

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autoaccum._loss.counting import is_pair, target_tensors
 from autoaccum.errors import InvalidInputError
-from autoaccum.targets import is_pair, target_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoaccum._loss.objective import PAIR, SUM
+from autoaccum._loss.reported import LOSS, WEIGHT, means
+from autoaccum._loss.weighting import in_full
 from autoaccum._oom import is_oom
 from autoaccum.buckets import Buckets
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.objective import PAIR, SUM
 from autoaccum.overlap import SHARED, Overlap
-from autoaccum.reported import LOSS, WEIGHT, means
-from autoaccum.weighting import in_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._loss.reported import Slot
+    from autoaccum._loss.weighting import Weighting
     from autoaccum.accumulation import Accumulation, Given
     from autoaccum.overlap import Weight
     from autoaccum.ranks import Ranks
-    from autoaccum.reported import Slot
     from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
-    from autoaccum.weighting import Weighting
 
 
 _T = TypeVar("_T")

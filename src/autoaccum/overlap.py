@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._arguments import check_bool
+from autoaccum._loss.objective import SUM
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom
 from autoaccum._system import signals
 from autoaccum.buckets import BUCKET_BYTES, Buckets
 from autoaccum.errors import RankFailedError
-from autoaccum.objective import SUM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

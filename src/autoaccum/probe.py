@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import Trial
     from autoaccum.step import TrainingStep

@@ -13,10 +13,10 @@ import torch
 
 from autoaccum import cuda_rules
 from autoaccum._data.batches import Piece, copied
+from autoaccum._loss.objective import Factors, Objective
 from autoaccum.cuda_rules import CudaCalls, without_driver
 from autoaccum.fakes import ValuesAssumed
 from autoaccum.ledger import Ledger
-from autoaccum.objective import Factors, Objective
 from autoaccum.precision import Precision
 from autoaccum.step import Accumulated
 from autoaccum.timeline import Category
@@ -25,7 +25,7 @@ from autoaccum.unrolled import loosened
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from autoaccum.objective import Source, Term
+    from autoaccum._loss.objective import Source, Term
     from autoaccum.step import TrainingStep
     from autoaccum.timeline import Storage, Timeline
     from autoaccum.workspace import Workspace

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
+    from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
     from autoaccum.joint import Joint
-    from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import ProbeResult, Trial
     from autoaccum.step import TrainingStep

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum import reported
 from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Piece, Window, copied, map_tensors, repeated
+from autoaccum._loss import reported
+from autoaccum._loss.counting import is_pair
+from autoaccum._loss.objective import Factors, check_graph
+from autoaccum._loss.weighting import Over
 from autoaccum._snapshot import Mark, RandomState
 from autoaccum.errors import InvalidInputError
-from autoaccum.objective import Factors, check_graph
 from autoaccum.step import check_weight
-from autoaccum.targets import is_pair
-from autoaccum.weighting import Over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._data.transfer import Transfer
-    from autoaccum.objective import Term
+    from autoaccum._loss.objective import Term
     from autoaccum.step import TrainingStep
 
 LOSS_SCOPES = ("micro_batch", "window")

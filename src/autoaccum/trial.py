@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window, copied, count, repeated
+from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._snapshot import Mark
 from autoaccum.errors import StateDamagedError
-from autoaccum.objective import Factors
 from autoaccum.records import Trial
 from autoaccum.step import Accumulated
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
     from autoaccum.evaluation import Metric
-    from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
 
 

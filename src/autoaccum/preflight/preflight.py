@@ -25,6 +25,7 @@ from autoaccum._arguments import (
     shown,
 )
 from autoaccum._data.batches import count
+from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
 from autoaccum.batchnorm import BatchNorms, check_batchnorm
@@ -33,7 +34,6 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.estimate import WithoutValuesError, trace_step
 from autoaccum.fakes import built_for_real, built_on_meta
 from autoaccum.finding import check_finding
-from autoaccum.objective import Objective
 from autoaccum.precision import PRECISIONS, own_half_type
 from autoaccum.preflight.deadline import seconds_in
 from autoaccum.preflight.feeding import first_batches, listen_to, samples_of
@@ -50,10 +50,10 @@ from autoaccum.step import assemble
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.cards import Card
     from autoaccum.estimate import Traced
-    from autoaccum.objective import Loss
     from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import Trial
     from autoaccum.report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum.weighting import constants
+from autoaccum._loss.weighting import constants
 
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
-    from autoaccum.weighting import Tally, Weighting
+    from autoaccum._loss.weighting import Tally, Weighting
 
 _PAIR = 2
 # Names under which mappings keep what a loss compares with, and what says which of it counts.

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.weighting import Over, in_full
+from autoaccum._loss.weighting import Over, in_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from autoaccum.objective import Factors, Term
-    from autoaccum.weighting import Weighting
+    from autoaccum._loss.objective import Factors, Term
+    from autoaccum._loss.weighting import Weighting
 
 # What ranks add up of a window: kinds of numbers, each with a name. Those up to WEIGHT are multiplied by what a rank's
 # part weighs; the others count for themselves.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from autoaccum.targets import tallies_of
-from autoaccum.weighting import IGNORE_INDEX, Over, Tally, Weighting, shares, spread
+from autoaccum._loss.counting import tallies_of
+from autoaccum._loss.weighting import IGNORE_INDEX, Over, Tally, Weighting, shares, spread
 
 if TYPE_CHECKING:
     import random

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import weighting
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen, map_tensors
+from autoaccum._loss import weighting
+from autoaccum._loss.counting import is_pair, tallies_of
+from autoaccum._loss.named_losses import TOTAL, Entries
+from autoaccum._loss.reduction_inference import Run, Settler
+from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._snapshot import evaluation_mode
-from autoaccum.entries import TOTAL, Entries
 from autoaccum.errors import InvalidInputError
-from autoaccum.settling import Run, Settler
-from autoaccum.targets import is_pair, tallies_of
-from autoaccum.weighting import Over, Weighting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

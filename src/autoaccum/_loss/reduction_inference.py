@@ -16,21 +16,21 @@ from torch import Tensor
 
 from autoaccum._data import batches
 from autoaccum._data.batches import Window
+from autoaccum._loss.counting import constants_of, tallies_of_each, target_tensors
+from autoaccum._loss.reduction_candidates import Question, Rounding, Split, rounding_of, telling_split
+from autoaccum._loss.weighting import Over, Weighting, check_pair
 from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
 from autoaccum.compiling import uncompiled
 from autoaccum.errors import InvalidInputError
-from autoaccum.questions import Question, Rounding, Split, rounding_of, telling_split
-from autoaccum.targets import constants_of, tallies_of_each, target_tensors
-from autoaccum.weighting import Over, Weighting, check_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
+    from autoaccum._loss.objective import Objective, Term
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
-    from autoaccum.objective import Objective, Term
 
 # The rows of the parts into which a few samples are split; one part alone where there is but one sample.
 Rows = list[list[int]]
