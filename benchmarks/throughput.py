@@ -20,7 +20,7 @@ from workloads import MIB, WORKLOADS
 
 from autoaccum._memory import Host
 from autoaccum._oom import is_oom, let_go
-from autoaccum.planner import balanced
+from autoaccum._sizing.planner import balanced
 
 # Smaller than for the finders: here many updates are made, and what matters is that a window has to be cut.
 SMALLER = {"resnet18": (140, 96), "mobilenet": (64, 48), "gpt": (50, 24), "encoder": (40, 16)}

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import rank_training
 from autoaccum._data.transfer import Transfer
 from autoaccum._memory.host import Host
+from autoaccum._sizing.controller import Sizing
 from autoaccum.joint import Joint
-from autoaccum.sizing import Sizing
 from autoaccum.update import Updates
 
 

@@ -27,7 +27,7 @@ TESTS = {
     "preflight/rehearsing.py": ["test_parts_add_up_to_what_tensors_held"],
     "preflight/remedies.py": ["test_the_target_is_cut_in_what_fits"],
     "probe.py": ["test_the_target_is_cut_in_what_fits"],
-    "sizing.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
+    "_sizing/controller.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
     "_snapshot.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
     "_data/transfer.py": [
         "test_micro_batches_that_arrive_beside_the_computing_are_the_samples",
@@ -49,7 +49,7 @@ ELSEWHERE = {
     "packing.py": "brings tensors to the host (checkpoint.py's test)",
     "schema.py": "names the device of a checkpoint (checkpoint.py's test)",
     "_memory/accelerator.py": "other devices than cards (tests/memory/test_contract.py)",
-    "plan_cache.py": "notes which card and CUDA a plan was found on",
+    "_sizing/cache.py": "notes which card and CUDA a plan was found on",
     "preflight/measuring.py": "names the kind of kernels that it has measured",
     "quick_fakes.py": "fakes (tests/test_quick_fakes.py)",
     "ranks.py": "NCCL takes a card for each rank",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.growth import Growth
+from autoaccum._sizing.fsdp_growth import Growth
 
 
 def sizes_of(peak_of, *, held, limit, most, windows=12, size=1):

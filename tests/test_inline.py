@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.plan_cache import Key, PlanCache, Remembered
+from autoaccum._sizing.cache import Key, PlanCache, Remembered
 from faults import FailAt, differences, state_of
 
 SAMPLES, WIDTH = 600, 4096
@@ -351,7 +351,7 @@ def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys)
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr("autoaccum.sizing.time.perf_counter", clock)
+    monkeypatch.setattr("autoaccum._sizing.controller.time.perf_counter", clock)
     loader = list(itertools.chain.from_iterable([data()] * 10))
 
     _, told, result = fit("64MiB", model=Slow(), loader=loader, progress="lines")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.learning import Learning
+from autoaccum._sizing.online_search import Learning
 
 
 @dataclass

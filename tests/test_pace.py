@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from autoaccum.pace import FIRST_WAIT_WINDOWS, Pace
+from autoaccum._sizing.backoff import FIRST_WAIT_WINDOWS, Pace
 
 
 def windows_until_larger(pace, most=10_000):

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum import plan_cache
 from autoaccum._memory.simulated import Simulated
+from autoaccum._sizing import cache
+from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of
 from helpers import assert_bitwise, classifier, labelled, state_of, training_step
 
 FOUND = Remembered(48, fixed_bytes=1 << 30, bytes_per_sample=12345, fastest=32)
 
 
 def named(name, target_batch=64):
-    return Key(plan_cache._digest(name), target_batch, {"model": name, "limit_bytes": None})
+    return Key(cache._digest(name), target_batch, {"model": name, "limit_bytes": None})
 
 
 KEY = named("a job")
@@ -50,7 +50,7 @@ def rewritten(path, **changes):
     """The file with some fields changed and a checksum that is right all the same."""
     content = json.loads(path.read_text()) | changes
     del content["checksum"]
-    path.write_text(json.dumps(content | {"checksum": plan_cache._digest(content)}))
+    path.write_text(json.dumps(content | {"checksum": cache._digest(content)}))
 
 
 def fails_with(number):
@@ -381,7 +381,7 @@ def test_disk_that_is_full_in_the_middle_of_a_file_leaves_nothing_half_written(c
 
 def test_file_that_cannot_be_marked_as_used_is_found_all_the_same(cache, notices, monkeypatch):
     cache.keep(KEY, FOUND)
-    monkeypatch.setattr("autoaccum.plan_cache.os.utime", fails_with(errno.EROFS))
+    monkeypatch.setattr("autoaccum._sizing.cache.os.utime", fails_with(errno.EROFS))
 
     assert cache.find(KEY) == FOUND
     assert notices.texts == ()
@@ -394,7 +394,7 @@ def test_interrupt_while_writing_goes_on_to_its_caller_and_leaves_nothing_half_d
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("autoaccum.plan_cache.Path.replace", interrupted)
+        broken.setattr("autoaccum._sizing.cache.Path.replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.keep(KEY, FOUND)
 
@@ -425,7 +425,7 @@ def test_files_that_nobody_used_for_months_are_deleted_when_one_is_written(cache
 
 
 def test_of_too_many_files_those_used_last_stay(cache, monkeypatch):
-    monkeypatch.setattr(plan_cache, "_MOST_FILES", 3)
+    monkeypatch.setattr(cache, "_MOST_FILES", 3)
     for number in range(6):
         cache.keep(named(str(number)), FOUND)
         aged(cache._path(named(str(number))), 10 - number)
@@ -437,7 +437,7 @@ def test_of_too_many_files_those_used_last_stay(cache, monkeypatch):
 
 
 def test_file_just_written_stays_though_all_others_are_of_the_future(cache, monkeypatch):
-    monkeypatch.setattr(plan_cache, "_MOST_FILES", 2)
+    monkeypatch.setattr(cache, "_MOST_FILES", 2)
     for name in ("first", "second"):
         cache.keep(named(name), FOUND)
         aged(cache._path(named(name)), -1000)
@@ -485,7 +485,7 @@ import random, sys
 from pathlib import Path
 from autoaccum import plan_cache
 from autoaccum._system.notices import Notices
-from autoaccum.plan_cache import Key, PlanCache, Remembered
+from autoaccum._sizing.cache import Key, PlanCache, Remembered
 
 plan_cache._MOST_FILES = 5
 own = int(sys.argv[2])
@@ -541,7 +541,7 @@ import torch
 from torch import nn
 from autoaccum.memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.plan_cache import key_of
+from autoaccum._sizing.cache import key_of
 from autoaccum.step import assemble
 
 class Attention(nn.Module):
@@ -795,7 +795,7 @@ def test_other_settings_and_devices_are_other_jobs(monkeypatch):
     for name, change in {
         "torch": ("torch.version.__version__", "9.9"),
         "python": ("platform.python_version_tuple", lambda: ("3", "99", "0")),
-        "autoaccum": ("autoaccum.plan_cache.version", lambda _: "9.9"),
+        "autoaccum": ("autoaccum._sizing.cache.version", lambda _: "9.9"),
         "threads": ("torch.get_num_threads", lambda: 999),
     }.items():
         with monkeypatch.context() as other:
@@ -806,10 +806,10 @@ def test_other_settings_and_devices_are_other_jobs(monkeypatch):
 
 
 def test_card_is_described_by_its_libraries(monkeypatch):
-    first = plan_cache._system(torch.device("cuda"))
+    first = cache._system(torch.device("cuda"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-    second = plan_cache._system(torch.device("cuda"))
+    second = cache._system(torch.device("cuda"))
 
     assert first["cuda"] == torch.version.cuda
     assert first["cudnn"] == torch.backends.cudnn.version()

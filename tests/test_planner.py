@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoaccum
-from autoaccum.planner import STRATEGIES, balanced, cut, plan, shrink
+from autoaccum._sizing.planner import STRATEGIES, balanced, cut, plan, shrink
 from autoaccum.records import Plan, Trial
 
 SIZES = st.integers(min_value=1, max_value=5000)

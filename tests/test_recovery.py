@@ -7,8 +7,8 @@ from torch import nn
 import autoaccum
 from autoaccum import accumulation
 from autoaccum._memory.host import Host
+from autoaccum._sizing.backoff import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
 from autoaccum._system.notices import Notices
-from autoaccum.pace import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
 from autoaccum.records import MemoryReading
 from faults import differences, state_of
 
@@ -263,7 +263,7 @@ def test_callbacks_are_told_of_growth():
 
 
 def test_allocator_that_gives_back_its_cache_again_and_again_gets_smaller_micro_batches(monkeypatch):
-    monkeypatch.setattr("autoaccum.room._LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("autoaccum._sizing.headroom._LOOK_INTERVAL_S", 0.0)
     memory = Roomy()
     _, runner = made(memory)
     runner.step(window(0))

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from autoaccum._sizing.offline_search import Line, line_through, next_size
 from autoaccum.records import Trial
-from autoaccum.search import Line, line_through, next_size
 
 LIMIT = 1_000_000
 MAX_SIZES = st.integers(1, 100_000)

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from autoaccum.tempo import MOST_WINDOWS, Tempo
+from autoaccum._sizing.autotune import MOST_WINDOWS, Tempo
 
 SMOOTH = ("fixed cost", "saturating", "out of cache", "ever dearer")
 JUMPS = ("one jump", "two jumps")

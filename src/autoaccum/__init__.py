@@ -6,6 +6,7 @@ result = autoaccum.fit(model, loader, target_batch=100)
 from autoaccum._data.batches import Window, windows
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
+from autoaccum._sizing.planner import plan
 from autoaccum.callbacks import Callback
 from autoaccum.errors import (
     AutoaccumError,
@@ -24,7 +25,6 @@ from autoaccum.errors import (
 from autoaccum.fit import fit
 from autoaccum.jobs.job import Job
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
-from autoaccum.planner import plan
 from autoaccum.preflight import preflight
 from autoaccum.probe import find_micro_batch
 from autoaccum.ranks import join_ranks

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
+    from autoaccum._sizing.controller import Sizing
     from autoaccum.batchnorm import BatchNorms
-    from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
 
 

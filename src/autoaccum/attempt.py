@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._memory.base import MemoryBackend
+    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.headroom import Room
     from autoaccum.accumulation import Accumulation, Given
     from autoaccum.joint import Joint
     from autoaccum.records import MemoryEvent
-    from autoaccum.room import Room
-    from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
     from autoaccum.update import Update
 

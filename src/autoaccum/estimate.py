@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._loss.objective import Loss
+    from autoaccum._sizing.footprint import Estimate
     from autoaccum.cards import Card
-    from autoaccum.footprint import Estimate
     from autoaccum.optimizers import MakesOptimizer
 
 

@@ -22,10 +22,10 @@ from autoaccum._data.batches import Window, copied, map_tensors
 from autoaccum._loss.counting import is_pair, target_tensors
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
+from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.holdings import Holdings
-from autoaccum.planner import balanced, shrink
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import Evaluation, MemoryEvent
 from autoaccum.scope import WindowLoss

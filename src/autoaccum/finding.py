@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
+from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of
+from autoaccum._sizing.controller import Wanted
+from autoaccum._sizing.offline_search import Line
+from autoaccum._sizing.planner import STRATEGIES, plan
 from autoaccum.errors import InvalidInputError
-from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of
-from autoaccum.planner import STRATEGIES, plan
 from autoaccum.probe import probe
-from autoaccum.search import Line
-from autoaccum.sizing import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,6 +17,7 @@ from autoaccum._arguments import check_bool, check_iterable, check_positive_int,
 from autoaccum._data.batches import check_windows
 from autoaccum._data.peeking import can_be_read_once
 from autoaccum._memory.limits import parse_limit
+from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
 from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
@@ -30,7 +31,6 @@ from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
 from autoaccum.finiteness import check_on_nan
 from autoaccum.overlap import check_overlap, hindrance
-from autoaccum.plan_cache import PlanCache
 from autoaccum.postmortem import PostMortem, check_folder_name
 from autoaccum.progress import OtherRank, progress_for
 from autoaccum.ranks import joined, own_rank

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.weighting import Weighting
+    from autoaccum._sizing.controller import Sizing
     from autoaccum.accumulation import Accumulation, Given
     from autoaccum.overlap import Weight
     from autoaccum.ranks import Ranks
-    from autoaccum.sizing import Sizing
     from autoaccum.step import TrainingStep
 
 

@@ -12,6 +12,7 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
 from autoaccum._memory import backend_for
 from autoaccum._memory.limits import describe_neighbours, format_bytes, parse_limit
+from autoaccum._sizing.offline_search import line_through, next_size
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
@@ -19,7 +20,6 @@ from autoaccum.errors import DoesNotFitError
 from autoaccum.fallback import ways_left
 from autoaccum.records import ProbeResult
 from autoaccum.scope import WholeWindow, check_loss_scope
-from autoaccum.search import line_through, next_size
 from autoaccum.step import assemble
 from autoaccum.trial import Trials
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum import afterwards, devices, optimizers
 from autoaccum._arguments import check_iterable, shown
 from autoaccum._data.batches import as_window
+from autoaccum._sizing.controller import Sizing, Told, Wanted
+from autoaccum._sizing.headroom import Room
 from autoaccum._snapshot import RandomState
 from autoaccum._system.notices import Notices
 from autoaccum.accumulation import Accumulation
@@ -27,9 +29,7 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteE
 from autoaccum.evaluation import Evaluator
 from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
-from autoaccum.room import Room
 from autoaccum.scope import check_loss_scope
-from autoaccum.sizing import Sizing, Told, Wanted
 from autoaccum.step import assemble, drop_old_gradients
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from autoaccum._data.batches import Window, copied
 from autoaccum._loss.objective import SAMPLES, Factors
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
+from autoaccum._sizing.fsdp_growth import Growth
+from autoaccum._sizing.planner import balanced
 from autoaccum._snapshot import Mark
 from autoaccum._system import reason_file
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
-from autoaccum.growth import Growth
 from autoaccum.joint import ELSEWHERE, Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
-from autoaccum.planner import balanced
 from autoaccum.probe import does_not_fit_text
 from autoaccum.sharded_model import least_size
 from autoaccum.step import Accumulated

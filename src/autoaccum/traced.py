@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autoaccum._sizing.footprint import Estimate, Footprint
 from autoaccum.caching_allocator import Served, serve
 from autoaccum.cuda_rules import cublas_bytes
 from autoaccum.errors import InvalidInputError
-from autoaccum.footprint import Estimate, Footprint
 from autoaccum.timeline import Category
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoaccum.footprint import Estimate
+from autoaccum._sizing.footprint import Estimate
 from autoaccum.preflight.measuring import Asked
 from autoaccum.preflight.predicting import footprint_at, predict
 from report_examples import GIB, MIB, card, estimate, footprint

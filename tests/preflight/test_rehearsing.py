@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoaccum import Simulated
-from autoaccum.planner import plan
+from autoaccum._sizing.planner import plan
 from autoaccum.preflight.rehearsing import rehearse
 from helpers import assert_bitwise, classifier, labelled, state_of, training_step
 

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 
 from autoaccum._arguments import check_positive_int
+from autoaccum._sizing.planner import MOST_STEPS_FOR_EQUAL_SIZES, shrink
 from autoaccum.errors import InvalidInputError
-from autoaccum.planner import MOST_STEPS_FOR_EQUAL_SIZES, shrink
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._memory.kills import read_kills
+from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of_command
 from autoaccum._system import reason_file
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
@@ -29,7 +30,6 @@ from autoaccum.jobs.launchers import SIGNAL_BASE
 from autoaccum.jobs.supervisor import GRACE_S, Supervisor
 from autoaccum.jobs.surroundings import read_devices
 from autoaccum.jobs.world import world_size_of
-from autoaccum.plan_cache import Key, PlanCache, Remembered, key_of_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._memory.limits import parse_limit
+from autoaccum._sizing.planner import plan
 from autoaccum.errors import DoesNotFitError
 from autoaccum.finding import TILE
-from autoaccum.planner import plan
 from autoaccum.preflight.rehearsing import rehearse
 from autoaccum.probe import probe
 from autoaccum.report.records import DeviceFacts, Measured

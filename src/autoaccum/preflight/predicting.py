@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
+from autoaccum._sizing.footprint import Footprint
+from autoaccum._sizing.planner import plan
 from autoaccum.finding import TILE
-from autoaccum.footprint import Footprint
-from autoaccum.planner import plan
 from autoaccum.report.records import Predicted
 
 if TYPE_CHECKING:
+    from autoaccum._sizing.footprint import Estimate
     from autoaccum.cards import Card
-    from autoaccum.footprint import Estimate
     from autoaccum.preflight.measuring import Asked
 
 _PARTS = tuple(

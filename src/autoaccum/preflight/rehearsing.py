@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from autoaccum._data.batches import Window, count
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
+from autoaccum._sizing.footprint import Footprint
+from autoaccum._sizing.planner import balanced
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
-from autoaccum.footprint import Footprint
-from autoaccum.planner import balanced
 from autoaccum.report.records import Pace
 from autoaccum.trial import Trials, standing_still
 

@@ -23,8 +23,8 @@ from autoaccum.report.records import Remedy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from autoaccum._sizing.footprint import Estimate, Footprint
     from autoaccum.cards import Card
-    from autoaccum.footprint import Estimate, Footprint
     from autoaccum.preflight.measuring import Asked
     from autoaccum.traced import Traced
 

@@ -14,7 +14,7 @@ from autoaccum.progress import format_cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from autoaccum.footprint import Footprint
+    from autoaccum._sizing.footprint import Footprint
     from autoaccum.records import Plan
     from autoaccum.report.records import HostFacts, Lengths, LoaderFacts, Measured, Pace, Predicted
     from autoaccum.report.report import Report

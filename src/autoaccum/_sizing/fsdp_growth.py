@@ -5,7 +5,7 @@ Pure arithmetic. A search learns where the limit is by running into it; here onl
 
 from __future__ import annotations
 
-from autoaccum.search import through
+from autoaccum._sizing.offline_search import through
 
 # Of the memory there is, so much is left alone: a line through small sizes says little of rounding and fragments.
 _LEFT_ALONE = 0.15

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autoaccum.search import MAX_GROWTH, Line, through
+from autoaccum._sizing.offline_search import MAX_GROWTH, Line, through
 
 # Small enough to fit almost anywhere. Not one sample: BatchNorm refuses to train on a single value a channel. And where
 # a window holds many, as many as make no difference to it.

@@ -8,7 +8,7 @@ ten thousand windows.
 
 from __future__ import annotations
 
-from autoaccum.planner import shrink
+from autoaccum._sizing.planner import shrink
 
 # A failure costs a micro-batch or a window, so that at this interval it costs at most some percent.
 FIRST_WAIT_WINDOWS = 32

@@ -13,18 +13,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoaccum import planner
-from autoaccum.learning import Learning
-from autoaccum.pace import Pace
-from autoaccum.planner import plan
+from autoaccum._sizing import planner
+from autoaccum._sizing.autotune import Tempo
+from autoaccum._sizing.backoff import Pace
+from autoaccum._sizing.online_search import Learning
+from autoaccum._sizing.planner import plan
 from autoaccum.records import Plan, ProbeResult, Trial
-from autoaccum.tempo import Tempo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from autoaccum._data.batches import Window
-    from autoaccum.search import Line
+    from autoaccum._sizing.offline_search import Line
     from autoaccum.step import TrainingStep
 
 # How much of a prediction is taken for certain, and how much of what failed may fit.
