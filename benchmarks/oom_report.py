@@ -18,8 +18,8 @@ from overhead import MICRO_BATCHES, SIZES, network, processor
 from torch import nn
 
 import autoaccum
+from autoaccum._engine.oom_report import PostMortem
 from autoaccum._system.notices import Notices
-from autoaccum.postmortem import PostMortem
 
 
 def measure(width, sub_batch_size, windows, device, folder):

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from workloads import Transformer
 
 import autoaccum
-from autoaccum import devices
+from autoaccum._engine import devices
 from autoaccum._system.notices import Notices
 from autoaccum.buckets import Buckets
 from autoaccum.ranks import Ranks

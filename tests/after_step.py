@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
-from autoaccum.runner import Runner
+from autoaccum._engine.runner import Runner
 
 WINDOWS, TARGET = 4, 4
 _LIBRARY = str(Path(autoaccum.__file__).parent)

@@ -6,10 +6,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from autoaccum._data.batches import Piece, count
+from autoaccum._engine.step import Accumulated, assemble
 from autoaccum._loss.objective import Factors
 from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
-from autoaccum.step import Accumulated, assemble
 
 
 def changes(function):

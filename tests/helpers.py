@@ -5,9 +5,9 @@ import copy
 import torch
 from torch import nn
 
+from autoaccum._engine.step import assemble
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.step import assemble
 
 CPU = torch.device("cpu")
 

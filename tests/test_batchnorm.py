@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._data.batches import Window
+from autoaccum._engine.batchnorm import BatchNorms
+from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
-from autoaccum.batchnorm import BatchNorms
 from autoaccum.errors import InvalidInputError
-from autoaccum.scope import WholeWindow
 from helpers import classifier, training_step
 
 MOMENTUM = 0.1

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum import devices
+from autoaccum._engine import devices
 from autoaccum._memory import Host, Simulated
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum._engine.evaluation import Evaluator
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.evaluation import Evaluator
 from helpers import batches_of, training_step
 
 SAMPLES = 12

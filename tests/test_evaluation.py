@@ -12,9 +12,9 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 import autoaccum
+from autoaccum._engine.evaluation import Evaluator
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.evaluation import Evaluator
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of, training_step
 
 SIZES = (4, 1, 7, 3)

@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 import autoaccum
+from autoaccum._engine.fallback import Fallbacks, check_fallback, checkpointed, offloaded, repeated_blocks
 from autoaccum._memory import Host, Simulated
-from autoaccum.fallback import Fallbacks, check_fallback, checkpointed, offloaded, repeated_blocks
 from helpers import CPU
 
 

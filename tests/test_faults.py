@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from autoaccum._data.batches import Window
+from autoaccum._engine.accumulator import Accumulation
+from autoaccum._engine.aside import Aside
+from autoaccum._engine.optimizer_step import _Written
+from autoaccum._engine.step import TrainingStep
 from autoaccum._snapshot import Mark, OptimizerSnapshot, RandomState
 from autoaccum._system import signals
-from autoaccum.accumulation import Accumulation
-from autoaccum.aside import Aside
 from autoaccum.errors import StateDamagedError
-from autoaccum.step import TrainingStep
-from autoaccum.update import _Written
 from fault_cases import CUTS, OPTIMIZERS, PRECISIONS, SMALL, Case, pairs
 from fault_sweep import Budget, Sweep, Tally
 from fault_training import warm_up

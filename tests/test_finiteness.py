@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._engine.finiteness import Finiteness
 from autoaccum._system.lease import Lease
 from autoaccum.errors import InvalidInputError
-from autoaccum.finiteness import Finiteness
 from autoaccum.records import DeviceScalar, StepReport
 from helpers import training_step
 

@@ -12,28 +12,31 @@ _ASKS_FOR_A_CARD = re.compile(r"""torch\.cuda\.|torch\.accelerator\.|get_device_
 # By module, the tests that take its ways of a card; a file stands for all of it.
 TESTS = {
     "checkpoint.py": ["test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturbed_ends"],
-    "devices.py": ["test_card_that_is_not_there_is_named", "test_precision_by_default_is_what_the_card_does_well"],
-    "finiteness.py": ["test_nan_is_named_with_its_step", "test_on_nan_stop_ends_the_training"],
-    "fallback.py": ["test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit"],
+    "_engine/devices.py": [
+        "test_card_that_is_not_there_is_named",
+        "test_precision_by_default_is_what_the_card_does_well",
+    ],
+    "_engine/finiteness.py": ["test_nan_is_named_with_its_step", "test_on_nan_stop_ends_the_training"],
+    "_engine/fallback.py": ["test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit"],
     "joint.py": ["test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same"],
     "_memory/cuda.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
     "overlap.py": ["test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same"],
-    "postmortem.py": ["test_report_of_lack_of_memory_holds_the_allocators_own_record"],
-    "precision.py": [
+    "_engine/oom_report.py": ["test_report_of_lack_of_memory_holds_the_allocators_own_record"],
+    "_engine/precision.py": [
         "test_precision_by_default_is_what_the_card_does_well",
         "test_scaler_skips_an_overflow_and_goes_on",
     ],
     "preflight/preflight.py": ["test_the_target_is_cut_in_what_fits"],
     "preflight/rehearsing.py": ["test_parts_add_up_to_what_tensors_held"],
     "preflight/remedies.py": ["test_the_target_is_cut_in_what_fits"],
-    "probe.py": ["test_the_target_is_cut_in_what_fits"],
+    "_engine/probing.py": ["test_the_target_is_cut_in_what_fits"],
     "_sizing/controller.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
     "_snapshot.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
     "_data/transfer.py": [
         "test_micro_batches_that_arrive_beside_the_computing_are_the_samples",
         "test_window_that_is_given_up_while_a_batch_is_on_its_way_harms_no_other",
     ],
-    "update.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
+    "_engine/optimizer_step.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
 }
 # Modules that name a card without going another way on it, or whose way needs more than one card.
 ELSEWHERE = {
@@ -55,8 +58,8 @@ ELSEWHERE = {
     "ranks.py": "NCCL takes a card for each rank",
     "rehearsal.py": "as cuda_rules.py",
     "traced.py": "as cuda_rules.py",
-    "accumulation.py": "keeps a CPU's sums apart (tests/gpu/test_on_a_card.py goes the other way in every test)",
-    "step.py": "keeps a CPU's weights apart (as accumulation.py)",
+    "_engine/accumulator.py": "keeps a CPU's sums apart (tests/gpu/test_on_a_card.py goes the other way in every test)",
+    "_engine/step.py": "keeps a CPU's weights apart (as _engine/accumulator.py)",
 }
 
 

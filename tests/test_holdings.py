@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.holdings import Holdings
+from autoaccum._engine.holdings import Holdings
 
 
 class Box:

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._engine.runner import Runner
+from autoaccum._engine.step import TrainingStep
 from autoaccum._loss.objective import Objective
 from autoaccum._system.notices import Notices
 from autoaccum.fakes import Stage, ValuesAssumed
 from autoaccum.rehearsal import FakePrecision
-from autoaccum.runner import Runner
-from autoaccum.step import TrainingStep
 from launches import CARD, Launches, WaitsError, fake_card
 
 SAMPLES, SIZES, WIDTH = 16, (4, 4, 4, 4), 32

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._engine.optimizers import resolve, scale_learning_rate
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.optimizers import resolve, scale_learning_rate
 from helpers import CountingLoader, batches_of, classifier, labelled
 
 

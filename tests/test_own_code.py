@@ -3,7 +3,8 @@
 import pytest
 
 import autoaccum
-from autoaccum import fakes, optimizers
+from autoaccum import fakes
+from autoaccum._engine import optimizers
 from autoaccum._loss import objective
 from autoaccum._system import own_code
 

@@ -542,7 +542,7 @@ from torch import nn
 from autoaccum.memory import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum._sizing.cache import key_of
-from autoaccum.step import assemble
+from autoaccum._engine.step import assemble
 
 class Attention(nn.Module):
     def __init__(self, config):

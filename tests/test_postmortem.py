@@ -147,7 +147,9 @@ def test_what_is_alive_adds_up_to_what_the_device_holds(in_a_process_of_its_own,
 
 
 def test_parameters_gradients_buffers_and_optimizer_state_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoaccum.postmortem._LARGEST", 100_000)  # other tests may have left larger tensors alive
+    monkeypatch.setattr(
+        "autoaccum._engine.oom_report._LARGEST", 100_000
+    )  # other tests may have left larger tensors alive
     device = Simulated(2 * 2**20)
     failing = FailsLater(Model(), device)
     train(device, tmp_path, model=failing)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from autoaccum._engine.precision import PRECISIONS, Precision, resolve
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.precision import PRECISIONS, Precision, resolve
 from helpers import CPU
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum._data.batches import Window
+from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._snapshot import Mark
-from autoaccum.scope import WholeWindow
 from faults import FailAt, differences, state_of
 from helpers import training_step
 

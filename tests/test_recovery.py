@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum import accumulation
+from autoaccum._engine import accumulator
 from autoaccum._memory.host import Host
 from autoaccum._sizing.backoff import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
 from autoaccum._system.notices import Notices
@@ -493,7 +493,7 @@ def test_what_tells_whether_a_frozen_parameter_moved_is_summed_in_little_memory(
     frozen = torch.randn(shape).mT if len(shape) == 2 else torch.randn(shape)
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        total = accumulation._sum(frozen)
+        total = accumulator._sum(frozen)
 
     assert total.item() == pytest.approx(frozen.double().sum().item(), abs=1e-6)
     assert max(event.cpu_memory_usage for event in profile.events()) <= 2 * 2**20

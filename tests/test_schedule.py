@@ -6,9 +6,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import autoaccum
+from autoaccum._engine.optimizers import scale_learning_rate
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.optimizers import scale_learning_rate
 from helpers import assert_bitwise, batches_of, labelled, state_of
 
 

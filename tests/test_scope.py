@@ -21,9 +21,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import autoaccum
 from autoaccum._data.batches import Window
+from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._snapshot import Mark
 from autoaccum.errors import InvalidInputError
-from autoaccum.scope import WholeWindow, check_loss_scope
 from faults import FailAt, differences, state_of
 from helpers import assert_bitwise, training_step
 

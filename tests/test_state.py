@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from autoaccum._engine.probing import probe
 from autoaccum._snapshot import Mark, RandomState, Snapshot, evaluation_mode
-from autoaccum.probe import probe
 from helpers import CPU, assert_bitwise, classifier, labelled, state_of, training_step
 
 LARGE = 70_000  # elements; a buffer of this size is copied only when it was written

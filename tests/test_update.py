@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._engine.optimizer_step import Updates
 from autoaccum._memory._storages import Transients
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from autoaccum.update import Updates
 from faults import FailAt, differences, state_of
 
 SIZE = 64

@@ -4,6 +4,8 @@ result = autoaccum.fit(model, loader, target_batch=100)
 """
 
 from autoaccum._data.batches import Window, windows
+from autoaccum._engine.probing import find_micro_batch
+from autoaccum._engine.runner import Runner
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
 from autoaccum._sizing.planner import plan
@@ -26,7 +28,6 @@ from autoaccum.fit import fit
 from autoaccum.jobs.job import Job
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.preflight import preflight
-from autoaccum.probe import find_micro_batch
 from autoaccum.ranks import join_ranks
 from autoaccum.records import (
     Evaluation,
@@ -39,7 +40,6 @@ from autoaccum.records import (
     Trial,
 )
 from autoaccum.report import Report
-from autoaccum.runner import Runner
 
 __all__ = [
     "AutoaccumError",

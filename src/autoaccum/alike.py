@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.batches import Piece
+from autoaccum._engine.dtensor import is_spread
 from autoaccum.buckets import Buckets
 from autoaccum.errors import InvalidInputError
-from autoaccum.sharded_model import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum.ranks import Ranks
-    from autoaccum.step import TrainingStep
 
 
 def check_alike(ranks: Ranks, step: TrainingStep, arguments: Mapping[str, Any]) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from autoaccum import rehearsed, schema, shards
 from autoaccum._data import undoing
 from autoaccum._data.loader_state import Position
+from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum.errors import CheckpointError
 from autoaccum.records import Plan
-from autoaccum.sharded_model import is_sharded, is_spread
 from autoaccum.storage import FIRST_SEALED, SHARDS, malformed
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
     from autoaccum.schedule import Schedule
-    from autoaccum.step import TrainingStep
 
 # Raised whenever an older autoaccum could not read a new file, or would read it wrongly. Before the present one, a file
 # of one process was of the first, of several processes of the second, and with tensors spread over ranks of the third.

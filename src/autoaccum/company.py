@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import shards
 from autoaccum._data.batches import Window, stream
+from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line
 from autoaccum.alike import look_at_data
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
@@ -19,7 +20,6 @@ from autoaccum.gone_through import GoneThrough
 from autoaccum.joint import Joint, trained
 from autoaccum.overlap import room_for_all
 from autoaccum.sharded_joint import ShardedJoint
-from autoaccum.sharded_model import is_sharded
 from autoaccum.sharding import DealtLoader, ShardedLoader, can_be_sharded, check_lengths, in_windows, of_whole
 from autoaccum.shares import Shares, cut
 from autoaccum.storage import SHARDS
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._data.loader_state import Position, Track
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Moment
     from autoaccum.ranks import Ranks
     from autoaccum.records import Plan
     from autoaccum.saving import Saver
-    from autoaccum.step import TrainingStep
 
 # What a rank may wish to happen after a window, as bits.
 SAVE, END = 1, 2

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import afterwards
 from autoaccum._data.batches import Window, stream
 from autoaccum._data.loader_state import Track
+from autoaccum._engine import afterwards
 from autoaccum.checkpoint import Moment
 from autoaccum.errors import InvalidInputError
 from autoaccum.sharding import of_whole

@@ -32,6 +32,9 @@ from torch._subclasses.fake_tensor import (
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import Piece, copied, count, map_tensors, repeated
+from autoaccum._engine.optimizers import resolve
+from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
+from autoaccum._engine.step import TrainingStep
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line
@@ -39,10 +42,7 @@ from autoaccum._system.notices import Notices
 from autoaccum.cuda_rules import cuda_workspace
 from autoaccum.errors import InvalidInputError
 from autoaccum.fakes import Stage, batch_like, built_for_real, built_on_meta
-from autoaccum.optimizers import resolve
-from autoaccum.precision import PRECISIONS, Precision, own_half_type
 from autoaccum.rehearsal import FakePrecision, LooseObjective, Rehearsal
-from autoaccum.step import TrainingStep
 from autoaccum.timeline import Timeline, between
 from autoaccum.traced import Traced
 from autoaccum.workspace import cpu_workspace
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._sizing.footprint import Estimate
     from autoaccum.cards import Card
-    from autoaccum.optimizers import MakesOptimizer
 
 
 __all__ = ["Traced", "estimate_step", "trace_step"]

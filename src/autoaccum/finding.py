@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
+from autoaccum._engine.probing import probe
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of
 from autoaccum._sizing.controller import Wanted
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import STRATEGIES, plan
 from autoaccum.errors import InvalidInputError
-from autoaccum.probe import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.step import TrainingStep
     from autoaccum.records import Plan, ProbeResult, Trial
-    from autoaccum.step import TrainingStep
 
 PROBES = ("inline", "before", "off")
 # With half precision, tensor cores take their operands in tiles of so many.

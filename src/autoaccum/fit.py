@@ -12,34 +12,34 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum import devices, optimizers
 from autoaccum._arguments import check_bool, check_iterable, check_positive_int, check_whole_number
 from autoaccum._data.batches import check_windows
 from autoaccum._data.peeking import can_be_read_once
+from autoaccum._engine import devices, optimizers
+from autoaccum._engine.batchnorm import check_batchnorm
+from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
+from autoaccum._engine.dtensor import check_sharded
+from autoaccum._engine.evaluation import check_metrics
+from autoaccum._engine.fallback import Fallbacks, check_fallback
+from autoaccum._engine.finiteness import check_on_nan
+from autoaccum._engine.oom_report import PostMortem, check_folder_name
+from autoaccum._engine.step import assemble, check_clip
+from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
 from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
-from autoaccum.batchnorm import check_batchnorm
 from autoaccum.callbacks import check_callbacks
 from autoaccum.company import Company
-from autoaccum.compiling import Compiling, check_that_it_can_be_limited, compile_options
 from autoaccum.errors import InvalidInputError
-from autoaccum.evaluation import check_metrics
-from autoaccum.fallback import Fallbacks, check_fallback
 from autoaccum.finding import Finding, check_finding
-from autoaccum.finiteness import check_on_nan
 from autoaccum.overlap import check_overlap, hindrance
-from autoaccum.postmortem import PostMortem, check_folder_name
 from autoaccum.progress import OtherRank, progress_for
 from autoaccum.ranks import joined, own_rank
 from autoaccum.saving import check_saving, saver_for
 from autoaccum.schedule import check_scheduler
-from autoaccum.scope import check_loss_scope
-from autoaccum.sharded_model import check_sharded
 from autoaccum.shares import check_shares
-from autoaccum.step import assemble, check_clip
 from autoaccum.training import Training
 from autoaccum.untouched import Untouched
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
+    from autoaccum._engine.evaluation import Metric
+    from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
-    from autoaccum.evaluation import Metric
-    from autoaccum.optimizers import MakesOptimizer
     from autoaccum.ranks import Ranks
     from autoaccum.records import FitResult
-    from autoaccum.step import TrainingStep
 
 # What torch.manual_seed takes.
 _SEEDS = (-(2**63), 2**64 - 1)

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.accumulator import Accumulation, Given
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.weighting import Weighting
     from autoaccum._sizing.controller import Sizing
-    from autoaccum.accumulation import Accumulation, Given
     from autoaccum.overlap import Weight
     from autoaccum.ranks import Ranks
-    from autoaccum.step import TrainingStep
 
 
 _T = TypeVar("_T")

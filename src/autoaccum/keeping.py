@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from autoaccum._engine.finiteness import Finiteness
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Contents, Cutting
     from autoaccum.company import Company
     from autoaccum.course import Course
-    from autoaccum.finiteness import Finiteness
     from autoaccum.runners import Runners
     from autoaccum.saving import Saver
     from autoaccum.shards import Files

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
     from autoaccum.buckets import Bucket
     from autoaccum.ranks import Asked, Ranks
-    from autoaccum.step import TrainingStep
 
 # As large as DistributedDataParallel's first bucket (dist._DEFAULT_FIRST_BUCKET_BYTES).
 LEAST_BYTES = 2**20

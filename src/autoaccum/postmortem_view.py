@@ -1,4 +1,4 @@
-"""Shows a report of what was alive when memory ran out, as `postmortem.py` writes it, as tables in the terminal."""
+"""Shows a report of what was alive when memory ran out, as `_engine/oom_report.py` writes it, as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from autoaccum._engine.oom_report import FORMAT, VERSION
 from autoaccum._memory.limits import format_bytes
 from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
-from autoaccum.postmortem import FORMAT, VERSION
 
 if TYPE_CHECKING:
     import os

@@ -13,20 +13,20 @@ import torch
 
 from autoaccum import cuda_rules
 from autoaccum._data.batches import Piece, copied
+from autoaccum._engine.precision import Precision
+from autoaccum._engine.step import Accumulated
 from autoaccum._loss.objective import Factors, Objective
 from autoaccum.cuda_rules import CudaCalls, without_driver
 from autoaccum.fakes import ValuesAssumed
 from autoaccum.ledger import Ledger
-from autoaccum.precision import Precision
-from autoaccum.step import Accumulated
 from autoaccum.timeline import Category
 from autoaccum.unrolled import loosened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Source, Term
-    from autoaccum.step import TrainingStep
     from autoaccum.timeline import Storage, Timeline
     from autoaccum.workspace import Workspace
 

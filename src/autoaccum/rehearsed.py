@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim
 
+from autoaccum._engine.dtensor import is_spread
 from autoaccum.schema import MalformedError
-from autoaccum.sharded_model import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autoaccum._engine.runner import Runner
 from autoaccum.callbacks import Callback
 from autoaccum.checkpoint import Cutting
 from autoaccum.errors import DoesNotFitError
-from autoaccum.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.compiling import Compiling
+    from autoaccum._engine.fallback import Fallbacks
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum.company import Company
-    from autoaccum.compiling import Compiling
     from autoaccum.course import Course
-    from autoaccum.fallback import Fallbacks
     from autoaccum.finding import Finding
     from autoaccum.records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
-    from autoaccum.step import TrainingStep
 
 
 class _Noting(Callback):

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum._arguments import check_call, check_choice, shown
+from autoaccum._engine.optimizers import parts_of_scheduler
 from autoaccum.errors import InvalidInputError
-from autoaccum.optimizers import parts_of_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,6 +15,9 @@ import torch
 from torch import distributed
 
 from autoaccum._data.batches import Window, copied
+from autoaccum._engine.dtensor import least_size
+from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._engine.step import Accumulated
 from autoaccum._loss.objective import SAMPLES, Factors
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
@@ -25,18 +28,15 @@ from autoaccum._system import reason_file
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
 from autoaccum.joint import ELSEWHERE, Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
-from autoaccum.probe import does_not_fit_text
-from autoaccum.sharded_model import least_size
-from autoaccum.step import Accumulated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from autoaccum.accumulation import Accumulation, Given
+    from autoaccum._engine.accumulator import Accumulation, Given
+    from autoaccum._engine.step import TrainingStep
     from autoaccum.ranks import Ranks
-    from autoaccum.step import TrainingStep
 
 # A pass of a rank that has no sample left is made with these, and gives nothing.
 _NOTHING = Factors(0.0, 0.0, alone=False)

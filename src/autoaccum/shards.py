@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum.sharded_model import is_spread
+from autoaccum._engine.dtensor import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

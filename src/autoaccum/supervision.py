@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-from autoaccum import afterwards
+from autoaccum._engine import afterwards
 from autoaccum._system import signals
 from autoaccum.company import END, SAVE
 from autoaccum.errors import (

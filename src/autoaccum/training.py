@@ -6,18 +6,18 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import devices
+from autoaccum._engine import devices
+from autoaccum._engine.finiteness import Finiteness
+from autoaccum._engine.step import drop_old_gradients
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum.checkpoint import Contents
 from autoaccum.course import Course
-from autoaccum.finiteness import Finiteness
 from autoaccum.keeping import Keeping
 from autoaccum.outside import Outside
 from autoaccum.records import FitResult
 from autoaccum.runners import Runners
 from autoaccum.schedule import Schedule
-from autoaccum.step import drop_old_gradients
 from autoaccum.supervision import Supervision
 from autoaccum.validation import Validation
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.compiling import Compiling
+    from autoaccum._engine.evaluation import Metric
+    from autoaccum._engine.fallback import Fallbacks
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum.callbacks import Callback
     from autoaccum.company import Company
-    from autoaccum.compiling import Compiling
-    from autoaccum.evaluation import Metric
-    from autoaccum.fallback import Fallbacks
     from autoaccum.finding import Finding
     from autoaccum.records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport
     from autoaccum.saving import Saver
-    from autoaccum.step import TrainingStep
 
 # Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
 _READ_EVERY = 256

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import devices
 from autoaccum._data.peeking import can_be_looked_at, counters_kept, left_as_it_was
+from autoaccum._engine import devices
+from autoaccum._engine.evaluation import Evaluator
 from autoaccum._snapshot import Mark
-from autoaccum.evaluation import Evaluator
 from autoaccum.outside import drawn
 from autoaccum.sharding import DealtLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._engine.evaluation import Metric
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._snapshot import RandomState
-    from autoaccum.evaluation import Metric
     from autoaccum.ranks import Ranks
     from autoaccum.records import Evaluation, MemoryEvent
-    from autoaccum.step import TrainingStep
 
 
 class Validation:

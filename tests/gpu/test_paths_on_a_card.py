@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum import devices
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
+from autoaccum._engine import devices
+from autoaccum._engine.fallback import offloaded
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DeviceMissingError
-from autoaccum.fallback import offloaded
 from crew import Crew
 from faults import FailAt
 from helpers import assert_bitwise

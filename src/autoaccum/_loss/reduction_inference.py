@@ -16,12 +16,12 @@ from torch import Tensor
 
 from autoaccum._data import batches
 from autoaccum._data.batches import Window
+from autoaccum._engine.compiling import uncompiled
 from autoaccum._loss.counting import constants_of, tallies_of_each, target_tensors
 from autoaccum._loss.reduction_candidates import Question, Rounding, Split, rounding_of, telling_split
 from autoaccum._loss.weighting import Over, Weighting, check_pair
 from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
-from autoaccum.compiling import uncompiled
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

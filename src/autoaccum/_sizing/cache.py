@@ -36,8 +36,8 @@ from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum.step import TrainingStep
 
 FOLDER_VARIABLE = "AUTOACCUM_CACHE_DIR"
 

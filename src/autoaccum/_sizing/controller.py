@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._sizing.offline_search import Line
-    from autoaccum.step import TrainingStep
 
 # How much of a prediction is taken for certain, and how much of what failed may fit.
 _CERTAIN = 0.9

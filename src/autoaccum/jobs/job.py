@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from autoaccum._engine.evaluation import Metric
+    from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
-    from autoaccum.evaluation import Metric
-    from autoaccum.optimizers import MakesOptimizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.notices import Notices
 from autoaccum.errors import (
@@ -37,7 +38,6 @@ from autoaccum.jobs.slurm_folder import IN_VAIN, JobFolder, Restart
 from autoaccum.jobs.slurm_progress import ProgressFile
 from autoaccum.jobs.slurm_stop import Stop, Stopped
 from autoaccum.loggers import JSONLinesLog
-from autoaccum.sharded_model import is_sharded
 
 if TYPE_CHECKING:
     from submitit import JobEnvironment

@@ -8,20 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._engine.probing import probe
 from autoaccum._memory.limits import parse_limit
 from autoaccum._sizing.planner import plan
 from autoaccum.errors import DoesNotFitError
 from autoaccum.finding import TILE
 from autoaccum.preflight.rehearsing import rehearse
-from autoaccum.probe import probe
 from autoaccum.report.records import DeviceFacts, Measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.records import MemoryReading, ProbeResult, Trial
-    from autoaccum.step import TrainingStep
 
 
 @dataclass(frozen=True)

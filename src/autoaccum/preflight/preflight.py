@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autoaccum import devices, optimizers
 from autoaccum._arguments import (
     check_bool,
     check_call,
@@ -25,16 +24,19 @@ from autoaccum._arguments import (
     shown,
 )
 from autoaccum._data.batches import count
+from autoaccum._engine import devices, optimizers
+from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
+from autoaccum._engine.precision import PRECISIONS, own_half_type
+from autoaccum._engine.step import assemble
+from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.cards import card_named, custom_card
 from autoaccum.errors import InvalidInputError
 from autoaccum.estimate import WithoutValuesError, trace_step
 from autoaccum.fakes import built_for_real, built_on_meta
 from autoaccum.finding import check_finding
-from autoaccum.precision import PRECISIONS, own_half_type
 from autoaccum.preflight.deadline import seconds_in
 from autoaccum.preflight.feeding import first_batches, listen_to, samples_of
 from autoaccum.preflight.lengths import may_vary, of_length
@@ -44,17 +46,15 @@ from autoaccum.preflight.remedies import Place, Remedies, are_due, computes_bf16
 from autoaccum.report import Report
 from autoaccum.report.records import HostFacts, Subject
 from autoaccum.report.wording import format_seconds
-from autoaccum.scope import check_loss_scope
-from autoaccum.step import assemble
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.cards import Card
     from autoaccum.estimate import Traced
-    from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import Trial
     from autoaccum.report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
 

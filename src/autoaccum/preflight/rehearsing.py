@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.batches import Window, count
+from autoaccum._engine.trial import Trials, standing_still
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._sizing.footprint import Footprint
@@ -21,13 +22,12 @@ from autoaccum._sizing.planner import balanced
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum.report.records import Pace
-from autoaccum.trial import Trials, standing_still
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autoaccum._engine.step import TrainingStep
     from autoaccum.records import Plan
-    from autoaccum.step import TrainingStep
 
 # The first of these finds what later ones find ready; of the others the quicker counts, since other work only slows.
 _TIMED = 2

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.batches import count, map_tensors
+from autoaccum._engine.fallback import checkpointed, offloaded
 from autoaccum._memory.simulated import Simulated
 from autoaccum.cards import known_cards
 from autoaccum.errors import InvalidInputError
-from autoaccum.fallback import checkpointed, offloaded
 from autoaccum.report.records import Remedy
 
 if TYPE_CHECKING:

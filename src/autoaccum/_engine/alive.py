@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autoaccum._engine.places import Place, mark_of
+from autoaccum._engine.step import TrainingStep
 from autoaccum._memory._storages import StorageWatch
-from autoaccum.places import Place, mark_of
-from autoaccum.step import TrainingStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum import devices
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
+from autoaccum._engine import devices
+from autoaccum._engine.fallback import ways_left
+from autoaccum._engine.step import assemble
+from autoaccum._engine.trial import Trials
+from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._memory import backend_for
 from autoaccum._memory.limits import describe_neighbours, format_bytes, parse_limit
 from autoaccum._sizing.offline_search import line_through, next_size
@@ -17,22 +21,18 @@ from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError
-from autoaccum.fallback import ways_left
 from autoaccum.records import ProbeResult
-from autoaccum.scope import WholeWindow, check_loss_scope
-from autoaccum.step import assemble
-from autoaccum.trial import Trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
+    from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import Trial
-    from autoaccum.step import TrainingStep
 
 
 def find_micro_batch(

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.batches import Window, copied, map_tensors
+from autoaccum._engine.holdings import Holdings
+from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.counting import is_pair, target_tensors
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.holdings import Holdings
-from autoaccum.probe import does_not_fit_text
 from autoaccum.records import Evaluation, MemoryEvent
-from autoaccum.scope import WindowLoss
 
 if TYPE_CHECKING:
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Term
     from autoaccum.ranks import Ranks
-    from autoaccum.step import TrainingStep
 
 Metric = Callable[[Any, Any], Any]
 _T = TypeVar("_T")

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window, copied, count, repeated
+from autoaccum._engine.step import Accumulated
 from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._snapshot import Mark
 from autoaccum.errors import StateDamagedError
 from autoaccum.records import Trial
-from autoaccum.step import Accumulated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoaccum.scope import WholeWindow
-    from autoaccum.step import TrainingStep
+    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.window_loss import WholeWindow
 
 
 class Trials:

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_path
+from autoaccum._engine.alive import CATEGORIES, survey
+from autoaccum._engine.places import Places
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
-from autoaccum.alive import CATEGORIES, survey
 from autoaccum.errors import InvalidInputError
-from autoaccum.places import Places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
+    from autoaccum._engine.alive import Alive
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum.alive import Alive
-    from autoaccum.step import TrainingStep
 
 FORMAT, VERSION = "autoaccum.oom_report", 1
 # So many tensors and modules are named; the sums are over all.

@@ -14,27 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autoaccum import devices, optimizers, precision
 from autoaccum._arguments import check_positive_number, shown
 from autoaccum._data.transfer import Transfer
+from autoaccum._engine import devices, optimizers, precision
+from autoaccum._engine.dtensor import is_sharded, refuse_sharded
+from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.parameters import Inventory
 from autoaccum._loss import reported
 from autoaccum._loss.objective import Objective, check_graph
 from autoaccum._loss.weighting import Over
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.inventory import Inventory
-from autoaccum.sharded_model import is_sharded, refuse_sharded
-from autoaccum.update import Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from autoaccum._engine.oom_report import PostMortem
+    from autoaccum._engine.precision import Precision
     from autoaccum._loss.objective import Factors, Loss, Source, Term
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
-    from autoaccum.postmortem import PostMortem
-    from autoaccum.precision import Precision
 
 _GRADIENT = attrgetter("grad")
 

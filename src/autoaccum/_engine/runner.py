@@ -14,23 +14,23 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import afterwards, devices, optimizers
 from autoaccum._arguments import check_iterable, shown
 from autoaccum._data.batches import as_window
+from autoaccum._engine import afterwards, devices, optimizers
+from autoaccum._engine.accumulator import Accumulation
+from autoaccum._engine.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
+from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
+from autoaccum._engine.evaluation import Evaluator
+from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._engine.step import assemble, drop_old_gradients
+from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._sizing.controller import Sizing, Told, Wanted
 from autoaccum._sizing.headroom import Room
 from autoaccum._snapshot import RandomState
 from autoaccum._system.notices import Notices
-from autoaccum.accumulation import Accumulation
-from autoaccum.attempt import Again, Attempts, Made, left_behind, refuse_to_try_for_ever
-from autoaccum.batchnorm import BatchNorms, check_batchnorm
 from autoaccum.callbacks import check_callbacks
 from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
-from autoaccum.evaluation import Evaluator
-from autoaccum.probe import does_not_fit_text
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
-from autoaccum.scope import check_loss_scope
-from autoaccum.step import assemble, drop_old_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.optimizer_step import Update
+    from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
     from autoaccum.joint import Joint
-    from autoaccum.optimizers import MakesOptimizer
     from autoaccum.records import ProbeResult, Trial
-    from autoaccum.step import TrainingStep
-    from autoaccum.update import Update
 
 
 # What can be set on a runner; everything else would be ignored in silence.

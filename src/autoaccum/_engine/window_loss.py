@@ -20,20 +20,20 @@ from torch import Tensor
 
 from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Piece, Window, copied, map_tensors, repeated
+from autoaccum._engine.step import check_weight
 from autoaccum._loss import reported
 from autoaccum._loss.counting import is_pair
 from autoaccum._loss.objective import Factors, check_graph
 from autoaccum._loss.weighting import Over
 from autoaccum._snapshot import Mark, RandomState
 from autoaccum.errors import InvalidInputError
-from autoaccum.step import check_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._data.transfer import Transfer
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Term
-    from autoaccum.step import TrainingStep
 
 LOSS_SCOPES = ("micro_batch", "window")
 

@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from autoaccum._engine.aside import Aside
+from autoaccum._engine.optimizer_step import RESERVE
+from autoaccum._engine.step import Accumulated, check_weight
+from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._loss.reported import LOSS
 from autoaccum._loss.weighting import in_full
 from autoaccum._snapshot import Mark
 from autoaccum._system import signals
-from autoaccum.aside import Aside
 from autoaccum.errors import InvalidInputError, StateDamagedError
-from autoaccum.scope import WholeWindow, check_loss_scope
-from autoaccum.step import Accumulated, check_weight
-from autoaccum.update import RESERVE
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.batchnorm import BatchNorms
+    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
     from autoaccum._sizing.controller import Sizing
-    from autoaccum.batchnorm import BatchNorms
-    from autoaccum.step import TrainingStep
 
 
 class SharedWeights(Protocol):
