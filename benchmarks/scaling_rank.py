@@ -23,10 +23,10 @@ from torch.utils.data.distributed import DistributedSampler
 from workloads import Transformer
 
 import autoaccum
+from autoaccum._distributed.buckets import Buckets
+from autoaccum._distributed.process_group import Ranks
 from autoaccum._engine import devices
 from autoaccum._system.notices import Notices
-from autoaccum.buckets import Buckets
-from autoaccum.ranks import Ranks
 
 VOCABULARY, LENGTH = 2000, 32
 WARM_UP = 50
@@ -121,8 +121,8 @@ def agreement(options):
 def exchange(options):
     """Time, in turns, what an exchange is made of and what it could be made of; each alone, with nothing to compute.
 
-    Each is waited for as `ranks.py` does (asked for, with pauses) and in gloo's own code (which hears no signal). Times
-    are those of the rank that was last; messages have the size of those of `ranks.py`.
+    Each is waited for as `_distributed/process_group.py` does (asked for, with pauses) and in gloo's own code (which hears no signal). Times
+    are those of the rank that was last; messages have the size of those of `_distributed/process_group.py`.
     """
     size, rank = distributed.get_world_size(), distributed.get_rank()
     ranks = Ranks(the_host())

@@ -32,8 +32,8 @@ from pathlib import Path
 
 import numpy as np
 
-from autoaccum.buckets import BUCKET_BYTES
-from autoaccum.shares import cut
+from autoaccum._distributed.buckets import BUCKET_BYTES
+from autoaccum._distributed.load_balance import cut
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- simulation: begin -->", "<!-- simulation: end -->"
@@ -49,7 +49,7 @@ class World:
         host_bandwidth_gb_s: Of one rank to the next, in 10^9 bytes a second. 1.25: 10 Gbit/s Ethernet.
         latency_us: Of one message between devices. 5: a network that cards write to by themselves (an assumption).
         bandwidth_gb_s: Of one device to the next. 25: 200 Gbit/s for each card.
-        bucket_mb: What is reduced at once, in 10^6 bytes. The default is that of `buckets.py`, 25 MiB.
+        bucket_mb: What is reduced at once, in 10^6 bytes. The default is that of `_distributed/buckets.py`, 25 MiB.
         gradient_mb: Bytes of the gradient in 10^6. 400: 100 million parameters in float32.
         samples: Samples a window and rank, with equal shares.
         micro_batch: Samples that a rank takes at once.

@@ -11,9 +11,9 @@ from torch import nn
 
 import autoaccum
 import rank_training
-from autoaccum import overlap as overlapping
-from autoaccum.joint import Joint
-from autoaccum.overlap import Overlap
+from autoaccum._distributed import overlap as overlapping
+from autoaccum._distributed.data_parallel import Joint
+from autoaccum._distributed.overlap import Overlap
 from rank_training import CLASSES, WIDTH
 
 # So small that the parameters of these models go in several.

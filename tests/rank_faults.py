@@ -9,8 +9,8 @@ import torch
 import autoaccum
 import overlap_training
 import rank_training
+from autoaccum._distributed.process_group import Ranks
 from autoaccum._engine.runner import Runner
-from autoaccum.ranks import Ranks
 from faults import FailAt
 from rank_training import DataLoader
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import rank_training
-from autoaccum import company
+from autoaccum._distributed import company
 from autoaccum._system import lease
 
 HOLDER = {"host": "node1", "pid": 7, "boot": "its own", "namespace": 1, "start": 1, "token": "its", "lease_s": 60}

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 import rank_training
 from autoaccum._data.transfer import Transfer
+from autoaccum._distributed.data_parallel import Joint
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._memory.host import Host
 from autoaccum._sizing.controller import Sizing
-from autoaccum.joint import Joint
 
 
 def sharded(model, *, last_layer_is_whole=False):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoaccum.buckets import Buckets
+from autoaccum._distributed.buckets import Buckets
 
 
 def double(bucket):

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._distributed.data_parallel import Joint
 from autoaccum._engine.parameters import Inventory
 from autoaccum._engine.step import TrainingStep
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.joint import Joint
 from faults import FailAt
 from helpers import assert_bitwise, classifier, labelled, training_step
 

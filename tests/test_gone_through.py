@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from autoaccum._data.batches import Window
+from autoaccum._distributed.same_windows import GoneThrough
 from autoaccum._system.notices import Notices
-from autoaccum.gone_through import GoneThrough
 
 
 def note(*targets):

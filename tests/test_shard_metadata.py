@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from autoaccum.shard_metadata import Reader
+from autoaccum._distributed.dcp_metadata import Reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

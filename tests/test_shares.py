@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum import InvalidInputError
-from autoaccum.shares import Shares, check_shares, cut
+from autoaccum._distributed.load_balance import Shares, check_shares, cut
 
 SPEEDS = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import autoaccum
-from autoaccum import ranks
+from autoaccum._distributed import process_group
 from autoaccum._memory.host import Host
 
 HERE = Path(__file__).parent
@@ -112,7 +112,7 @@ def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    with pytest.raises(autoaccum.InvalidInputError, match=text), ranks.joined(Host()):
+    with pytest.raises(autoaccum.InvalidInputError, match=text), process_group.joined(Host()):
         pass
 
 
@@ -130,7 +130,7 @@ def test_process_alone_joins_nobody(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    with ranks.joined(Host()) as found:
+    with process_group.joined(Host()) as found:
         assert found is None
 
 
@@ -139,4 +139,4 @@ def test_time_limit_that_is_none_is_refused(monkeypatch, text):
     monkeypatch.setenv("AUTOACCUM_RANK_TIMEOUT_S", text)
 
     with pytest.raises(autoaccum.InvalidInputError, match="must be a positive number of seconds"):
-        ranks.timeout_s()
+        process_group.timeout_s()

@@ -4,6 +4,7 @@ result = autoaccum.fit(model, loader, target_batch=100)
 """
 
 from autoaccum._data.batches import Window, windows
+from autoaccum._distributed.process_group import join_ranks
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
 from autoaccum._memory.simulated import Simulated
@@ -28,7 +29,6 @@ from autoaccum.fit import fit
 from autoaccum.jobs.job import Job
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.preflight import preflight
-from autoaccum.ranks import join_ranks
 from autoaccum.records import (
     Evaluation,
     FitResult,

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum import rehearsed, schema, shards
+from autoaccum import rehearsed, schema
 from autoaccum._data import undoing
 from autoaccum._data.loader_state import Position
+from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum.errors import CheckpointError
 from autoaccum.records import Plan
@@ -112,14 +113,14 @@ class Contents:
 
     def spread(self) -> dict[str, Tensor]:
         """Return the tensors that are spread over ranks, by name."""
-        return {**shards.of_modules(self._step.objective.modules), **shards.of_optimizer(self._step.optimizer)}
+        return {**dcp.of_modules(self._step.objective.modules), **dcp.of_optimizer(self._step.optimizer)}
 
     def take(
         self,
         moment: Moment,
         cutting: Cutting,
         ranks: Sequence[Mapping[str, Any]] | None = None,
-        files: tuple[str, shards.Files] | None = None,
+        files: tuple[str, dcp.Files] | None = None,
     ) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
 
@@ -131,7 +132,7 @@ class Contents:
         """
         scaler = self._step.precision.scaler
         optimizer = self._step.optimizer
-        state = shards.rest_of_optimizer(optimizer) if self.is_sharded else optimizer.state_dict()
+        state = dcp.rest_of_optimizer(optimizer) if self.is_sharded else optimizer.state_dict()
         return {
             "autoaccum": version("autoaccum"),
             "torch": str(torch.version.__version__),
@@ -259,7 +260,7 @@ class Contents:
         """
         optimizer, scheduler, scaler = self._step.optimizer, self._schedule.scheduler, self._step.precision.scaler
         state = content["optimizer"]["state"]
-        put = shards.put_rest_back if self.is_sharded else _put_optimizer_back
+        put = dcp.put_rest_back if self.is_sharded else _put_optimizer_back
         with ExitStack() as undo:
             # What may refuse and holds little comes first.
             if content["scheduler"] is not None:

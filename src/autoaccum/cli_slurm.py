@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoaccum._arguments import check_positive_int, check_positive_number
+from autoaccum._distributed.load_balance import SHARES, check_shares
 from autoaccum._engine.fallback import FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
@@ -34,7 +35,6 @@ from autoaccum.jobs.slurm_listing import jobs_in
 from autoaccum.jobs.slurm_submit import WARNING_S, Wanted, script_of, submit
 from autoaccum.jobs.slurm_task import Task, resubmission_of
 from autoaccum.progress import format_cut
-from autoaccum.shares import SHARES, check_shares
 
 if TYPE_CHECKING:
     from autoaccum.jobs.slurm_folder import JobFolder

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window, stream
 from autoaccum._data.loader_state import Track
+from autoaccum._distributed.loader import of_whole
 from autoaccum._engine import afterwards
 from autoaccum.checkpoint import Moment
 from autoaccum.errors import InvalidInputError
-from autoaccum.sharding import of_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from autoaccum._data.loader_state import Position, RandomStates
+    from autoaccum._distributed.company import Company
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._snapshot import RandomState
-    from autoaccum.company import Company
     from autoaccum.records import Evaluation
     from autoaccum.schedule import Schedule
 

@@ -15,6 +15,11 @@ from torch import nn
 from autoaccum._arguments import check_bool, check_iterable, check_positive_int, check_whole_number
 from autoaccum._data.batches import check_windows
 from autoaccum._data.peeking import can_be_read_once
+from autoaccum._distributed.company import Company
+from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.load_balance import check_shares
+from autoaccum._distributed.overlap import check_overlap, hindrance
+from autoaccum._distributed.process_group import joined, own_rank
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
@@ -29,17 +34,12 @@ from autoaccum._memory.limits import parse_limit
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
-from autoaccum.alike import begin_alike, check_alike, refuse_what_talks
 from autoaccum.callbacks import check_callbacks
-from autoaccum.company import Company
 from autoaccum.errors import InvalidInputError
 from autoaccum.finding import Finding, check_finding
-from autoaccum.overlap import check_overlap, hindrance
 from autoaccum.progress import OtherRank, progress_for
-from autoaccum.ranks import joined, own_rank
 from autoaccum.saving import check_saving, saver_for
 from autoaccum.schedule import check_scheduler
-from autoaccum.shares import check_shares
 from autoaccum.training import Training
 from autoaccum.untouched import Untouched
 
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
-    from autoaccum.ranks import Ranks
     from autoaccum.records import FitResult
 
 # What torch.manual_seed takes.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._distributed.company import WHOLE, part_of
 from autoaccum._system import signals
-from autoaccum.company import WHOLE, part_of
 from autoaccum.errors import CheckpointError, StateDamagedError
 from autoaccum.packing import without_tensors
 from autoaccum.storage import check_that_it_can_be_kept
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from autoaccum._distributed.company import Company
+    from autoaccum._distributed.dcp import Files
     from autoaccum._engine.finiteness import Finiteness
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Contents, Cutting
-    from autoaccum.company import Company
     from autoaccum.course import Course
     from autoaccum.runners import Runners
     from autoaccum.saving import Saver
-    from autoaccum.shards import Files
 
 
 # Names that ranks tell each other of what is not finite.

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.company import Company
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum.company import Company
     from autoaccum.course import Course
     from autoaccum.finding import Finding
     from autoaccum.records import MemoryEvent, Plan, ProbeResult, StepReport, Trial

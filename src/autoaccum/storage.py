@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from autoaccum import seal, shards
+from autoaccum import seal
+from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -322,7 +323,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise _DamagedError("the checksum of the whole file is missing")
     if content.get(SHARDS) is not None:
         name, files = _named_shards(content[SHARDS], path)
-        wrong = shards.damage(path.parent / name, files)
+        wrong = dcp.damage(path.parent / name, files)
         if wrong is not None:
             raise _DamagedError(wrong)
     return content
@@ -364,7 +365,7 @@ def malformed(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def _named_shards(kept: Any, path: Path) -> tuple[str, shards.Files]:
+def _named_shards(kept: Any, path: Path) -> tuple[str, dcp.Files]:
     """Return the folder with further files that a checkpoint names, and what they are.
 
     Raises:
@@ -373,7 +374,7 @@ def _named_shards(kept: Any, path: Path) -> tuple[str, shards.Files]:
     is_pair = isinstance(kept, list | tuple) and len(kept) == 2  # noqa: PLR2004 - a pair
     if not is_pair or not isinstance(kept[0], str) or not _OF_SHARDS.fullmatch(kept[0]):
         raise malformed(path, f"{SHARDS} names no folder of tensors beside it")
-    if not shards.are_files(kept[1]):
+    if not dcp.are_files(kept[1]):
         raise malformed(path, f"{SHARDS} names files that are none of tensors")
     return kept[0], kept[1]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
+from autoaccum._distributed.company import END, SAVE
 from autoaccum._engine import afterwards
 from autoaccum._system import signals
-from autoaccum.company import END, SAVE
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from autoaccum._distributed.company import Company
     from autoaccum._system.notices import Notices
-    from autoaccum.company import Company
     from autoaccum.course import Course
     from autoaccum.keeping import Keeping
     from autoaccum.runners import Runners

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.company import Company
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum.callbacks import Callback
-    from autoaccum.company import Company
     from autoaccum.finding import Finding
     from autoaccum.records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport
     from autoaccum.saving import Saver

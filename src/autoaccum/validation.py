@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.peeking import can_be_looked_at, counters_kept, left_as_it_was
+from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._snapshot import Mark
 from autoaccum.outside import drawn
-from autoaccum.sharding import DealtLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.step import TrainingStep
     from autoaccum._snapshot import RandomState
-    from autoaccum.ranks import Ranks
     from autoaccum.records import Evaluation, MemoryEvent
 
 

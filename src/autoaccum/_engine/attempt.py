@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from autoaccum._distributed.data_parallel import ELSEWHERE
 from autoaccum._engine.optimizer_step import RESERVE
 from autoaccum._loss.reported import means
 from autoaccum._system import signals
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
-from autoaccum.joint import ELSEWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.data_parallel import Joint
     from autoaccum._engine.accumulator import Accumulation, Given
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.step import TrainingStep
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._sizing.controller import Sizing
     from autoaccum._sizing.headroom import Room
-    from autoaccum.joint import Joint
     from autoaccum.records import MemoryEvent
 
 # So often what the loss runs over is asked for; it takes many small steps, of which each can fail.

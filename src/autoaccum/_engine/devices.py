@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from autoaccum import ranks
 from autoaccum._arguments import shown
+from autoaccum._distributed import process_group
 from autoaccum._memory import backend_for
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import describe_neighbours, format_bytes
@@ -58,9 +58,9 @@ def _own_accelerator() -> torch.device | None:
     """Return the accelerator; of several, where several processes share a machine, the one of this process's number."""
     found = accelerator()
     count = 0 if found is None else torch.accelerator.device_count()
-    if found is None or count == 1 or ranks.world_size() == 1:
+    if found is None or count == 1 or process_group.world_size() == 1:
         return found
-    index = ranks.local_rank()
+    index = process_group.local_rank()
     if index >= count:
         raise DeviceMissingError(f"LOCAL_RANK={index} has no device of its own; {there_is()}")
     torch.accelerator.set_device_index(index)

@@ -1,7 +1,7 @@
 """Models whose parameters `fully_shard` has spread over ranks: recognised, and refused where they cannot be trained.
 
 Such a model talks to all ranks inside every forward and backward pass, so all of them have to make their passes
-together; how, is in `sharded_joint.py`.
+together; how, is in `_distributed/fsdp.py`.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.records import Evaluation, MemoryEvent
 
 if TYPE_CHECKING:
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Term
-    from autoaccum.ranks import Ranks
 
 Metric = Callable[[Any, Any], Any]
 _T = TypeVar("_T")

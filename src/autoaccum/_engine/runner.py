@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.data_parallel import Joint
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.callbacks import Callback
-    from autoaccum.joint import Joint
     from autoaccum.records import ProbeResult, Trial
 
 

@@ -15,6 +15,15 @@ import torch
 from torch import distributed
 
 from autoaccum._data.batches import Window, copied
+from autoaccum._distributed.data_parallel import (
+    ELSEWHERE,
+    Alone,
+    Joint,
+    Part,
+    Share,
+    nothing_counts,
+    pairs_weigh_nothing,
+)
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.step import Accumulated
@@ -27,16 +36,15 @@ from autoaccum._snapshot import Mark
 from autoaccum._system import reason_file
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
-from autoaccum.joint import ELSEWHERE, Alone, Joint, Part, Share, nothing_counts, pairs_weigh_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.accumulator import Accumulation, Given
     from autoaccum._engine.step import TrainingStep
-    from autoaccum.ranks import Ranks
 
 # A pass of a rank that has no sample left is made with these, and gives nothing.
 _NOTHING = Factors(0.0, 0.0, alone=False)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._system.notices import Notices
-    from autoaccum.ranks import Ranks
 
 _BITS = 31
 

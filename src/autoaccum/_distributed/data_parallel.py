@@ -4,7 +4,7 @@ No process says anything to the others while it works on its micro-batches, so t
 keeps nobody waiting for longer than its second attempt takes. Then they agree in two steps, as a distributed commit
 does: what the parts weigh and that all are done, upon which gradients are added up in flat buckets; and that all hold
 the sum, upon which each steps its own optimizer. Up to there every one of them can still go back to where the window
-began, and all do where one has to. Where gradients may be sent before all are done, `overlap.py` does so.
+began, and all do where one has to. Where gradients may be sent before all are done, `_distributed/overlap.py` does so.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoaccum._distributed.buckets import Buckets
+from autoaccum._distributed.overlap import SHARED, Overlap
 from autoaccum._loss.objective import PAIR, SUM
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import is_oom
-from autoaccum.buckets import Buckets
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.overlap import SHARED, Overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.overlap import Weight
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.accumulator import Accumulation, Given
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.weighting import Weighting
     from autoaccum._sizing.controller import Sizing
-    from autoaccum.overlap import Weight
-    from autoaccum.ranks import Ranks
 
 
 _T = TypeVar("_T")

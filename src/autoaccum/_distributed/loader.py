@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum._data.batches import count
 from autoaccum._data.loader_state import generators_of
+from autoaccum._distributed.load_balance import cut
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.shares import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from autoaccum._data.loader_state import Position
-    from autoaccum.ranks import Ranks
+    from autoaccum._distributed.process_group import Ranks
 
 # What of the loader's own arguments the part has too.
 _KEPT = (

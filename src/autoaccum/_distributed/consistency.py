@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.batches import Piece
+from autoaccum._distributed.buckets import Buckets
 from autoaccum._engine.dtensor import is_spread
-from autoaccum.buckets import Buckets
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum.ranks import Ranks
 
 
 def check_alike(ranks: Ranks, step: TrainingStep, arguments: Mapping[str, Any]) -> None:

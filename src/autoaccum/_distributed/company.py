@@ -1,6 +1,6 @@
 """What a training does beside its windows where it is one of several: whose samples are whose, and checkpoints of all.
 
-A training alone has none of this. Windows themselves are made together in `joint.py`.
+A training alone has none of this. Windows themselves are made together in `_distributed/data_parallel.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoaccum import shards
 from autoaccum._data.batches import Window, stream
+from autoaccum._distributed import dcp
+from autoaccum._distributed.consistency import look_at_data
+from autoaccum._distributed.data_parallel import Joint, trained
+from autoaccum._distributed.fsdp import ShardedJoint
+from autoaccum._distributed.load_balance import Shares, cut
+from autoaccum._distributed.loader import (
+    DealtLoader,
+    ShardedLoader,
+    can_be_sharded,
+    check_lengths,
+    in_windows,
+    of_whole,
+)
+from autoaccum._distributed.overlap import room_for_all
+from autoaccum._distributed.same_windows import GoneThrough
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line
-from autoaccum.alike import look_at_data
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
-from autoaccum.gone_through import GoneThrough
-from autoaccum.joint import Joint, trained
-from autoaccum.overlap import room_for_all
-from autoaccum.sharded_joint import ShardedJoint
-from autoaccum.sharding import DealtLoader, ShardedLoader, can_be_sharded, check_lengths, in_windows, of_whole
-from autoaccum.shares import Shares, cut
 from autoaccum.storage import SHARDS
 
 if TYPE_CHECKING:
@@ -30,10 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._data.loader_state import Position, Track
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum.checkpoint import Moment
-    from autoaccum.ranks import Ranks
     from autoaccum.records import Plan
     from autoaccum.saving import Saver
 
@@ -312,7 +319,7 @@ class Company:
             if found is None or found[1].get(SHARDS) is None:
                 return found
             name, files = found[1][SHARDS]
-            said = self.ranks.exchange("shards", shards.damage_of_part(self.ranks, found[0].parent / name, files))
+            said = self.ranks.exchange("shards", dcp.damage_of_part(self.ranks, found[0].parent / name, files))
             wrong = next((one for one in said if one is not None), None)
             if wrong is None:
                 return found
@@ -325,7 +332,7 @@ class Company:
             self.ranks.fail(error)
         return self.ranks.stood_together
 
-    def write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, shards.Files]:
+    def write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, dcp.Files]:
         """Write what is spread over ranks, each its part, into a new folder; return its name and what is in it.
 
         Raises:
@@ -337,7 +344,7 @@ class Company:
             named = saver.folder_for_shards(moment).name
         folder = saver.folder / self.ranks.exchange("shards", named)[0]
         try:
-            return folder.name, shards.write(self.ranks, tensors, folder)
+            return folder.name, dcp.write(self.ranks, tensors, folder)
         except RankFailedError:
             raise
         except Exception as error:
@@ -361,7 +368,7 @@ class Company:
         """
         folder = path.parent / content[SHARDS][0]
         try:
-            shards.read(self.ranks, tensors, folder)
+            dcp.read(self.ranks, tensors, folder)
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint {folder} could not be read ({first_line(error)}); make everything as it was for that "

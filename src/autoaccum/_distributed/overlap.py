@@ -1,6 +1,6 @@
 """Sends gradients to the other ranks while the last backward pass of a window still makes others.
 
-A window goes as without (`joint.py`), but what is added up is on its way earlier. Before its first micro-batch each
+A window goes as without (`_distributed/data_parallel.py`), but what is added up is on its way earlier. Before its first micro-batch each
 rank tells what its part weighs, and goes on without waiting for what the others say. In its last backward pass it puts
 each bucket whose gradients are there into memory of its own and begins to add it up: always in the same order, and not
 before all have spoken. The gradients themselves stay what they are until all have said that what they sent holds. So a
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._arguments import check_bool
+from autoaccum._distributed.buckets import BUCKET_BYTES, Buckets
 from autoaccum._loss.objective import SUM
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom
 from autoaccum._system import signals
-from autoaccum.buckets import BUCKET_BYTES, Buckets
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
+    from autoaccum._distributed.buckets import Bucket
+    from autoaccum._distributed.process_group import Asked, Ranks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
-    from autoaccum.buckets import Bucket
-    from autoaccum.ranks import Asked, Ranks
 
 # As large as DistributedDataParallel's first bucket (dist._DEFAULT_FIRST_BUCKET_BYTES).
 LEAST_BYTES = 2**20

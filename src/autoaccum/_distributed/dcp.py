@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from autoaccum.ranks import Ranks
+    from autoaccum._distributed.process_group import Ranks
 
 # By name, the size and the checksum (CRC-32) of a file.
 Files = dict[str, tuple[int, int]]
@@ -57,7 +57,7 @@ def read(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Read tensors in place, together with all ranks, of which there may be another number than wrote them."""
     from torch.distributed import checkpoint  # noqa: PLC0415 - as above
 
-    from autoaccum.shard_metadata import Reader  # noqa: PLC0415 - as above
+    from autoaccum._distributed.dcp_metadata import Reader  # noqa: PLC0415 - as above
 
     with _failures_told():
         checkpoint.load(  # type: ignore[attr-defined]
