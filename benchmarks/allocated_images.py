@@ -29,8 +29,8 @@ import torch
 from fake_card import CARD, on_fake_card, update
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.cuda_rules import autocast
-from autoaccum.unrolled import loosened
+from autoaccum._estimate.cuda_dispatch import autocast
+from autoaccum._estimate.fake_backward import loosened
 
 ITERATIONS = 2
 # Above this a size is in MiB.

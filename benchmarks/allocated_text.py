@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from fake_card import CARD, on_fake_card, update
 
-from autoaccum.cuda_rules import autocast, cublas_bytes
-from autoaccum.estimate import take_lists
-from autoaccum.unrolled import loosened
+from autoaccum._estimate.cuda_dispatch import autocast, cublas_bytes
+from autoaccum._estimate.estimate import take_lists
+from autoaccum._estimate.fake_backward import loosened
 
 RUNS = Path(__file__).parent / "published" / "allocated_text.csv"
 ITERATIONS = 2

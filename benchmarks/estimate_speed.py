@@ -30,8 +30,8 @@ def child(kind):
     """Measure in this process, which has done nothing yet."""
     import torch  # noqa: PLC0415 - not of the parent
 
-    from autoaccum.cards import card_named  # noqa: PLC0415
-    from autoaccum.estimate import estimate_step  # noqa: PLC0415
+    from autoaccum._estimate.estimate import estimate_step  # noqa: PLC0415
+    from autoaccum._estimate.gpus import card_named  # noqa: PLC0415
 
     began_s = time.perf_counter()
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

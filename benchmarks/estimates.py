@@ -29,12 +29,12 @@ from bench import keep, machine
 from allocations import real_peak
 from autoaccum._data.batches import Window
 from autoaccum._engine.step import Accumulated, assemble
+from autoaccum._estimate.estimate import estimate_step
+from autoaccum._estimate.fake import Stage
+from autoaccum._estimate.gpus import Card
 from autoaccum._loss.objective import Factors
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.cards import Card
-from autoaccum.estimate import estimate_step
-from autoaccum.fakes import Stage
 
 TORCHVISION = [
     "resnet18",

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoaccum.caching_allocator import CachingAllocator, replay
-from autoaccum.cuda_rules import CudaCalls, cuda_workspace, without_driver
-from autoaccum.fakes import Stage, ValuesAssumed
-from autoaccum.ledger import Ledger
-from autoaccum.timeline import Category
+from autoaccum._estimate.allocation_trace import Category
+from autoaccum._estimate.cuda_allocator import CachingAllocator, replay
+from autoaccum._estimate.cuda_dispatch import CudaCalls, cuda_workspace, without_driver
+from autoaccum._estimate.fake import Stage, ValuesAssumed
+from autoaccum._estimate.tracer import Ledger
 
 CARD = torch.device("cuda", 0)
 

@@ -23,9 +23,9 @@ from bench import keep, machine
 from fake_card import served
 from published_jobs import IMAGE_MODELS, TOKENS, timeline_of
 
-from autoaccum.caching_allocator import OutOfMemoryError
-from autoaccum.cards import card_named
-from autoaccum.cuda_rules import cublas_bytes
+from autoaccum._estimate.cuda_allocator import OutOfMemoryError
+from autoaccum._estimate.cuda_dispatch import cublas_bytes
+from autoaccum._estimate.gpus import card_named
 
 RUNS = Path(__file__).parent / "published" / "xmem.csv"
 OTHERS = ("xmem", "dnnmem", "schedtune", "llmem")

@@ -15,8 +15,8 @@ import torch
 from fake_card import CARD, on_fake_card, update
 from torch import nn
 
-from autoaccum.estimate import take_lists
-from autoaccum.unrolled import loosened
+from autoaccum._estimate.estimate import take_lists
+from autoaccum._estimate.fake_backward import loosened
 
 PIXELS, TOKENS = 86, 128
 IMAGE_ITERATIONS, TEXT_ITERATIONS = 4, 3

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.cuda_rules import CudaCalls, without_driver
+from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
 
 CARD = torch.device("cuda", 0)
 # Operators that read a value of the device, or make as many elements as values say.

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from autoaccum._estimate.gpus import Card
 from autoaccum._sizing.footprint import Estimate, Footprint
-from autoaccum.cards import Card
 from autoaccum.records import Neighbour, Plan, Trial
 from autoaccum.report import Remedy, Report
 from autoaccum.report.records import (

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.caching_allocator import MIB, CachingAllocator, OutOfMemoryError, serve
-from autoaccum.timeline import Category, Storage, Timeline
+from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
+from autoaccum._estimate.cuda_allocator import MIB, CachingAllocator, OutOfMemoryError, serve
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoaccum.cards import card_named, custom_card, known_cards
+from autoaccum._estimate.gpus import card_named, custom_card, known_cards
 from autoaccum.errors import InvalidInputError
 
 MIB, GIB = 2**20, 2**30

@@ -3,10 +3,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from autoaccum.cards import known_cards
-from autoaccum.cuda_rules import CUBLAS_BYTES, CUBLAS_HOPPER_BYTES, attention, cublas_bytes, cuda_workspace
-from autoaccum.ledger import Ledger
-from autoaccum.unrolled import backward, loosened
+from autoaccum._estimate.cuda_dispatch import CUBLAS_BYTES, CUBLAS_HOPPER_BYTES, attention, cublas_bytes, cuda_workspace
+from autoaccum._estimate.fake_backward import backward, loosened
+from autoaccum._estimate.gpus import known_cards
+from autoaccum._estimate.tracer import Ledger
 
 MIB = 1 << 20
 

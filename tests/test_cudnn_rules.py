@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoaccum.cuda_rules import cuda_workspace
-from autoaccum.cudnn_rules import layouts_without_driver
-from autoaccum.ledger import Ledger
+from autoaccum._estimate.cuda_dispatch import cuda_workspace
+from autoaccum._estimate.cudnn_kernels import layouts_without_driver
+from autoaccum._estimate.tracer import Ledger
 
 aten = torch.ops.aten
 N, PIXELS = 8, 28

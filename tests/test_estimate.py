@@ -5,10 +5,10 @@ from torch.utils.checkpoint import checkpoint
 
 from allocations import real_peak
 from autoaccum._engine.fallback import checkpointed, offloaded
+from autoaccum._estimate.estimate import estimate_step, trace_step
+from autoaccum._estimate.gpus import Card
 from autoaccum._memory import Simulated
-from autoaccum.cards import Card
 from autoaccum.errors import InvalidInputError
-from autoaccum.estimate import estimate_step, trace_step
 
 CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
 VOLTA = Card("some-16gb", 16 * 2**30, 320 * 2**20, bf16=False, source="made up for tests")

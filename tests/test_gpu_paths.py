@@ -40,11 +40,11 @@ TESTS = {
 }
 # Modules that name a card without going another way on it, or whose way needs more than one card.
 ELSEWHERE = {
-    "cards.py": "a table of cards (tests/test_cards.py)",
+    "_estimate/gpus.py": "a table of cards (tests/test_cards.py)",
     "cli_report.py": "asks only whether there is a card",
-    "cuda_rules.py": "rules about cards, for fakes (tests/test_cuda_rules.py, benchmarks/gpu_estimates.py)",
-    "cudnn_rules.py": "as cuda_rules.py",
-    "estimate.py": "as cuda_rules.py",
+    "_estimate/cuda_dispatch.py": "rules about cards, for fakes (tests/test_cuda_rules.py, benchmarks/gpu_estimates.py)",
+    "_estimate/cudnn_kernels.py": "as _estimate/cuda_dispatch.py",
+    "_estimate/estimate.py": "as _estimate/cuda_dispatch.py",
     "jobs/slurm_task.py": "chooses one of several cards (tests/jobs/test_slurm_task.py stands in for them)",
     "jobs/world.py": "counts cards (tests/jobs/test_world.py)",
     "memory/__init__.py": "chooses the backend (tests/memory/test_contract.py, marked gpu)",
@@ -54,10 +54,10 @@ ELSEWHERE = {
     "_memory/accelerator.py": "other devices than cards (tests/memory/test_contract.py)",
     "_sizing/cache.py": "notes which card and CUDA a plan was found on",
     "preflight/measuring.py": "names the kind of kernels that it has measured",
-    "quick_fakes.py": "fakes (tests/test_quick_fakes.py)",
+    "_estimate/quick_fakes.py": "fakes (tests/test_quick_fakes.py)",
     "_distributed/process_group.py": "NCCL takes a card for each rank",
-    "rehearsal.py": "as cuda_rules.py",
-    "traced.py": "as cuda_rules.py",
+    "_estimate/fake_step.py": "as _estimate/cuda_dispatch.py",
+    "_estimate/trace.py": "as _estimate/cuda_dispatch.py",
     "_engine/accumulator.py": "keeps a CPU's sums apart (tests/gpu/test_on_a_card.py goes the other way in every test)",
     "_engine/step.py": "keeps a CPU's weights apart (as _engine/accumulator.py)",
 }

@@ -5,9 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from autoaccum.cuda_rules import cuda_workspace
-from autoaccum.ledger import Ledger
-from autoaccum.unrolled import backward, loosened
+from autoaccum._estimate.cuda_dispatch import cuda_workspace
+from autoaccum._estimate.fake_backward import backward, loosened
+from autoaccum._estimate.tracer import Ledger
 
 N, WIDE = 8, 64
 FLOATS = N * WIDE * 4

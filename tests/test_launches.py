@@ -9,10 +9,10 @@ from torch import nn
 import autoaccum
 from autoaccum._engine.runner import Runner
 from autoaccum._engine.step import TrainingStep
+from autoaccum._estimate.fake import Stage, ValuesAssumed
+from autoaccum._estimate.fake_step import FakePrecision
 from autoaccum._loss.objective import Objective
 from autoaccum._system.notices import Notices
-from autoaccum.fakes import Stage, ValuesAssumed
-from autoaccum.rehearsal import FakePrecision
 from launches import CARD, Launches, WaitsError, fake_card
 
 SAMPLES, SIZES, WIDTH = 16, (4, 4, 4, 4), 32

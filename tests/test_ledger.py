@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from autoaccum.ledger import Ledger
-from autoaccum.timeline import Category
-from autoaccum.workspace import Workspace
+from autoaccum._estimate.allocation_trace import Category
+from autoaccum._estimate.cpu_kernels import Workspace
+from autoaccum._estimate.tracer import Ledger
 
 FLOATS = 4
 

@@ -1,6 +1,6 @@
 import pytest
 
-from autoaccum.timeline import Category, Storage, Timeline, between
+from autoaccum._estimate.allocation_trace import Category, Storage, Timeline, between
 
 
 def made(size, *sizes):

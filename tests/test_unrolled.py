@@ -7,8 +7,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.cuda_rules import without_driver
-from autoaccum.unrolled import backward, backward_from, loosened
+from autoaccum._estimate.cuda_dispatch import without_driver
+from autoaccum._estimate.fake_backward import backward, backward_from, loosened
 
 
 class Twice(torch.autograd.Function):

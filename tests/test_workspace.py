@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from allocations import changes, highest
-from autoaccum.ledger import Ledger
-from autoaccum.workspace import cpu_workspace
+from autoaccum._estimate.cpu_kernels import cpu_workspace
+from autoaccum._estimate.tracer import Ledger
 
 aten = torch.ops.aten
 

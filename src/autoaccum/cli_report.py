@@ -21,11 +21,11 @@ from rich.console import Console
 from torch import nn
 
 from autoaccum._data.batches import shapes_of
+from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
-from autoaccum.cards import card_named, custom_card
 from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.cards import card_named
-from autoaccum.estimate import estimate_step, trace_step
+from autoaccum._estimate.estimate import estimate_step, trace_step
+from autoaccum._estimate.gpus import card_named
 from autoaccum.preflight.measuring import Asked
 from autoaccum.preflight.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due, computes_bf16
 

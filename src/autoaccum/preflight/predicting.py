@@ -1,6 +1,6 @@
 """The predicted half of a pre-flight report: a traced step and a card in, what would fit there out.
 
-Nothing is traced here, only asked of what `estimate.py` has gone through.
+Nothing is traced here, only asked of what `_estimate/estimate.py` has gone through.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from autoaccum.finding import TILE
 from autoaccum.report.records import Predicted
 
 if TYPE_CHECKING:
+    from autoaccum._estimate.gpus import Card
     from autoaccum._sizing.footprint import Estimate
-    from autoaccum.cards import Card
     from autoaccum.preflight.measuring import Asked
 
 _PARTS = tuple(

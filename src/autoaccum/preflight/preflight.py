@@ -29,13 +29,13 @@ from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.precision import PRECISIONS, own_half_type
 from autoaccum._engine.step import assemble
 from autoaccum._engine.window_loss import check_loss_scope
+from autoaccum._estimate.estimate import WithoutValuesError, trace_step
+from autoaccum._estimate.fake import built_for_real, built_on_meta
+from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from autoaccum.cards import card_named, custom_card
 from autoaccum.errors import InvalidInputError
-from autoaccum.estimate import WithoutValuesError, trace_step
-from autoaccum.fakes import built_for_real, built_on_meta
 from autoaccum.finding import check_finding
 from autoaccum.preflight.deadline import seconds_in
 from autoaccum.preflight.feeding import first_batches, listen_to, samples_of
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._estimate.estimate import Traced
+    from autoaccum._estimate.gpus import Card
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.cards import Card
-    from autoaccum.estimate import Traced
     from autoaccum.records import Trial
     from autoaccum.report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
 

@@ -1,7 +1,7 @@
 """What would make a step smaller, and by how much: the same step gone through again, with one thing changed.
 
 Asked only where not even one sample fits or windows are cut into many pieces. Nothing is measured: a remedy's memory is
-what `estimate.py` says of the changed step, held against what it says of the step as it is.
+what `_estimate/estimate.py` says of the changed step, held against what it says of the step as it is.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from autoaccum._data.batches import count, map_tensors
 from autoaccum._engine.fallback import checkpointed, offloaded
+from autoaccum._estimate.gpus import known_cards
 from autoaccum._memory.simulated import Simulated
-from autoaccum.cards import known_cards
 from autoaccum.errors import InvalidInputError
 from autoaccum.report.records import Remedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.trace import Traced
     from autoaccum._sizing.footprint import Estimate, Footprint
-    from autoaccum.cards import Card
     from autoaccum.preflight.measuring import Asked
-    from autoaccum.traced import Traced
 
 # From so many micro-batches a window on, a cut is worth mending.
 MANY_MICRO_BATCHES = 8

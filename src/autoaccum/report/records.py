@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autoaccum._estimate.gpus import Card
     from autoaccum._sizing.footprint import Estimate, Footprint
-    from autoaccum.cards import Card
     from autoaccum.records import Neighbour, Plan, Trial
 
 

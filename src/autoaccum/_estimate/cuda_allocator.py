@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoaccum.timeline import Timeline
+    from autoaccum._estimate.allocation_trace import Timeline
 
 MIB = 2**20
 # kMinBlockSize: every size is rounded up to a multiple of it.

@@ -2,7 +2,7 @@
 
 What comes in are operators as they are dispatched, on fake tensors or on real ones; a timeline goes out. Liveness is
 exact: a storage counts from the operator that returned it until it dies. What a kernel takes and gives back within one
-operator no mode can see: that is asked of rules (`workspace.py`). Nothing here knows a model.
+operator no mode can see: that is asked of rules (`_estimate/cpu_kernels.py`). Nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.quick_fakes import quick_fake
-from autoaccum.timeline import Category, Storage, Timeline
+from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
+from autoaccum._estimate.quick_fakes import quick_fake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from autoaccum.workspace import Workspace
+    from autoaccum._estimate.cpu_kernels import Workspace
 
 # Asked of fake tensors thousands of times a step; they make nothing.
 _QUESTIONS = (torch.ops.prim.device.default,)

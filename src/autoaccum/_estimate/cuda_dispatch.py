@@ -2,8 +2,8 @@
 
 Fakes of device "cuda" go the ways of CUDA by themselves wherever the way hangs on the device alone (fused dropout,
 cuDNN's batch norm, autocast's own lists). These rules are for the rest: what is chosen by asking the card, and what
-kernels take for themselves (`cudnn_rules.py`, `kernel_rules.py`). Their numbers are from PyTorch's sources, named at
-each. There is none for recurrent layers (LSTM, GRU), which ask the driver as they begin: `estimate.py` makes a real
+kernels take for themselves (`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from PyTorch's sources, named at
+each. There is none for recurrent layers (LSTM, GRU), which ask the driver as they begin: `_estimate/estimate.py` makes a real
 step for them where there is none.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoaccum import cudnn_rules, kernel_rules
-from autoaccum.unrolled import backward, backward_from
+from autoaccum._estimate import cuda_kernels, cudnn_kernels
+from autoaccum._estimate.fake_backward import backward, backward_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from autoaccum.workspace import Workspace
+    from autoaccum._estimate.cpu_kernels import Workspace
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -144,7 +144,7 @@ def without_driver() -> Iterator[None]:
     """Let fakes go the ways of CUDA also where PyTorch would ask a driver, or the build, whether there is CUDA."""
     with (
         _casting_without_driver(),
-        cudnn_rules.layouts_without_driver(),
+        cudnn_kernels.layouts_without_driver(),
         _recomputing_without_engine(),
         _attending_inside_functions(),
     ):
@@ -192,8 +192,8 @@ def _casting_without_driver() -> Iterator[None]:
 
 
 _CONVOLUTIONS: dict[Any, Callable[..., Workspace | None]] = {
-    _aten.convolution.default: cudnn_rules.convolution,
-    _aten.convolution_backward.default: cudnn_rules.convolution_backward,
+    _aten.convolution.default: cudnn_kernels.convolution,
+    _aten.convolution_backward.default: cudnn_kernels.convolution_backward,
 }
 
 
@@ -208,7 +208,7 @@ def cuda_workspace(func: Any, args: Sequence[Any], result: Any, *, tensor_float:
     """
     if (convolved := _CONVOLUTIONS.get(func)) is not None:
         return convolved(args, result, tensor_float=tensor_float)
-    rule = kernel_rules.RULES.get(func)
+    rule = cuda_kernels.RULES.get(func)
     return None if rule is None else rule(args, result)
 
 

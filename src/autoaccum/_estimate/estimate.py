@@ -8,7 +8,7 @@ Nothing is measured here, and nothing is said about a device's speed.
 For a card the fakes say that they are CUDA tensors, which needs no driver: then the dispatcher itself takes the ways of
 CUDA. CPU fakes with rules for every difference were the other choice; they would have had to rewrite dropout, batch
 norm and autocast's lists. What does need a driver (autograd's engine, the choice of attention's
-kernel) is done in `unrolled.py` and `cuda_rules.py`.
+kernel) is done in `_estimate/fake_backward.py` and `_estimate/cuda_dispatch.py`.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from autoaccum._data.batches import Piece, copied, count, map_tensors, repeated
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
 from autoaccum._engine.step import TrainingStep
+from autoaccum._estimate.allocation_trace import Timeline, between
+from autoaccum._estimate.cpu_kernels import cpu_workspace
+from autoaccum._estimate.cuda_dispatch import cuda_workspace
+from autoaccum._estimate.fake import Stage, batch_like, built_for_real, built_on_meta
+from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
+from autoaccum._estimate.trace import Traced
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line
 from autoaccum._system.notices import Notices
-from autoaccum.cuda_rules import cuda_workspace
 from autoaccum.errors import InvalidInputError
-from autoaccum.fakes import Stage, batch_like, built_for_real, built_on_meta
-from autoaccum.rehearsal import FakePrecision, LooseObjective, Rehearsal
-from autoaccum.timeline import Timeline, between
-from autoaccum.traced import Traced
-from autoaccum.workspace import cpu_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._estimate.gpus import Card
     from autoaccum._loss.objective import Loss
     from autoaccum._sizing.footprint import Estimate
-    from autoaccum.cards import Card
 
 
 __all__ = ["Traced", "estimate_step", "trace_step"]

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum import cuda_rules
 from autoaccum._data.batches import Piece, copied
 from autoaccum._engine.precision import Precision
 from autoaccum._engine.step import Accumulated
+from autoaccum._estimate import cuda_dispatch
+from autoaccum._estimate.allocation_trace import Category
+from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
+from autoaccum._estimate.fake import ValuesAssumed
+from autoaccum._estimate.fake_backward import loosened
+from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.objective import Factors, Objective
-from autoaccum.cuda_rules import CudaCalls, without_driver
-from autoaccum.fakes import ValuesAssumed
-from autoaccum.ledger import Ledger
-from autoaccum.timeline import Category
-from autoaccum.unrolled import loosened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from autoaccum._engine.step import TrainingStep
+    from autoaccum._estimate.allocation_trace import Storage, Timeline
+    from autoaccum._estimate.cpu_kernels import Workspace
     from autoaccum._loss.objective import Source, Term
-    from autoaccum.timeline import Storage, Timeline
-    from autoaccum.workspace import Workspace
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,7 +51,7 @@ class FakePrecision(Precision):
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for a forward pass."""
-        return nullcontext() if self._dtype is None else cuda_rules.autocast(self._dtype)
+        return nullcontext() if self._dtype is None else cuda_dispatch.autocast(self._dtype)
 
 
 class LooseObjective(Objective):

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autoaccum._estimate.allocation_trace import Category
+from autoaccum._estimate.cuda_allocator import Served, serve
+from autoaccum._estimate.cuda_dispatch import cublas_bytes
 from autoaccum._sizing.footprint import Estimate, Footprint
-from autoaccum.caching_allocator import Served, serve
-from autoaccum.cuda_rules import cublas_bytes
 from autoaccum.errors import InvalidInputError
-from autoaccum.timeline import Category
 
 if TYPE_CHECKING:
-    from autoaccum.cards import Card
-    from autoaccum.timeline import Timeline
+    from autoaccum._estimate.allocation_trace import Timeline
+    from autoaccum._estimate.gpus import Card
 
 
 @dataclass(frozen=True, slots=True)

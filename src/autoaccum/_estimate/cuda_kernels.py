@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum.workspace import Workspace
+from autoaccum._estimate.cpu_kernels import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
