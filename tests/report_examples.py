@@ -3,18 +3,10 @@
 from dataclasses import replace
 
 from autoaccum._estimate.gpus import Card
+from autoaccum._report import Remedy, Report
+from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measured, Pace, Predicted, Subject
 from autoaccum._sizing.footprint import Estimate, Footprint
 from autoaccum.records import Neighbour, Plan, Trial
-from autoaccum.report import Remedy, Report
-from autoaccum.report.records import (
-    DeviceFacts,
-    HostFacts,
-    LoaderFacts,
-    Measured,
-    Pace,
-    Predicted,
-    Subject,
-)
 
 MIB, GIB = 1 << 20, 1 << 30
 

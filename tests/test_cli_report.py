@@ -14,12 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 import autoaccum
-from autoaccum import cli, cli_report, postmortem_view
+from autoaccum import cli, cli_report
+from autoaccum._report import oom_view
+from autoaccum._report.document import schema
+from autoaccum._report.table import plain_text
 from autoaccum.cli_report import verdict
 from autoaccum.errors import DeviceLostError, InvalidInputError
 from autoaccum.exit_codes import ExitCode
-from autoaccum.report.document import schema
-from autoaccum.report.table import plain_text
 from report_examples import DEVICE, GIB, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
 
 REPORT_PAGE = Path(__file__).parent.parent / "docs" / "report.md"
@@ -457,7 +458,7 @@ def alive_tables():
     """The lines of each table that is shown of what was alive."""
     return {
         show.__name__: [re.split(r"[│┃]", line)[1:-1] for line in plain_text(show(ALIVE)).splitlines()]
-        for show in (postmortem_view._categories, postmortem_view._modules, postmortem_view._largest)
+        for show in (oom_view._categories, oom_view._modules, oom_view._largest)
     }
 
 

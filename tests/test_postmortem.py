@@ -17,8 +17,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum._memory import Simulated
+from autoaccum._report.oom_view import read_postmortem, show_postmortem
 from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError
-from autoaccum.postmortem_view import read_postmortem, show_postmortem
 from faults import FailAt, state_of
 from helpers import assert_bitwise
 

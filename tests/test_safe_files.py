@@ -6,13 +6,13 @@ import os
 import pytest
 import torch
 
+from autoaccum._report.files import beside
+from autoaccum._report.oom_view import read_postmortem
 from autoaccum._system import reason_file, safe_files
 from autoaccum._system.environment import REASON_FILE
 from autoaccum._system.notices import Notices
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.jobs.slurm_folder import JobFolder
-from autoaccum.postmortem_view import read_postmortem
-from autoaccum.report.files import beside
 from autoaccum.saving import Saver
 from autoaccum.storage import Storage
 

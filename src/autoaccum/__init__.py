@@ -9,6 +9,8 @@ from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
+from autoaccum._report import Report
+from autoaccum._report.api import preflight
 from autoaccum._sizing.planner import plan
 from autoaccum.callbacks import Callback
 from autoaccum.errors import (
@@ -28,7 +30,6 @@ from autoaccum.errors import (
 from autoaccum.fit import fit
 from autoaccum.jobs.job import Job
 from autoaccum.loggers import JSONLinesLog, TensorBoardLog
-from autoaccum.preflight import preflight
 from autoaccum.records import (
     Evaluation,
     FitResult,
@@ -39,7 +40,6 @@ from autoaccum.records import (
     StepReport,
     Trial,
 )
-from autoaccum.report import Report
 
 __all__ = [
     "AutoaccumError",

@@ -24,26 +24,26 @@ from autoaccum._data.batches import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
+from autoaccum._report.api import preflight
+from autoaccum._report.durations import left_by_slurm, seconds_in
+from autoaccum._report.files import check_place
+from autoaccum._report.oom_view import read_postmortem, show_postmortem
+from autoaccum._report.table import plain_text
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
 from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum.jobs.recipe_exits import exits_refused, is_exit
-from autoaccum.postmortem_view import read_postmortem, show_postmortem
-from autoaccum.preflight import preflight
-from autoaccum.preflight.deadline import left_by_slurm, seconds_in
 from autoaccum.progress import LineProgress
-from autoaccum.report.files import check_place
-from autoaccum.report.table import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import RenderableType
 
+    from autoaccum._report import Report
     from autoaccum.jobs import Job
-    from autoaccum.report import Report
 
 # No sequence is as long; `int` refuses numbers of thousands of digits with an error of its own.
 _MOST_DIGITS = 12
@@ -344,7 +344,7 @@ def _check_files(html: Path | None, plot: Path | None) -> None:
             check_place(path, option)
     if plot is not None:
         # Here, because matplotlib is slow to import and few need it.
-        from autoaccum.report.plot import check_plot  # noqa: PLC0415
+        from autoaccum._report.plotting import check_plot  # noqa: PLC0415
 
         check_plot(plot)
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from autoaccum._report.durations import left_by_slurm, seconds_in
 from autoaccum.errors import InvalidInputError
-from autoaccum.preflight.deadline import left_by_slurm, seconds_in
 
 HOUR = 3600
 

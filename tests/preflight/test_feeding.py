@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from autoaccum.preflight.feeding import first_of, listen_to, samples_of
+from autoaccum._report.loader_speed import first_of, listen_to, samples_of
 
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 

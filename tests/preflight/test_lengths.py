@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from autoaccum import Simulated, preflight
+from autoaccum._report.records import Lengths
+from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum.errors import InvalidInputError
-from autoaccum.preflight.lengths import may_vary, of_length
-from autoaccum.report.records import Lengths
 
 
 def tokens(length, samples=4):

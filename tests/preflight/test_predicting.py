@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from autoaccum._report.measuring import Asked
+from autoaccum._report.predicting import footprint_at, predict
 from autoaccum._sizing.footprint import Estimate
-from autoaccum.preflight.measuring import Asked
-from autoaccum.preflight.predicting import footprint_at, predict
 from report_examples import GIB, MIB, card, estimate, footprint
 
 ASKED = Asked(None, 256, 256, "balanced", None, "micro_batch")

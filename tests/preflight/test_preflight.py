@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum import Simulated, preflight
+from autoaccum._report.document import schema
 from autoaccum.errors import DeviceMissingError, InvalidInputError
-from autoaccum.report.document import schema
 from helpers import assert_bitwise, classifier, labelled, state_of
 
 MIB = 1 << 20

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from autoaccum import Simulated
+from autoaccum._report.dry_run import rehearse
 from autoaccum._sizing.planner import plan
-from autoaccum.preflight.rehearsing import rehearse
 from helpers import assert_bitwise, classifier, labelled, state_of, training_step
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations", "temporary")

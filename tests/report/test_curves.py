@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoaccum.report.curves import apart, picture_of
+from autoaccum._report.curves import apart, picture_of
 from report_examples import (
     DEVICE,
     GIB,

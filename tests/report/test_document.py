@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum.report.document import SCHEMA_VERSION, schema
+from autoaccum._report.document import SCHEMA_VERSION, schema
 from report_examples import MANY_CARDS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
 
 PAGE = Path(__file__).parents[2] / "docs" / "report.md"

@@ -1,7 +1,7 @@
 import pytest
 
+from autoaccum._report.files import beside, check_place
 from autoaccum.errors import InvalidInputError
-from autoaccum.report.files import beside, check_place
 
 
 def test_the_file_takes_its_place_at_the_end(tmp_path):

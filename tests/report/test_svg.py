@@ -3,8 +3,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from autoaccum.report.curves import picture_of
-from autoaccum.report.svg import svg_of, ticks
+from autoaccum._report.curves import picture_of
+from autoaccum._report.svg import svg_of, ticks
 from report_examples import DEVICE, MANY_CARDS, MEASURED, NOTHING_FITS, REPORT
 
 

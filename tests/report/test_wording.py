@@ -2,9 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoaccum.records import Plan
-from autoaccum.report.records import Lengths
-from autoaccum.report.wording import (
+from autoaccum._report.records import Lengths
+from autoaccum._report.wording import (
     are_numbers,
     format_count,
     format_seconds,
@@ -13,6 +12,7 @@ from autoaccum.report.wording import (
     sections_of,
     verdicts_of,
 )
+from autoaccum.records import Plan
 from report_examples import DEVICE, GIB, LOADER, MANY_CARDS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
 
 

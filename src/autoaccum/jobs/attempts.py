@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._report.files import beside, check_place
 from autoaccum.errors import InvalidInputError
-from autoaccum.report.files import beside, check_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

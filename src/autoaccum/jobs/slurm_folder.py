@@ -14,9 +14,9 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from autoaccum._report.files import beside
 from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
-from autoaccum.report.files import beside
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,18 +11,18 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._memory.limits import format_bytes
+from autoaccum._report.api import preflight
+from autoaccum._report.files import beside
+from autoaccum._report.loader_speed import first_of
+from autoaccum._report.table import plain_text
 from autoaccum.errors import DoesNotFitError
-from autoaccum.preflight import preflight
-from autoaccum.preflight.feeding import first_of
-from autoaccum.report.files import beside
-from autoaccum.report.table import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from autoaccum._report import Report
     from autoaccum.jobs.job import Job
-    from autoaccum.report import Report
 
 # BatchNorm in training mode refuses one sample.
 _SAMPLES = 2

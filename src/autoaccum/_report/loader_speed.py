@@ -14,7 +14,7 @@ import torch
 
 from autoaccum._data.batches import count
 from autoaccum._data.peeking import left_as_it_was
-from autoaccum.report.records import LoaderFacts
+from autoaccum._report.records import LoaderFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

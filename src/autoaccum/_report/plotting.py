@@ -8,17 +8,17 @@ from __future__ import annotations
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._report.curves import apart, picture_of
+from autoaccum._report.files import beside
+from autoaccum._report.wording import title_of
 from autoaccum.errors import InvalidInputError
-from autoaccum.report.curves import apart, picture_of
-from autoaccum.report.files import beside
-from autoaccum.report.wording import title_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from autoaccum.report.curves import Line, Picture
-    from autoaccum.report.report import Report
+    from autoaccum._report.curves import Line, Picture
+    from autoaccum._report.report import Report
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg

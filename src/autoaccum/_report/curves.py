@@ -14,8 +14,8 @@ from autoaccum._memory.limits import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoaccum.report.records import Measured, Predicted
-    from autoaccum.report.report import Report
+    from autoaccum._report.records import Measured, Predicted
+    from autoaccum._report.report import Report
 
 # Beyond the largest size that matters a line goes on by this much, so that its end can be seen.
 _BEYOND = 1.15

@@ -10,12 +10,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import format_bytes
-from autoaccum.report.curves import apart
+from autoaccum._report.curves import apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum.report.curves import Line, Picture
+    from autoaccum._report.curves import Line, Picture
 
 COLOURS = 6
 _WIDTH, _HEIGHT = 720, 340

@@ -14,10 +14,10 @@ from autoaccum.progress import format_cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from autoaccum._report.records import HostFacts, Lengths, LoaderFacts, Measured, Pace, Predicted
+    from autoaccum._report.report import Report
     from autoaccum._sizing.footprint import Footprint
     from autoaccum.records import Plan
-    from autoaccum.report.records import HostFacts, Lengths, LoaderFacts, Measured, Pace, Predicted
-    from autoaccum.report.report import Report
 
 MEASURED = "measured"
 # What is not known, or does not apply.

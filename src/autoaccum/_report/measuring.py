@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
 from autoaccum._memory.limits import parse_limit
+from autoaccum._report.dry_run import rehearse
+from autoaccum._report.records import DeviceFacts, Measured
 from autoaccum._sizing.planner import plan
 from autoaccum.errors import DoesNotFitError
 from autoaccum.finding import TILE
-from autoaccum.preflight.rehearsing import rehearse
-from autoaccum.report.records import DeviceFacts, Measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable

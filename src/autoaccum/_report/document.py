@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.loggers import finite, plan_record, trial_record
 
 if TYPE_CHECKING:
+    from autoaccum._report.records import LoaderFacts, Measured, Pace, Predicted
+    from autoaccum._report.report import Report
     from autoaccum.records import Plan
-    from autoaccum.report.records import LoaderFacts, Measured, Pace, Predicted
-    from autoaccum.report.report import Report
 
 SCHEMA_VERSION = 1
 
 
 def schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) that every document keeps to."""
-    text = resources.files("autoaccum.report").joinpath("schema.json").read_text(encoding="utf-8")
+    text = resources.files("autoaccum._report").joinpath("schema.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
+from autoaccum._report.records import Predicted
 from autoaccum._sizing.footprint import Footprint
 from autoaccum._sizing.planner import plan
 from autoaccum.finding import TILE
-from autoaccum.report.records import Predicted
 
 if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
+    from autoaccum._report.measuring import Asked
     from autoaccum._sizing.footprint import Estimate
-    from autoaccum.preflight.measuring import Asked
 
 _PARTS = tuple(
     field.name

@@ -10,16 +10,16 @@ from importlib import resources
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from autoaccum.report.curves import picture_of
-from autoaccum.report.svg import COLOURS, svg_of
-from autoaccum.report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
+from autoaccum._report.curves import picture_of
+from autoaccum._report.svg import COLOURS, svg_of
+from autoaccum._report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum.report.curves import Picture
-    from autoaccum.report.report import Report
-    from autoaccum.report.wording import Section
+    from autoaccum._report.curves import Picture
+    from autoaccum._report.report import Report
+    from autoaccum._report.wording import Section
 
 
 def page_of(report: Report) -> str:
@@ -34,7 +34,7 @@ def page_of(report: Report) -> str:
 
 def fragment_of(report: Report) -> str:
     """Return the report as an element with a style of its own, such as notebooks show."""
-    style = resources.files("autoaccum.report").joinpath("page.css").read_text(encoding="utf-8")
+    style = resources.files("autoaccum._report").joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(_body(report))
     return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'
 

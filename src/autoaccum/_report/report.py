@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.report import document, page, table
-from autoaccum.report.files import beside
+from autoaccum._report import document, page, table
+from autoaccum._report.files import beside
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from rich.console import RenderableType
 
-    from autoaccum.report.records import HostFacts, Lengths, LoaderFacts, Measured, Predicted, Remedy, Subject
+    from autoaccum._report.records import HostFacts, Lengths, LoaderFacts, Measured, Predicted, Remedy, Subject
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,9 +81,9 @@ class Report:
             InvalidInputError: matplotlib is not there, or does not write such files.
         """
         # Here, because matplotlib is slow to import and few need it.
-        from autoaccum.report import plot  # noqa: PLC0415
+        from autoaccum._report import plotting  # noqa: PLC0415
 
-        plot.plot(self, Path(path))
+        plotting.plot(self, Path(path))
 
     def __str__(self) -> str:
         return table.text_of(self)

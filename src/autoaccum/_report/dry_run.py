@@ -17,11 +17,11 @@ from autoaccum._data.batches import Window, count
 from autoaccum._engine.trial import Trials, standing_still
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
+from autoaccum._report.records import Pace
 from autoaccum._sizing.footprint import Footprint
 from autoaccum._sizing.planner import balanced
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
-from autoaccum.report.records import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

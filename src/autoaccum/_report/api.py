@@ -34,18 +34,18 @@ from autoaccum._estimate.fake import built_for_real, built_on_meta
 from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
+from autoaccum._report import Report
+from autoaccum._report.durations import seconds_in
+from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
+from autoaccum._report.measuring import Asked, measure_on
+from autoaccum._report.predicting import predict
+from autoaccum._report.records import HostFacts, Subject
+from autoaccum._report.sequence_lengths import may_vary, of_length
+from autoaccum._report.suggestions import Place, Remedies, are_due, computes_bf16
+from autoaccum._report.wording import format_seconds
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from autoaccum.finding import check_finding
-from autoaccum.preflight.deadline import seconds_in
-from autoaccum.preflight.feeding import first_batches, listen_to, samples_of
-from autoaccum.preflight.lengths import may_vary, of_length
-from autoaccum.preflight.measuring import Asked, measure_on
-from autoaccum.preflight.predicting import predict
-from autoaccum.preflight.remedies import Place, Remedies, are_due, computes_bf16
-from autoaccum.report import Report
-from autoaccum.report.records import HostFacts, Subject
-from autoaccum.report.wording import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
+    from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
     from autoaccum.records import Trial
-    from autoaccum.report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
 
 
 # Batches of a loader that are looked at for their lengths.

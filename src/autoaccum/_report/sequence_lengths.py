@@ -16,8 +16,8 @@ import torch
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import Piece, map_tensors
+from autoaccum._report.records import Lengths
 from autoaccum.errors import InvalidInputError
-from autoaccum.report.records import Lengths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

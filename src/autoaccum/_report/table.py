@@ -14,15 +14,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoaccum.report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
+from autoaccum._report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from autoaccum.report.report import Report
-    from autoaccum.report.wording import Section
+    from autoaccum._report.report import Report
+    from autoaccum._report.wording import Section
 
 _WIDTH = 80
 

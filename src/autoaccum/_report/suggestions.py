@@ -17,16 +17,16 @@ from autoaccum._data.batches import count, map_tensors
 from autoaccum._engine.fallback import checkpointed, offloaded
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._memory.simulated import Simulated
+from autoaccum._report.records import Remedy
 from autoaccum.errors import InvalidInputError
-from autoaccum.report.records import Remedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Traced
+    from autoaccum._report.measuring import Asked
     from autoaccum._sizing.footprint import Estimate, Footprint
-    from autoaccum.preflight.measuring import Asked
 
 # From so many micro-batches a window on, a cut is worth mending.
 MANY_MICRO_BATCHES = 8
