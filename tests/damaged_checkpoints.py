@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum import seal
 from autoaccum._system.notices import Notices
-from autoaccum.storage import Storage
+from autoaccum._training import seal
+from autoaccum._training.checkpoint_files import Storage
 from long_runs import bits
 
 FEATURES, HIDDEN, BATCH, TARGET, WINDOWS = 4, 5, 3, 6, 3

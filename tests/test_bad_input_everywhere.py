@@ -10,7 +10,7 @@ from torch import nn
 
 import autoaccum
 import bad_options
-from autoaccum.validation import Validation
+from autoaccum._training.validation import Validation
 from bad_inputs import (
     CALLS,
     READ_ONLY,

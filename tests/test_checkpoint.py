@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum import checkpoint as checkpoint_module
 from autoaccum._system.notices import Notices
+from autoaccum._training import checkpoint_contents as checkpoint_module
+from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -19,7 +20,6 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.storage import Storage
 from long_runs import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -95,7 +95,7 @@ def test_checkpoints_are_written_every_so_many_steps_and_the_newest_two_are_kept
 
 def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("autoaccum.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("autoaccum._training.checkpoint_schedule.time.monotonic", lambda: now[0])
 
     class Minute(autoaccum.Callback):
         def on_step(self, report, *, epoch):
@@ -223,7 +223,7 @@ def test_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path)
 
 
 def test_checkpoint_that_cannot_be_left_behind_is_a_note_of_the_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoaccum.storage.Storage.write", fail_to_write)
+    monkeypatch.setattr("autoaccum._training.checkpoint_files.Storage.write", fail_to_write)
 
     with pytest.raises(StoppedError) as caught:
         Run(checkpoint=tmp_path).fit(StopAt(3))
@@ -236,7 +236,7 @@ def fail_to_write(*_):
 
 
 def test_checkpoint_that_is_due_and_cannot_be_written_ends_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoaccum.storage.Storage.write", fail_to_write)
+    monkeypatch.setattr("autoaccum._training.checkpoint_files.Storage.write", fail_to_write)
     run = Run(checkpoint=tmp_path, checkpoint_steps=2)
 
     with pytest.raises(CheckpointError, match="disk full") as caught:
@@ -264,7 +264,9 @@ def test_lost_device_names_the_checkpoint_and_is_not_read(tmp_path, monkeypatch)
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def lose():
-        monkeypatch.setattr("autoaccum.checkpoint.Contents.take", lambda *_: pytest.fail("the device was read"))
+        monkeypatch.setattr(
+            "autoaccum._training.checkpoint_contents.Contents.take", lambda *_: pytest.fail("the device was read")
+        )
         run.model.last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(lost))
 
     with pytest.raises(
@@ -280,7 +282,9 @@ def test_lost_device_that_a_callback_reports_is_not_read_either(tmp_path, monkey
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def lose():
-        monkeypatch.setattr("autoaccum.checkpoint.Contents.take", lambda *_: pytest.fail("the device was read"))
+        monkeypatch.setattr(
+            "autoaccum._training.checkpoint_contents.Contents.take", lambda *_: pytest.fail("the device was read")
+        )
         raise lost
 
     with pytest.raises(RuntimeError) as caught:

@@ -8,9 +8,9 @@ import torch
 
 import damaged_checkpoints as damaged
 from autoaccum._system.notices import Notices
+from autoaccum._training.checkpoint_files import Storage
+from autoaccum._training.packing import packed
 from autoaccum.errors import AutoaccumError, CheckpointError
-from autoaccum.packing import packed
-from autoaccum.storage import Storage
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,9 @@ _ASKS_FOR_A_CARD = re.compile(r"""torch\.cuda\.|torch\.accelerator\.|get_device_
 
 # By module, the tests that take its ways of a card; a file stands for all of it.
 TESTS = {
-    "checkpoint.py": ["test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturbed_ends"],
+    "_training/checkpoint_contents.py": [
+        "test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturbed_ends"
+    ],
     "_engine/devices.py": [
         "test_card_that_is_not_there_is_named",
         "test_precision_by_default_is_what_the_card_does_well",
@@ -49,8 +51,8 @@ ELSEWHERE = {
     "jobs/world.py": "counts cards (tests/jobs/test_world.py)",
     "memory/__init__.py": "chooses the backend (tests/memory/test_contract.py, marked gpu)",
     "_memory/present.py": "asks only which devices there are (test_card_that_is_not_there_is_named)",
-    "packing.py": "brings tensors to the host (checkpoint.py's test)",
-    "schema.py": "names the device of a checkpoint (checkpoint.py's test)",
+    "_training/packing.py": "brings tensors to the host (_training/checkpoint_contents.py's test)",
+    "_training/checkpoint_schema.py": "names the device of a checkpoint (_training/checkpoint_contents.py's test)",
     "_memory/accelerator.py": "other devices than cards (tests/memory/test_contract.py)",
     "_sizing/cache.py": "notes which card and CUDA a plan was found on",
     "_report/measuring.py": "names the kind of kernels that it has measured",

@@ -168,7 +168,7 @@ def test_run_that_is_given_no_cache_begins_small_again():
 
 def test_remembered_size_that_does_not_fit_any_more_is_found_anew(monkeypatch):
     _, _, first = fit("64MiB", cache=True)
-    monkeypatch.setattr("autoaccum.finding.key_of", lambda *_, **__: KEY)
+    monkeypatch.setattr("autoaccum._training.finding.key_of", lambda *_, **__: KEY)
     _, _, wide = fit("64MiB", cache=True)
     assert wide.plan == first.plan
 

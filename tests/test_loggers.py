@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.errors import InvalidInputError
-from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.records import DeviceScalar
 from record_examples import (
     EVALUATION,
@@ -150,7 +150,7 @@ def test_a_steps_loss_is_read_when_the_next_step_is_done_and_not_before(log):
 
 def test_a_steps_time_is_when_it_was_done_not_when_it_was_written(path, log, monkeypatch):
     now = 10.0
-    monkeypatch.setattr("autoaccum.loggers.time.time", lambda: now)
+    monkeypatch.setattr("autoaccum._training.loggers.time.time", lambda: now)
     log.on_step(step_report(1), epoch=1)
     now = 20.0
 

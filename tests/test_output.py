@@ -12,9 +12,9 @@ from torch import nn
 
 import autoaccum
 from autoaccum._system import output
+from autoaccum._training.console import LineProgress
+from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.exit_codes import errors_as_exit_codes
-from autoaccum.loggers import JSONLinesLog, TensorBoardLog
-from autoaccum.progress import LineProgress
 
 FULL = Path("/dev/full")
 

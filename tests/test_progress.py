@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoaccum import progress as progress_module
-from autoaccum.callbacks import Callback
+from autoaccum._training import console as progress_module
+from autoaccum._training.callbacks import Callback
+from autoaccum._training.console import LineProgress, RichProgress, format_cut, progress_for
 from autoaccum.errors import InvalidInputError
-from autoaccum.progress import LineProgress, RichProgress, format_cut, progress_for
 from autoaccum.records import Trial
 from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 

@@ -11,10 +11,10 @@ from autoaccum._report.oom_view import read_postmortem
 from autoaccum._system import reason_file, safe_files
 from autoaccum._system.environment import REASON_FILE
 from autoaccum._system.notices import Notices
+from autoaccum._training.checkpoint_files import Storage
+from autoaccum._training.checkpoint_schedule import Saver
 from autoaccum.errors import CheckpointError, InvalidInputError
 from autoaccum.jobs.slurm_folder import JobFolder
-from autoaccum.saving import Saver
-from autoaccum.storage import Storage
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 import autoaccum
 import rank_training
 from autoaccum._system.notices import Notices
-from autoaccum.saving import saver_for
+from autoaccum._training.checkpoint_schedule import saver_for
 
 FAR = 1e-12
 

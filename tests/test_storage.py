@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from autoaccum._system.notices import Notices
+from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.storage import Storage, check_that_it_can_be_kept
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_same_step_again_takes_the_place_of_the_first_alone(storage, notices):
 
 def test_file_written_last_is_the_newest_even_with_a_smaller_step_and_a_clock_gone_back(storage, notices, monkeypatch):
     storage.write(content_of(9), 9)
-    monkeypatch.setattr("autoaccum.storage.time.time_ns", lambda: 5)
+    monkeypatch.setattr("autoaccum._training.checkpoint_files.time.time_ns", lambda: 5)
 
     path = storage.write(content_of(3), 3)
 
@@ -85,7 +85,7 @@ def test_new_run_replaces_the_files_of_an_old_one_only_when_its_first_is_whole(s
         storage.write(content_of(step), step)
     new = Storage(storage.folder)
     with monkeypatch.context() as broken:
-        broken.setattr("autoaccum.storage.os.fsync", fails_with(errno.ENOSPC))
+        broken.setattr("autoaccum._training.checkpoint_files.os.fsync", fails_with(errno.ENOSPC))
         with pytest.raises(CheckpointError):
             new.write(content_of(1), 1)
     before = names(storage)
@@ -269,7 +269,7 @@ def test_failing_disk_is_told_and_the_one_before_stays(storage, notices, monkeyp
 
 
 def test_full_disk_in_the_middle_of_the_file_is_told_by_its_own_words(storage, monkeypatch):
-    from autoaccum import storage as module  # noqa: PLC0415
+    from autoaccum._training import checkpoint_files as module  # noqa: PLC0415
 
     written = []
 
@@ -303,7 +303,7 @@ def test_interrupt_while_writing_leaves_nothing_half_done(storage, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autoaccum.storage._check_that_it_loads", interrupted)
+    monkeypatch.setattr("autoaccum._training.checkpoint_files._check_that_it_loads", interrupted)
 
     with pytest.raises(KeyboardInterrupt):
         storage.write(content_of(2), 2)

@@ -16,8 +16,8 @@ from attacks.row import Row
 import damaged_checkpoints as damaged
 from autoaccum import AutoaccumError
 from autoaccum._system.notices import Notices
-from autoaccum.packing import packed
-from autoaccum.storage import Storage
+from autoaccum._training.checkpoint_files import Storage
+from autoaccum._training.packing import packed
 
 _FLIPS, _FIELDS = 22_000, 600
 

@@ -141,7 +141,7 @@ def _by_call(one: _Try, log: Path, kept: Path) -> int:
         micro_batch=4,
         device="cpu",
         cache=False,
-        progress=autoaccum.progress.LineProgress(every_s=0) if one.progress == "lines" else "bar",
+        progress=autoaccum._training.console.LineProgress(every_s=0) if one.progress == "lines" else "bar",
         callbacks=[autoaccum.JSONLinesLog(log)],
     )
     _limit_files(resource.RLIM_INFINITY)

@@ -12,7 +12,9 @@ from autoaccum._oom import is_oom
 from autoaccum._report import Report
 from autoaccum._report.api import preflight
 from autoaccum._sizing.planner import plan
-from autoaccum.callbacks import Callback
+from autoaccum._training.api import fit
+from autoaccum._training.callbacks import Callback
+from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
@@ -27,9 +29,7 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.fit import fit
 from autoaccum.jobs.job import Job
-from autoaccum.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.records import (
     Evaluation,
     FitResult,

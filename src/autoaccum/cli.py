@@ -39,15 +39,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoaccum._system.output import Dropping, stand_in_for_closed
-from autoaccum.callbacks import Callback, check_callbacks
-from autoaccum.cli_numbers import check_counts, check_minutes, check_seed, check_texts
-from autoaccum.cli_report import report_command
-from autoaccum.cli_run import SETTINGS, run_command_line
-from autoaccum.cli_slurm import jobs_command, slurm_command
-from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
-from autoaccum.fit import fit
-from autoaccum.jobs.recipe_exits import exits_refused
-from autoaccum.loggers import (
+from autoaccum._training.api import fit
+from autoaccum._training.callbacks import Callback, check_callbacks
+from autoaccum._training.loggers import (
     JSONLinesLog,
     evaluation_record,
     finite,
@@ -56,6 +50,12 @@ from autoaccum.loggers import (
     probe_record,
     trial_record,
 )
+from autoaccum.cli_numbers import check_counts, check_minutes, check_seed, check_texts
+from autoaccum.cli_report import report_command
+from autoaccum.cli_run import SETTINGS, run_command_line
+from autoaccum.cli_slurm import jobs_command, slurm_command
+from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
+from autoaccum.jobs.recipe_exits import exits_refused
 
 if TYPE_CHECKING:
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult

@@ -31,11 +31,11 @@ from autoaccum._report.oom_view import read_postmortem, show_postmortem
 from autoaccum._report.table import plain_text
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
+from autoaccum._training.console import LineProgress
 from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum.jobs.recipe_exits import exits_refused, is_exit
-from autoaccum.progress import LineProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -25,16 +25,16 @@ from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
+from autoaccum._training.console import format_cut
+from autoaccum._training.finding import check_finding
 from autoaccum.cli_numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum.errors import InvalidInputError
 from autoaccum.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
-from autoaccum.finding import check_finding
 from autoaccum.jobs.recipe import check_recipe
 from autoaccum.jobs.slurm_folder import Submitted
 from autoaccum.jobs.slurm_listing import jobs_in
 from autoaccum.jobs.slurm_submit import WARNING_S, Wanted, script_of, submit
 from autoaccum.jobs.slurm_task import Task, resubmission_of
-from autoaccum.progress import format_cut
 
 if TYPE_CHECKING:
     from autoaccum.jobs.slurm_folder import JobFolder

@@ -28,8 +28,8 @@ from autoaccum._distributed.overlap import room_for_all
 from autoaccum._distributed.same_windows import GoneThrough
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line
+from autoaccum._training.checkpoint_files import SHARDS
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
-from autoaccum.storage import SHARDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum.checkpoint import Moment
+    from autoaccum._training.checkpoint_contents import Moment
+    from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum.records import Plan
-    from autoaccum.saving import Saver
 
 # What a rank may wish to happen after a window, as bits.
 SAVE, END = 1, 2

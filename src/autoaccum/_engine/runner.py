@@ -28,7 +28,7 @@ from autoaccum._sizing.controller import Sizing, Told, Wanted
 from autoaccum._sizing.headroom import Room
 from autoaccum._snapshot import RandomState
 from autoaccum._system.notices import Notices
-from autoaccum.callbacks import check_callbacks
+from autoaccum._training.callbacks import check_callbacks
 from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
 from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.callbacks import Callback
+    from autoaccum._training.callbacks import Callback
     from autoaccum.records import ProbeResult, Trial
 
 

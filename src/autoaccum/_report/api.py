@@ -44,8 +44,8 @@ from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.suggestions import Place, Remedies, are_due, computes_bf16
 from autoaccum._report.wording import format_seconds
 from autoaccum._system.notices import Notices
+from autoaccum._training.finding import check_finding
 from autoaccum.errors import InvalidInputError
-from autoaccum.finding import check_finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

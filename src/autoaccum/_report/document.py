@@ -12,7 +12,7 @@ from importlib import resources
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.loggers import finite, plan_record, trial_record
+from autoaccum._training.loggers import finite, plan_record, trial_record
 
 if TYPE_CHECKING:
     from autoaccum._report.records import LoaderFacts, Measured, Pace, Predicted

@@ -13,8 +13,8 @@ from autoaccum._memory.limits import parse_limit
 from autoaccum._report.dry_run import rehearse
 from autoaccum._report.records import DeviceFacts, Measured
 from autoaccum._sizing.planner import plan
+from autoaccum._training.finding import TILE
 from autoaccum.errors import DoesNotFitError
-from autoaccum.finding import TILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

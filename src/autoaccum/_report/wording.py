@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from autoaccum._memory.limits import format_bytes
-from autoaccum.progress import format_cut
+from autoaccum._training.console import format_cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.callbacks import Callback
+    from autoaccum._training.callbacks import Callback
 
 
 @dataclass(frozen=True, eq=False)

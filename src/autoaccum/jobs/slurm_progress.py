@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoaccum.callbacks import Callback
+from autoaccum._training.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 from autoaccum.jobs.slurm_folder import Progress
 

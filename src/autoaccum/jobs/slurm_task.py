@@ -23,6 +23,8 @@ from torch import nn
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.notices import Notices
+from autoaccum._training.api import fit
+from autoaccum._training.loggers import JSONLinesLog
 from autoaccum.errors import (
     AutoaccumError,
     DeviceLostError,
@@ -30,14 +32,12 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.fit import fit
 from autoaccum.jobs import slurm_preflight
 from autoaccum.jobs.recipe import load_recipe
 from autoaccum.jobs.recipe_exits import exits_refused
 from autoaccum.jobs.slurm_folder import IN_VAIN, JobFolder, Restart
 from autoaccum.jobs.slurm_progress import ProgressFile
 from autoaccum.jobs.slurm_stop import Stop, Stopped
-from autoaccum.loggers import JSONLinesLog
 
 if TYPE_CHECKING:
     from submitit import JobEnvironment

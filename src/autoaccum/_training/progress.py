@@ -15,7 +15,7 @@ from autoaccum._data.batches import Window, stream
 from autoaccum._data.loader_state import Track
 from autoaccum._distributed.loader import of_whole
 from autoaccum._engine import afterwards
-from autoaccum.checkpoint import Moment
+from autoaccum._training.checkpoint_contents import Moment
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from autoaccum._distributed.company import Company
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._snapshot import RandomState
+    from autoaccum._training.lr_schedule import Schedule
     from autoaccum.records import Evaluation
-    from autoaccum.schedule import Schedule
 
 
 class Course:

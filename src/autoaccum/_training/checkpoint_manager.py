@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._distributed.company import WHOLE, part_of
 from autoaccum._system import signals
+from autoaccum._training.checkpoint_files import check_that_it_can_be_kept
+from autoaccum._training.packing import without_tensors
 from autoaccum.errors import CheckpointError, StateDamagedError
-from autoaccum.packing import without_tensors
-from autoaccum.storage import check_that_it_can_be_kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from autoaccum._engine.finiteness import Finiteness
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
-    from autoaccum.checkpoint import Contents, Cutting
-    from autoaccum.course import Course
-    from autoaccum.runners import Runners
-    from autoaccum.saving import Saver
+    from autoaccum._training.checkpoint_contents import Contents, Cutting
+    from autoaccum._training.checkpoint_schedule import Saver
+    from autoaccum._training.plan_lifecycle import Runners
+    from autoaccum._training.progress import Course
 
 
 # Names that ranks tell each other of what is not finite.

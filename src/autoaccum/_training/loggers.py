@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._arguments import check_path
 from autoaccum._oom import first_line
 from autoaccum._system.output import write_line
-from autoaccum.callbacks import Callback
+from autoaccum._training.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim
 
 from autoaccum._engine.dtensor import is_spread
-from autoaccum.schema import MalformedError
+from autoaccum._training.checkpoint_schema import MalformedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from autoaccum import seal
 from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
+from autoaccum._training import seal
+from autoaccum._training.packing import PackingError, packed, unpacked
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.packing import PackingError, packed, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
 from autoaccum._system import safe_files
 from autoaccum._system.lease import Lease
+from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.storage import Storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position
     from autoaccum._system.notices import Notices
-    from autoaccum.checkpoint import Moment
+    from autoaccum._training.checkpoint_contents import Moment
 
 
 # By how much less is tried after what did not fit.

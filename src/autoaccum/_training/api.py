@@ -1,4 +1,4 @@
-"""The main job, as users call it: arguments checked and put together, then handed to the loop in `training.py`."""
+"""The main job, as users call it: arguments checked and put together, then handed to the loop in `_training/loop.py`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from autoaccum._memory.limits import parse_limit
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
-from autoaccum.callbacks import check_callbacks
+from autoaccum._training.callbacks import check_callbacks
+from autoaccum._training.checkpoint_schedule import check_saving, saver_for
+from autoaccum._training.console import OtherRank, progress_for
+from autoaccum._training.finding import Finding, check_finding
+from autoaccum._training.loop import Training
+from autoaccum._training.lr_schedule import check_scheduler
+from autoaccum._training.untouched import Untouched
 from autoaccum.errors import InvalidInputError
-from autoaccum.finding import Finding, check_finding
-from autoaccum.progress import OtherRank, progress_for
-from autoaccum.saving import check_saving, saver_for
-from autoaccum.schedule import check_scheduler
-from autoaccum.training import Training
-from autoaccum.untouched import Untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.callbacks import Callback
+    from autoaccum._training.callbacks import Callback
     from autoaccum.records import FitResult
 
 # What torch.manual_seed takes.

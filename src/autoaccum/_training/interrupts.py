@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.company import Company
     from autoaccum._system.notices import Notices
-    from autoaccum.course import Course
-    from autoaccum.keeping import Keeping
-    from autoaccum.runners import Runners
+    from autoaccum._training.checkpoint_manager import Keeping
+    from autoaccum._training.plan_lifecycle import Runners
+    from autoaccum._training.progress import Course
 
 
 _E = TypeVar("_E", bound=BaseException)

@@ -1,8 +1,8 @@
 """What a checkpoint of a training run holds: taken as plain values and tensors, checked, put back bit for bit.
 
-A checkpoint that is malformed (`schema.py`, `rehearsed.py`) or belongs to another model, optimizer or run is refused
+A checkpoint that is malformed (`_training/checkpoint_schema.py`, `_training/checkpoint_trial.py`) or belongs to another model, optimizer or run is refused
 before anything is changed, and where an object of the user's refuses its part of one, everything is as it was. Files
-are another's (`storage.py`), and so is the question when one is due (`saving.py`).
+are another's (`_training/checkpoint_files.py`), and so is the question when one is due (`_training/checkpoint_schedule.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum import rehearsed, schema
 from autoaccum._data import undoing
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
+from autoaccum._training import checkpoint_schema, checkpoint_trial
+from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed
 from autoaccum.errors import CheckpointError
 from autoaccum.records import Plan
-from autoaccum.storage import FIRST_SEALED, SHARDS, malformed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
-    from autoaccum.schedule import Schedule
+    from autoaccum._training.lr_schedule import Schedule
 
 # Raised whenever an older autoaccum could not read a new file, or would read it wrongly. Before the present one, a file
 # of one process was of the first, of several processes of the second, and with tensors spread over ranks of the third.
@@ -178,8 +178,8 @@ class Contents:
         _check_format(content, path)
         self._random.take()
         try:
-            schema.check(content, self._random.taken)
-        except schema.MalformedError as error:
+            checkpoint_schema.check(content, self._random.taken)
+        except checkpoint_schema.MalformedError as error:
             raise malformed(path, str(error)) from error
         wrong = next(self._differences(content), None)
         if wrong is not None:
@@ -190,7 +190,7 @@ class Contents:
             )
         try:
             self._rehearse(content)
-        except schema.MalformedError as error:
+        except checkpoint_schema.MalformedError as error:
             raise malformed(path, str(error)) from error
 
     def _rehearse(self, content: Mapping[str, Any]) -> None:
@@ -201,11 +201,11 @@ class Contents:
         """
         is_same_torch = content.get("torch") == str(torch.version.__version__)
         if content["device"] == self._step.memory.device.type != "cpu":
-            schema.check_generator(content["random"][1], "random: torch on the device")
+            checkpoint_schema.check_generator(content["random"][1], "random: torch on the device")
         state = content["optimizer"]["state"]
-        rehearsed.check_optimizer(self._step.optimizer, state, is_same_torch=is_same_torch)
+        checkpoint_trial.check_optimizer(self._step.optimizer, state, is_same_torch=is_same_torch)
         if content["scheduler"] is not None:
-            rehearsed.check_scheduler(
+            checkpoint_trial.check_scheduler(
                 self._schedule.scheduler,
                 content["scheduler"]["state"],
                 state["param_groups"],

@@ -11,15 +11,15 @@ from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.step import drop_old_gradients
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
-from autoaccum.checkpoint import Contents
-from autoaccum.course import Course
-from autoaccum.keeping import Keeping
-from autoaccum.outside import Outside
+from autoaccum._training.checkpoint_contents import Contents
+from autoaccum._training.checkpoint_manager import Keeping
+from autoaccum._training.interrupts import Supervision
+from autoaccum._training.lr_schedule import Schedule
+from autoaccum._training.outside import Outside
+from autoaccum._training.plan_lifecycle import Runners
+from autoaccum._training.progress import Course
+from autoaccum._training.validation import Validation
 from autoaccum.records import FitResult
-from autoaccum.runners import Runners
-from autoaccum.schedule import Schedule
-from autoaccum.supervision import Supervision
-from autoaccum.validation import Validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum.callbacks import Callback
-    from autoaccum.finding import Finding
+    from autoaccum._training.callbacks import Callback
+    from autoaccum._training.checkpoint_schedule import Saver
+    from autoaccum._training.finding import Finding
     from autoaccum.records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport
-    from autoaccum.saving import Saver
 
 # Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
 _READ_EVERY = 256

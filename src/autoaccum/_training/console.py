@@ -31,7 +31,7 @@ from rich.text import Text
 from autoaccum._arguments import is_one_of, shown
 from autoaccum._memory.limits import format_bytes
 from autoaccum._system.output import Dropping, is_terminal, write_line
-from autoaccum.callbacks import Callback
+from autoaccum._training.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoaccum._engine.runner import Runner
-from autoaccum.callbacks import Callback
-from autoaccum.checkpoint import Cutting
+from autoaccum._training.callbacks import Callback
+from autoaccum._training.checkpoint_contents import Cutting
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum.course import Course
-    from autoaccum.finding import Finding
+    from autoaccum._training.finding import Finding
+    from autoaccum._training.progress import Course
     from autoaccum.records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 
