@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autoaccum import cli
-from autoaccum.jobs.slurm_folder import JobFolder
+from autoaccum._launch.slurm.folder import JobFolder
 
 # For a machine that others use, too.
 _PATIENCE_S = 180
@@ -105,7 +105,7 @@ class Job:
 
     @classmethod
     def submitted(cls, folder, text, *options, **variables):
-        recipe = folder / "recipe.py"
+        recipe = folder / "_launch/recipe.py"
         recipe.write_text(text)
         variables = {"OMP_NUM_THREADS": "1"} | variables
         ran = command("slurm", recipe, "--folder", folder / "jobs", "--json", *options, **variables)

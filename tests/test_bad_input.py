@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum._launch import load_recipe
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.jobs import load_recipe
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 
 
@@ -470,7 +470,7 @@ RECIPES = {
 
 @pytest.mark.parametrize(("text", "kind", "said"), RECIPES.values(), ids=RECIPES)
 def test_recipe_that_gives_no_job_is_refused(text, kind, said, tmp_path):
-    path = tmp_path / "recipe.py"
+    path = tmp_path / "_launch/recipe.py"
     path.write_text(textwrap.dedent(text))
 
     with pytest.raises(kind, match=said) as caught:

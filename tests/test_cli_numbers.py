@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from autoaccum import cli, cli_run
+from autoaccum._launch import run
+from autoaccum._launch.cuts import cut_within
+from autoaccum._launch.run import Options, run_command
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs import run
-from autoaccum.jobs.cuts import cut_within
-from autoaccum.jobs.run import Options, run_command
 
 RECIPE = """
 import torch, autoaccum
@@ -30,7 +30,7 @@ REFUSED = {3, 2}
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "recipe.py"
+    path = tmp_path / "_launch/recipe.py"
     path.write_text(RECIPE)
     return path
 

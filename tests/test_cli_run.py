@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autoaccum import cli, cli_run
-from autoaccum.jobs.run import Options
+from autoaccum._launch.run import Options
 from wrapped import LONG_S, direct, python
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum.jobs import load_recipe
+from autoaccum._launch import load_recipe
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

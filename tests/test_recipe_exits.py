@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 import autoaccum
 from autoaccum import cli
+from autoaccum._launch import load_recipe
+from autoaccum._launch.recipe_exits import exits_refused
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs import load_recipe
-from autoaccum.jobs.recipe_exits import exits_refused
 
 RECIPE = """
 import argparse, asyncio, contextlib, sys
@@ -60,7 +60,7 @@ PLACES = ["in_job", "in_model", "in_making", "in_loss", "in_backward", "in_loade
 @pytest.fixture
 def recipe(tmp_path):
     def write(leave="sys.exit(0)", at_import=""):
-        path = tmp_path / "recipe.py"
+        path = tmp_path / "_launch/recipe.py"
         path.write_text(RECIPE.format(leave=leave, at_import=at_import))
         return str(path)
 

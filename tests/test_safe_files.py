@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from autoaccum._launch.slurm.folder import JobFolder
 from autoaccum._report.files import beside
 from autoaccum._report.oom_view import read_postmortem
 from autoaccum._system import reason_file, safe_files
@@ -14,7 +15,6 @@ from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum._training.checkpoint_schedule import Saver
 from autoaccum.errors import CheckpointError, InvalidInputError
-from autoaccum.jobs.slurm_folder import JobFolder
 
 
 @pytest.fixture

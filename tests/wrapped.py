@@ -11,8 +11,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoaccum._launch.run import Options, run_command
 from autoaccum.errors import AutoaccumError
-from autoaccum.jobs.run import Options, run_command
 
 LONG_S = 60
 _NUMBERS = itertools.count()

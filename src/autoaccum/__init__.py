@@ -7,6 +7,7 @@ from autoaccum._data.batches import Window, windows
 from autoaccum._distributed.process_group import join_ranks
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
+from autoaccum._launch.job import Job
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
 from autoaccum._report import Report
@@ -29,7 +30,6 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.jobs.job import Job
 from autoaccum.records import (
     Evaluation,
     FitResult,

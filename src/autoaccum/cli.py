@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoaccum._launch.recipe_exits import exits_refused
 from autoaccum._system.output import Dropping, stand_in_for_closed
 from autoaccum._training.api import fit
 from autoaccum._training.callbacks import Callback, check_callbacks
@@ -55,7 +56,6 @@ from autoaccum.cli_report import report_command
 from autoaccum.cli_run import SETTINGS, run_command_line
 from autoaccum.cli_slurm import jobs_command, slurm_command
 from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
-from autoaccum.jobs.recipe_exits import exits_refused
 
 if TYPE_CHECKING:
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult

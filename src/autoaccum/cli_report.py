@@ -22,6 +22,7 @@ from torch import nn
 
 from autoaccum._data.batches import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
+from autoaccum._launch.recipe_exits import exits_refused, is_exit
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
@@ -35,15 +36,14 @@ from autoaccum._training.console import LineProgress
 from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
-from autoaccum.jobs.recipe_exits import exits_refused, is_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import RenderableType
 
+    from autoaccum._launch import Job
     from autoaccum._report import Report
-    from autoaccum.jobs import Job
 
 # No sequence is as long; `int` refuses numbers of thousands of digits with an error of its own.
 _MOST_DIGITS = 12

@@ -23,6 +23,11 @@ from autoaccum._distributed.load_balance import SHARES, check_shares
 from autoaccum._engine.fallback import FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
+from autoaccum._launch.recipe import check_recipe
+from autoaccum._launch.slurm.folder import Submitted
+from autoaccum._launch.slurm.listing import jobs_in
+from autoaccum._launch.slurm.submission import WARNING_S, Wanted, script_of, submit
+from autoaccum._launch.slurm.task import Task, resubmission_of
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._training.console import format_cut
@@ -30,15 +35,10 @@ from autoaccum._training.finding import check_finding
 from autoaccum.cli_numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum.errors import InvalidInputError
 from autoaccum.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
-from autoaccum.jobs.recipe import check_recipe
-from autoaccum.jobs.slurm_folder import Submitted
-from autoaccum.jobs.slurm_listing import jobs_in
-from autoaccum.jobs.slurm_submit import WARNING_S, Wanted, script_of, submit
-from autoaccum.jobs.slurm_task import Task, resubmission_of
 
 if TYPE_CHECKING:
-    from autoaccum.jobs.slurm_folder import JobFolder
-    from autoaccum.jobs.slurm_listing import Listed
+    from autoaccum._launch.slurm.folder import JobFolder
+    from autoaccum._launch.slurm.listing import Listed
 
 FOLDER = Path("autoaccum-jobs")
 # What a machine usually keeps to itself.

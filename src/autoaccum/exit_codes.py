@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from autoaccum._launch import load_recipe
 from autoaccum._system.output import drop_pending, write_line
 from autoaccum.errors import (
     AutoaccumError,
@@ -28,12 +29,11 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.jobs import load_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoaccum.jobs import Job
+    from autoaccum._launch import Job
 
 
 class ExitCode(enum.IntEnum):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from autoaccum.jobs.command import filled, numbers_of, placeholders, variables
-from autoaccum.jobs.cuts import cut_within
+from autoaccum._launch.command import filled, numbers_of, placeholders, variables
+from autoaccum._launch.cuts import cut_within
 
 CUT = cut_within(256, 4, 16)
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoaccum._launch.cuts import Cut, cut_within, remark, smaller, smaller_cap
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.cuts import Cut, cut_within, remark, smaller, smaller_cap
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 6000))

@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
+from autoaccum._launch.deaths import Ended, judge
 from autoaccum._system.reason_file import Reason
-from autoaccum.jobs.deaths import Ended, judge
 from log_examples import (
     ABORT,
     BAD_ALLOC,

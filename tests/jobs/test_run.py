@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum.jobs.run import Options, run_command
+from autoaccum._launch.run import Options, run_command
 from wrapped import python, run, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")

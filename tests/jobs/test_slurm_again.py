@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from autoaccum.jobs.slurm_again import MARK, Ended, main, next_start
-from autoaccum.jobs.slurm_folder import IN_VAIN, JobFolder, Progress, Restart, Submitted
+from autoaccum._launch.slurm.again import MARK, Ended, main, next_start
+from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Progress, Restart, Submitted
 
 # As Slurm 22.05 wrote it here, where Slurm itself looks at memory.
 OVER = "slurmstepd-vm: error: StepId=9.0 exceeded memory limit (1029771264 > 891289600), being killed"

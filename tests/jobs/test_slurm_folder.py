@@ -2,8 +2,8 @@
 
 import pytest
 
+from autoaccum._launch.slurm.folder import JobFolder, Progress, Restart, Submitted
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.slurm_folder import JobFolder, Progress, Restart, Submitted
 
 SUBMITTED = Submitted(name="a", recipe="a.py:job", tasks=2, retries=5, submitted_at=1.5, job_id="7")
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from autoaccum.jobs.slurm_folder import JobFolder, Progress, Restart, Submitted
-from autoaccum.jobs.slurm_listing import jobs_in, states_of
+from autoaccum._launch.slurm.folder import JobFolder, Progress, Restart, Submitted
+from autoaccum._launch.slurm.listing import jobs_in, states_of
 from slurm_jobs import command
 
 

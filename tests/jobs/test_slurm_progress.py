@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import autoaccum
+from autoaccum._launch.slurm import progress
+from autoaccum._launch.slurm.folder import JobFolder, Progress
+from autoaccum._launch.slurm.progress import ProgressFile
 from autoaccum._system.notices import Notices
-from autoaccum.jobs import slurm_progress
-from autoaccum.jobs.slurm_folder import JobFolder, Progress
-from autoaccum.jobs.slurm_progress import ProgressFile
 
 DATA = [(torch.zeros(4, 2), torch.zeros(4, 1))] * 3
 
@@ -46,7 +46,7 @@ def test_end_is_written_however_short_the_training(train):
 
 def test_updates_within_a_second_are_written_once(train, monkeypatch):
     written = []
-    monkeypatch.setattr(slurm_progress, "_EVERY_S", 3600.0)
+    monkeypatch.setattr(progress, "_EVERY_S", 3600.0)
     monkeypatch.setattr(JobFolder, "write_progress", lambda _, progress: written.append(progress.step))
 
     train(epochs=20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum.jobs.slurm_stop import Stop, Stopped
+from autoaccum._launch.slurm.stop import Stop, Stopped
 
 WARNING = signal.SIGUSR2
 

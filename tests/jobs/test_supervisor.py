@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.jobs.supervisor import Supervisor
+from autoaccum._launch.supervisor import Supervisor
 from wrapped import direct, is_running, python, run, start, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from autoaccum._launch.world import world_size_of
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.world import world_size_of
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What a person asks for in, a batch script that Slurm has accepted out; submitit writes it and hands it over.
 
-The script runs its step in a loop: `slurm_again.py` says whether a round is to follow. Whether a job can run at all is
+The script runs its step in a loop: `_launch/slurm/again.py` says whether a round is to follow. Whether a job can run at all is
 for Slurm to say; its own words are passed on.
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._launch.slurm import again
+from autoaccum._launch.slurm.folder import JobFolder, Submitted, plain
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs import slurm_again
-from autoaccum.jobs.slurm_folder import JobFolder, Submitted, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # The slowest part of a stop is the checkpoint: a minute and a half writes some 50 GB to an ordinary disk's 600 MB/s.
 WARNING_S = 90
-# submitit counts time-outs down. Here what counts is whether a job gets on (`slurm_task.py`).
+# submitit counts time-outs down. Here what counts is whether a job gets on (`_launch/slurm/task.py`).
 _TIMEOUTS = 1_000_000
 # The forms in which Slurm takes a time; without days: M, M:S, H:M:S; with days: D-H, D-H:M, D-H:M:S.
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
@@ -206,12 +206,12 @@ def _setup() -> list[str]:
         "stopped=",
         "trap 'stopped=1' TERM  # what runs below hears it too, and leaves a checkpoint",
         "while true; do",
-        f'echo "{slurm_again.MARK}"',
+        f'echo "{again.MARK}"',
     ]
 
 
 def _teardown(folder: JobFolder) -> list[str]:
-    again = shlex.join([sys.executable, "-m", slurm_again.__name__, str(folder.path)])
+    again = shlex.join([sys.executable, "-m", again.__name__, str(folder.path)])
     return [
         "code=$?",
         'if [ "$code" = 0 ] || [ "$stopped" ]; then exit "$code"; fi',

@@ -2,7 +2,7 @@
 
 It is started again only where memory ran out and there is something smaller to try; every other end is its own affair
 and is passed on. What it is told is a cut of the target batch, by placeholders and variables, or where no target is
-known a cap that `fit` obeys. What lack of memory is says `deaths.py`, which cut comes next `cuts.py`.
+known a cap that `fit` obeys. What lack of memory is says `_launch/deaths.py`, which cut comes next `_launch/cuts.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_positive_int
+from autoaccum._launch.attempts import AttemptLog
+from autoaccum._launch.command import filled, numbers_of, placeholders, variables
+from autoaccum._launch.cuts import Cut, cut_within, remark, smaller, smaller_cap
+from autoaccum._launch.deaths import DOES_NOT_FIT, Ended, Verdict, judge
+from autoaccum._launch.launchers import SIGNAL_BASE
+from autoaccum._launch.supervisor import GRACE_S, Supervisor
+from autoaccum._launch.surroundings import read_devices
+from autoaccum._launch.world import world_size_of
 from autoaccum._memory.kills import read_kills
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of_command
 from autoaccum._system import reason_file
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.attempts import AttemptLog
-from autoaccum.jobs.command import filled, numbers_of, placeholders, variables
-from autoaccum.jobs.cuts import Cut, cut_within, remark, smaller, smaller_cap
-from autoaccum.jobs.deaths import DOES_NOT_FIT, Ended, Verdict, judge
-from autoaccum.jobs.launchers import SIGNAL_BASE
-from autoaccum.jobs.supervisor import GRACE_S, Supervisor
-from autoaccum.jobs.surroundings import read_devices
-from autoaccum.jobs.world import world_size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

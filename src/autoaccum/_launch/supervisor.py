@@ -3,7 +3,7 @@
 A command gets a session of its own. A terminal then sends its signals to this process alone, so that Ctrl-C arrives
 once, forwarded to the command's whole process group, and stopping this process stops all of it. What that costs: the
 command cannot open /dev/tty (reading stdin works). Nothing that a command starts stays behind: what outlives it gets a
-moment, then SIGTERM, then SIGKILL; where this process is killed, `watchdog.py` does that. It is meant for a process
+moment, then SIGTERM, then SIGKILL; where this process is killed, `_launch/watchdog.py` does that. It is meant for a process
 that does nothing else.
 """
 
@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from autoaccum.jobs import watchdog
-from autoaccum.jobs.deaths import Ended
-from autoaccum.jobs.descendants import Descendants, send, send_to_group
-from autoaccum.jobs.stderr import Stderr
+from autoaccum._launch import watchdog
+from autoaccum._launch.deaths import Ended
+from autoaccum._launch.descendants import Descendants, send, send_to_group
+from autoaccum._launch.stderr import Stderr
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

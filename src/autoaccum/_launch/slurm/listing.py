@@ -9,14 +9,14 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._launch.slurm.folder import FINAL, JobFolder
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.slurm_folder import FINAL, JobFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from autoaccum.jobs.slurm_folder import Progress, Restart, Submitted
+    from autoaccum._launch.slurm.folder import Progress, Restart, Submitted
 
 # A controller that is busy answers late; one that is gone, never.
 _PATIENCE_S = 20

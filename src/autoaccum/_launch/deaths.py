@@ -1,7 +1,7 @@
 """How a command ended in, whether memory ran out and by which evidence out. Nothing is asked or read here.
 
 Evidence is taken in the order of its worth: what the command itself left in the reason file, an exit code that means
-nothing else, the exception that ended it (`last_words.py`) by the table of `_oom.py`, and for a process that was killed
+nothing else, the exception that ended it (`_launch/last_words.py`) by the table of `_oom.py`, and for a process that was killed
 the kernel's own counters. A SIGKILL alone is none: somebody may have sent it.
 """
 
@@ -11,10 +11,10 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from autoaccum._launch.last_words import killed_by, memory_words
+from autoaccum._launch.launchers import KILLED, SIGNAL_BASE
 from autoaccum._memory.kills import risen
 from autoaccum._system.reason_file import OUT_OF_MEMORY
-from autoaccum.jobs.last_words import killed_by, memory_words
-from autoaccum.jobs.launchers import KILLED, SIGNAL_BASE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

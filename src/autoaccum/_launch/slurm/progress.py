@@ -7,15 +7,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from autoaccum._launch.slurm.folder import Progress
 from autoaccum._training.callbacks import Callback
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.slurm_folder import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from autoaccum._launch.slurm.folder import JobFolder
     from autoaccum._system.notices import Notices
-    from autoaccum.jobs.slurm_folder import JobFolder
     from autoaccum.records import Plan, ProbeResult, StepReport
 
 # Often enough for whoever looks, seldom enough for a file system that a whole cluster uses.

@@ -12,8 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from autoaccum._oom import OOM_SIGNS, Sign
-from autoaccum.jobs.launchers import (
+from autoaccum._launch.launchers import (
     ABORTED,
     KILLED,
     SIGNAL_BASE,
@@ -22,12 +21,13 @@ from autoaccum.jobs.launchers import (
     said_by_srun,
     start_of_last_workers,
 )
-from autoaccum.jobs.tracebacks import endings, unlabelled
+from autoaccum._launch.tracebacks import endings, unlabelled
+from autoaccum._oom import OOM_SIGNS, Sign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum.jobs.tracebacks import Ending, Raised
+    from autoaccum._launch.tracebacks import Ending, Raised
 
 _RAISED = 1
 # What trackers of experiments write when a process exits, with some hundred metrics.

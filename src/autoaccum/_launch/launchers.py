@@ -12,12 +12,12 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoaccum.jobs.tracebacks import endings
+from autoaccum._launch.tracebacks import endings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum.jobs.tracebacks import Ending
+    from autoaccum._launch.tracebacks import Ending
 
 # What shells add to a signal's number; containers do as they do.
 SIGNAL_BASE = 128

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from autoaccum._launch.cuts import Cut
+    from autoaccum._launch.deaths import Ended, Verdict
+    from autoaccum._launch.surroundings import DeviceMemory
     from autoaccum._system.notices import Notices
-    from autoaccum.jobs.cuts import Cut
-    from autoaccum.jobs.deaths import Ended, Verdict
-    from autoaccum.jobs.surroundings import DeviceMemory
 
 
 @dataclass

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from autoaccum._launch.job import Job
     from autoaccum._report import Report
-    from autoaccum.jobs.job import Job
 
 # BatchNorm in training mode refuses one sample.
 _SAMPLES = 2

@@ -1,6 +1,6 @@
 """Asked by the batch script where its step has ended badly: start it again, here and now?
 
-    python -m autoaccum.jobs.slurm_again FOLDER JOB_ID EXIT_CODE
+    python -m autoaccum._launch.slurm.again FOLDER JOB_ID EXIT_CODE
 
 ends with 0 for yes. A step that ran out of memory is started again from its checkpoint, in micro-batches half as large;
 one whose device was lost, as it was; any other end is the job's. Slurm kills the processes of a step, and leaves the
@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._launch.last_words import slurm_words
+from autoaccum._launch.launchers import KILLED
+from autoaccum._launch.slurm.folder import FINAL, JobFolder, Restart
 from autoaccum._system import safe_files
 from autoaccum._system.output import write_line
-from autoaccum.jobs.last_words import slurm_words
-from autoaccum.jobs.launchers import KILLED
-from autoaccum.jobs.slurm_folder import FINAL, JobFolder, Restart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoaccum.jobs.slurm_folder import Progress
+    from autoaccum._launch.slurm.folder import Progress
 
 # Written by the batch script before each start.
 MARK = "autoaccum: start"

@@ -12,10 +12,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoaccum._launch.slurm.stop import Stopped
 from autoaccum._system.own_code import is_own_file
 from autoaccum._system.signals import Terminated
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.slurm_stop import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

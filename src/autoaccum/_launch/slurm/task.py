@@ -21,6 +21,12 @@ import torch
 from torch import nn
 
 from autoaccum._engine.dtensor import is_sharded
+from autoaccum._launch.recipe import load_recipe
+from autoaccum._launch.recipe_exits import exits_refused
+from autoaccum._launch.slurm import device_check
+from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Restart
+from autoaccum._launch.slurm.progress import ProgressFile
+from autoaccum._launch.slurm.stop import Stop, Stopped
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.notices import Notices
 from autoaccum._training.api import fit
@@ -32,17 +38,11 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.jobs import slurm_preflight
-from autoaccum.jobs.recipe import load_recipe
-from autoaccum.jobs.recipe_exits import exits_refused
-from autoaccum.jobs.slurm_folder import IN_VAIN, JobFolder, Restart
-from autoaccum.jobs.slurm_progress import ProgressFile
-from autoaccum.jobs.slurm_stop import Stop, Stopped
 
 if TYPE_CHECKING:
     from submitit import JobEnvironment
 
-    from autoaccum.jobs.job import Job
+    from autoaccum._launch.job import Job
     from autoaccum.records import FitResult
 
 # What `fit` takes for the largest micro-batch that it may try.
@@ -141,7 +141,7 @@ class _Run:
             # A step of one process by itself, as the report makes it, is what such a model cannot do.
             self._notices.say("the model is spread over ranks, so there is no pre-flight report")
         elif self._task.checks:
-            slurm_preflight.check(job, self._folder.path / "report.json" if self._rank == 0 else None, self._say)
+            device_check.check(job, self._folder.path / "report.json" if self._rank == 0 else None, self._say)
         return fit(**job.fit_arguments(), progress="auto" if self._rank == 0 else False)
 
     def _job(self) -> Job:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from autoaccum.jobs.cuts import Cut
+    from autoaccum._launch.cuts import Cut
 
 _PLACEHOLDER = re.compile(r"\{(micro_batch|accum_steps|target_batch|world_size)\}")
 

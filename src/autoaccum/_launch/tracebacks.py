@@ -2,7 +2,7 @@
 
 A traceback is a header, indented lines, and a line that begins with the exception's type; chains and groups are joined.
 Those that end no process are left out: of threads, finalizers, functions at exit and handlers of logging. Whether a
-process really ended by one of the others cannot be seen here; `last_words.py` holds them against exit statuses.
+process really ended by one of the others cannot be seen here; `_launch/last_words.py` holds them against exit statuses.
 """
 
 from __future__ import annotations

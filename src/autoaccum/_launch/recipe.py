@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._launch.job import Job
+from autoaccum._launch.recipe_exits import exit_error, is_exit
 from autoaccum.errors import InvalidInputError
-from autoaccum.jobs.job import Job
-from autoaccum.jobs.recipe_exits import exit_error, is_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
