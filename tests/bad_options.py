@@ -5,7 +5,7 @@ import textwrap
 import typer
 from typer.testing import CliRunner
 
-from autoaccum.cli import app
+from autoaccum._cli.app import app
 
 COUNTS = ["0", "-1", "2.5", "many", "9223372036854775808"]
 LIMITS = ["lots", "0", "-5", "2 YiB", "150%", "9" * 400]

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from autoaccum import cli
+from autoaccum._cli import app
 from autoaccum._launch.slurm.folder import JobFolder
 
 # For a machine that others use, too.
@@ -89,7 +89,7 @@ needs_slurm = pytest.mark.skipif(missing_slurm() is not None, reason=str(missing
 
 def command(*arguments, **variables):
     """Run the command line; what its jobs inherit is `variables` too."""
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env=variables)
+    return CliRunner().invoke(app.app, [str(argument) for argument in arguments], env=variables)
 
 
 class Job:

@@ -15,8 +15,8 @@ import after_step
 import autoaccum
 from after_step import same
 from autoaccum import UpdateCompleteError
+from autoaccum._cli.exit_codes import ExitCode, code_for
 from autoaccum._engine.runner import Runner
-from autoaccum.exit_codes import ExitCode, code_for
 from helpers import batches_of, classifier, labelled
 from long_runs import Run, checkpoints
 

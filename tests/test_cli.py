@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autoaccum import cli
+from autoaccum._cli import app
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -71,7 +71,7 @@ def invoke():
     """Run the command line in this process."""
 
     def invoke(*arguments):
-        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        return CliRunner().invoke(app.app, [str(argument) for argument in arguments])
 
     return invoke
 
@@ -85,13 +85,13 @@ def given(monkeypatch):
         arguments.update(given)
         return fit_result()
 
-    monkeypatch.setattr(cli, "fit", keep)
+    monkeypatch.setattr(app, "fit", keep)
     return arguments
 
 
 def command(*arguments):
     """The command line as a process of its own would be started."""
-    return [sys.executable, "-m", "autoaccum.cli", *(str(argument) for argument in arguments)]
+    return [sys.executable, "-m", "autoaccum._cli.app", *(str(argument) for argument in arguments)]
 
 
 def run(*arguments):
@@ -109,7 +109,7 @@ def test_help_tells_every_exit_code(invoke, arguments):
     text = invoke(*arguments).stdout
 
     told = text[text.index("Exit codes") :]
-    assert all(f"{code.value} " in told for code in cli.ExitCode)
+    assert all(f"{code.value} " in told for code in app.ExitCode)
 
 
 def test_without_options_the_jobs_own_arguments_reach_fit(invoke, recipe, given):
@@ -178,7 +178,7 @@ def test_the_jobs_callbacks_are_kept_beside_the_log(invoke, recipe, given, tmp_p
     ],
 )
 def test_a_command_line_that_cannot_be_understood_exits_with_2(invoke, arguments):
-    assert invoke(*arguments).exit_code == cli.ExitCode.USAGE
+    assert invoke(*arguments).exit_code == app.ExitCode.USAGE
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_each_error_has_its_exit_code_and_is_told_in_one_line(invoke, recipe, mo
     def fail(**_):
         raise error("asked, found, next step") from MemoryError("the device's own words")
 
-    monkeypatch.setattr(cli, "fit", fail)
+    monkeypatch.setattr(app, "fit", fail)
 
     result = invoke("fit", recipe, "--json")
 
@@ -219,7 +219,7 @@ def test_each_error_has_its_exit_code_and_is_told_in_one_line(invoke, recipe, mo
 def test_bad_input_exits_with_3_and_names_the_value_without_a_traceback(invoke, recipe, arguments, told):
     result = invoke("fit", *(argument.format(recipe=recipe) for argument in arguments))
 
-    assert result.exit_code == cli.ExitCode.BAD_INPUT
+    assert result.exit_code == app.ExitCode.BAD_INPUT
     assert told in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -230,7 +230,7 @@ def test_a_recipe_that_raises_exits_with_3_and_shows_its_own_traceback(invoke, t
 
     result = invoke("fit", path)
 
-    assert result.exit_code == cli.ExitCode.BAD_INPUT
+    assert result.exit_code == app.ExitCode.BAD_INPUT
     assert f'File "{path}", line 2, in job' in result.stderr
     assert "NameError" in result.stderr.splitlines()[-1]
 
@@ -256,7 +256,7 @@ def test_json_tells_the_last_probe_and_each_time_memory_ran_out(invoke, recipe, 
             callback.on_plan(PLAN, step=4, probe=None)
         return fit_result()
 
-    monkeypatch.setattr(cli, "fit", run_out)
+    monkeypatch.setattr(app, "fit", run_out)
 
     document = json.loads(invoke("fit", recipe, "--json").stdout)
 
@@ -357,7 +357,7 @@ def test_run_goes_on_from_its_checkpoint_and_the_document_says_so(invoke, recipe
 def test_an_error_of_the_users_own_exits_with_1_and_keeps_its_traceback(recipe):
     done = run("fit", f"{recipe}:broken")
 
-    assert done.returncode == cli.ExitCode.UNEXPECTED
+    assert done.returncode == app.ExitCode.UNEXPECTED
     assert f'File "{recipe}"' in done.stderr
     assert done.stderr.splitlines()[-1].startswith("ZeroDivisionError")
 
@@ -366,7 +366,7 @@ def test_an_error_of_the_users_own_exits_with_1_and_keeps_its_traceback(recipe):
 def test_what_does_not_fit_exits_with_4_and_says_what_to_try(recipe):
     done = run("fit", f"{recipe}:large", "--memory-limit", "40MiB")
 
-    assert done.returncode == cli.ExitCode.DOES_NOT_FIT
+    assert done.returncode == app.ExitCode.DOES_NOT_FIT
     assert done.stderr.splitlines()[-1].startswith("autoaccum: error: ")
     assert "Traceback" not in done.stderr
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from autoaccum import cli, cli_run
+from autoaccum._cli import app, run
 from autoaccum._launch import run
 from autoaccum._launch.cuts import cut_within
 from autoaccum._launch.run import Options, run_command
@@ -37,7 +37,7 @@ def recipe(tmp_path):
 
 def refused(*arguments):
     """Whether a command refuses its options, in a line or by its usage."""
-    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app.app, [str(argument) for argument in arguments])
     assert isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.stderr
     return result.exit_code in REFUSED
@@ -97,9 +97,9 @@ def test_a_grace_is_checked_by_the_library_too(grace):
 @pytest.mark.parametrize("grace", ["0", "604800"])
 def test_bounds_of_the_grace_are_allowed(monkeypatch, grace):
     given = []
-    monkeypatch.setattr(cli_run, "run_command", lambda _, options: given.append(options) or 0)
+    monkeypatch.setattr(run, "run_command", lambda _, options: given.append(options) or 0)
 
-    assert CliRunner().invoke(cli.app, ["run", "--grace", grace, "--", "true"]).exit_code == 0
+    assert CliRunner().invoke(app.app, ["run", "--grace", grace, "--", "true"]).exit_code == 0
 
     assert given[0].grace_s == float(grace)
     run._check(["true"], given[0])

@@ -14,13 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 import autoaccum
-from autoaccum import cli, cli_report
+from autoaccum._cli import app, report
+from autoaccum._cli.exit_codes import ExitCode
+from autoaccum._cli.report import verdict
 from autoaccum._report import oom_view
 from autoaccum._report.document import schema
 from autoaccum._report.table import plain_text
-from autoaccum.cli_report import verdict
 from autoaccum.errors import DeviceLostError, InvalidInputError
-from autoaccum.exit_codes import ExitCode
 from report_examples import DEVICE, GIB, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
 
 REPORT_PAGE = Path(__file__).parent.parent / "docs" / "report.md"
@@ -92,7 +92,7 @@ def invoke():
     """Run the command line in this process."""
 
     def invoke(*arguments):
-        return CliRunner().invoke(cli.app, ["report", *(str(argument) for argument in arguments)])
+        return CliRunner().invoke(app.app, ["report", *(str(argument) for argument in arguments)])
 
     return invoke
 
@@ -106,7 +106,7 @@ def given(monkeypatch):
         arguments.update(named, target_batch=positional[2])
         return REPORT
 
-    monkeypatch.setattr(cli_report, "preflight", keep)
+    monkeypatch.setattr(report, "preflight", keep)
     return arguments
 
 
@@ -168,13 +168,13 @@ def test_options_reach_preflight(invoke, recipe, given, options, name, value):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 @pytest.mark.parametrize(("given", "length"), [(["128"], 128), (["ids=128", "labels=8"], {"ids": 128, "labels": 8})])
 def test_lengths_are_one_number_or_numbers_by_name(given, length):
-    assert cli_report._lengths(given) == length
+    assert report._lengths(given) == length
 
 
 @pytest.mark.parametrize("given", [["long"], ["0"], ["-3"], ["ids="], ["128", "64"], ["ids=128", "64"]])
 def test_a_length_that_is_none_is_refused(given):
     with pytest.raises(InvalidInputError, match="--length input_ids=512"):
-        cli_report._lengths(given)
+        report._lengths(given)
 
 
 @pytest.mark.parametrize("options", [[], ["--gpu", "t4", "--no-measure"]])
@@ -212,7 +212,7 @@ def test_a_model_that_is_made_of_values_is_made_on_the_cpu(invoke, recipe):
 
 def test_an_error_of_autoaccums_own_is_unexpected(invoke, recipe, monkeypatch):
     broken = FunctionType((lambda *_, **__: len(3)).__code__, {"__name__": "autoaccum.broken"})
-    monkeypatch.setattr(cli_report, "preflight", broken)
+    monkeypatch.setattr(report, "preflight", broken)
 
     assert invoke(recipe).exit_code == ExitCode.UNEXPECTED
 
@@ -316,7 +316,7 @@ def test_a_device_that_another_process_has_to_itself_is_busy(invoke, recipe, mon
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(cli_report, "preflight", fail)
+    monkeypatch.setattr(report, "preflight", fail)
 
     result = invoke(recipe)
 
@@ -329,7 +329,7 @@ def test_other_errors_end_as_those_of_fit(invoke, recipe, monkeypatch, error, co
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(cli_report, "preflight", fail)
+    monkeypatch.setattr(report, "preflight", fail)
 
     assert invoke(recipe).exit_code == code
 
@@ -418,7 +418,7 @@ def test_the_prologue_on_the_page_is_a_script_that_a_shell_can_read(tmp_path):
 
 
 def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
-    command = [sys.executable, "-m", "autoaccum.cli", "report", f"{recipe}:on_host", "--json"]
+    command = [sys.executable, "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
@@ -483,7 +483,7 @@ def test_a_column_in_which_nothing_stands_is_not_shown(alive_tables):
 
 
 def test_errors_of_bad_input_are_of_the_same_kind_for_every_command():
-    assert issubclass(cli_report.DeviceMissingError, InvalidInputError)
+    assert issubclass(report.DeviceMissingError, InvalidInputError)
 
 
 def test_what_was_alive_when_memory_ran_out_is_shown(invoke, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autoaccum import cli, cli_run
+from autoaccum._cli import app, run
 from autoaccum._launch.run import Options
 from wrapped import LONG_S, direct, python
 
@@ -21,12 +21,12 @@ def given(monkeypatch):
         arguments[:] = [command, options]
         return 17
 
-    monkeypatch.setattr(cli_run, "run_command", keep)
+    monkeypatch.setattr(run, "run_command", keep)
     return arguments
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(cli.app, ["run", *(str(argument) for argument in arguments)])
+    return CliRunner().invoke(app.app, ["run", *(str(argument) for argument in arguments)])
 
 
 def test_the_commands_exit_code_is_ours(given):
@@ -61,13 +61,13 @@ def test_an_option_reaches_the_run(given, option, value, name, expected):
 
 
 def test_without_a_command_it_is_not_understood():
-    assert invoke("--target-batch", "8").exit_code == cli.ExitCode.USAGE
+    assert invoke("--target-batch", "8").exit_code == app.ExitCode.USAGE
 
 
 def test_bad_input_exits_with_3_and_starts_nothing(tmp_path):
     result = invoke("--target-batch", "0", "--", "touch", tmp_path / "touched")
 
-    assert result.exit_code == cli.ExitCode.BAD_INPUT
+    assert result.exit_code == app.ExitCode.BAD_INPUT
     assert "target_batch" in result.stderr
     assert not (tmp_path / "touched").exists()
 

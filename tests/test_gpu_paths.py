@@ -43,7 +43,7 @@ TESTS = {
 # Modules that name a card without going another way on it, or whose way needs more than one card.
 ELSEWHERE = {
     "_estimate/gpus.py": "a table of cards (tests/test_cards.py)",
-    "cli_report.py": "asks only whether there is a card",
+    "_cli/report.py": "asks only whether there is a card",
     "_estimate/cuda_dispatch.py": "rules about cards, for fakes (tests/test_cuda_rules.py, benchmarks/gpu_estimates.py)",
     "_estimate/cudnn_kernels.py": "as _estimate/cuda_dispatch.py",
     "_estimate/estimate.py": "as _estimate/cuda_dispatch.py",

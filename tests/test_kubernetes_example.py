@@ -6,8 +6,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._launch.command import placeholders
-from autoaccum.exit_codes import ExitCode
 from test_cli_run import given, invoke  # noqa: F401 - a fixture
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "kubernetes-job.yaml"

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 import autoaccum
+from autoaccum._cli.exit_codes import ExitCode, code_for
 from autoaccum._system import lease as lease_module
 from autoaccum._system import process
 from autoaccum._system.lease import Lease
 from autoaccum._system.process import ProcessIdentity
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, CheckpointInUseError, InvalidInputError
-from autoaccum.exit_codes import ExitCode, code_for
 from interleaving import Interleaving
 from long_runs import Run, StopAt, StoppedError, checkpoints
 

@@ -11,10 +11,10 @@ import typer
 from torch import nn
 
 import autoaccum
+from autoaccum._cli.exit_codes import errors_as_exit_codes
 from autoaccum._system import output
 from autoaccum._training.console import LineProgress
 from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
-from autoaccum.exit_codes import errors_as_exit_codes
 
 FULL = Path("/dev/full")
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import autoaccum
-from autoaccum import cli
+from autoaccum._cli import app
 from autoaccum._launch import load_recipe
 from autoaccum._launch.recipe_exits import exits_refused
 from autoaccum.errors import InvalidInputError
@@ -68,7 +68,7 @@ def recipe(tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app.app, [str(argument) for argument in arguments])
 
 
 def line_of(recipe, text):
@@ -77,7 +77,7 @@ def line_of(recipe, text):
 
 
 def assert_bad_input(result, recipe, said="sys.exit(0)", at="def leave"):
-    assert result.exit_code == cli.ExitCode.BAD_INPUT, result.output
+    assert result.exit_code == app.ExitCode.BAD_INPUT, result.output
     assert f"exited by {said} at {recipe}:{line_of(recipe, at)}" in result.stderr
     assert "Traceback" not in result.stderr.split("autoaccum: error")[-1]
 
@@ -142,8 +142,8 @@ def test_every_way_to_exit_is_known_and_named(recipe, leave, said):
 def test_ctrl_c_in_a_recipe_stays_ctrl_c(recipe):
     path = recipe("raise KeyboardInterrupt")
 
-    assert invoke("fit", f"{path}:in_loss", "--quiet").exit_code == cli.ExitCode.INTERRUPTED
-    assert invoke("report", f"{path}:in_job", "--quiet").exit_code == cli.ExitCode.INTERRUPTED
+    assert invoke("fit", f"{path}:in_loss", "--quiet").exit_code == app.ExitCode.INTERRUPTED
+    assert invoke("report", f"{path}:in_job", "--quiet").exit_code == app.ExitCode.INTERRUPTED
 
 
 def test_in_the_function_fit_an_exit_goes_on_to_its_caller_unchanged(recipe):

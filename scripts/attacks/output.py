@@ -23,7 +23,7 @@ from attacks.row import Row
 from torch import nn
 
 import autoaccum
-from autoaccum import cli
+from autoaccum._cli import app
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,17 +151,17 @@ def _by_call(one: _Try, log: Path, kept: Path) -> int:
 
 def _by_command(folder: Path, log: Path, kept: Path) -> int:
     trained: list[nn.Module] = []
-    fit: Callable[..., object] = cli.fit
+    fit: Callable[..., object] = app.fit
 
     def keeping(model: nn.Module, *arguments: object, **keywords: object) -> object:
         trained.append(model)
         return fit(model, *arguments, **keywords)
 
-    cli.fit = keeping  # type: ignore[assignment]
+    app.fit = keeping  # type: ignore[assignment]
     sys.argv = ["autoaccum", "fit", str(folder / "_launch/recipe.py"), "--json", "--log", str(log)]
     code = DONE
     try:
-        cli.main()
+        app.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     _limit_files(resource.RLIM_INFINITY)

@@ -173,7 +173,7 @@ class Pair:
 
 def _become(arguments: list[str], stderr: Path) -> None:
     """Be `autoaccum` with these arguments, in a process that was just forked; never returns."""
-    from autoaccum.cli import main  # noqa: PLC0415 - not in the process that only starts this one
+    from autoaccum._cli.app import main  # noqa: PLC0415 - not in the process that only starts this one
 
     code = 1
     try:
@@ -264,7 +264,7 @@ def losses_of(pair: Pair, expected: Any) -> list[str]:
 
 def main(folder: Path, seed: int, pairs: int) -> None:
     """Try pairs of each kind, and print the rows."""
-    import autoaccum.cli  # noqa: F401, PLC0415 - before the first fork
+    import autoaccum._cli.app  # noqa: F401, PLC0415 - before the first fork
     from long_runs import Run  # noqa: PLC0415 - as above
 
     Run()  # brings the last of torch, which takes seconds; nothing is computed, or autograd would refuse to be forked

@@ -1,5 +1,5 @@
 """`python -m autoaccum`: the command line."""
 
-from autoaccum.cli import main
+from autoaccum._cli.app import main
 
 main()

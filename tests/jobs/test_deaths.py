@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
+from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._launch.deaths import DOES_NOT_FIT, START_AGAIN, Ended, judge
 from autoaccum._launch.last_words import memory_words
 from autoaccum._system.reason_file import Reason
-from autoaccum.exit_codes import ExitCode
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n    ^^^^^^\n'
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB"

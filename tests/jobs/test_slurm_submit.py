@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum import cli_slurm
+from autoaccum._cli import slurm
 from autoaccum._launch.slurm import submission
 from autoaccum._launch.slurm.submission import Wanted, minutes_of, script_of
 from autoaccum.errors import InvalidInputError
@@ -179,4 +179,4 @@ def test_place_that_no_folder_can_be_made_in_is_refused(recipe, tmp_path, monkey
 
 
 def test_folder_is_the_same_for_both_commands():
-    assert Path("autoaccum-jobs") == cli_slurm.FOLDER
+    assert Path("autoaccum-jobs") == slurm.FOLDER

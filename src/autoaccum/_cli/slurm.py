@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autoaccum._arguments import check_positive_int, check_positive_number
+from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
+from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum._distributed.load_balance import SHARES, check_shares
 from autoaccum._engine.fallback import FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN
@@ -32,9 +34,7 @@ from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._training.console import format_cut
 from autoaccum._training.finding import check_finding
-from autoaccum.cli_numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
 from autoaccum.errors import InvalidInputError
-from autoaccum.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
 
 if TYPE_CHECKING:
     from autoaccum._launch.slurm.folder import JobFolder

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from autoaccum._cli.exit_codes import errors_as_exit_codes
 from autoaccum._launch.run import RETRIES, Options, run_command
 from autoaccum._launch.supervisor import GRACE_S
-from autoaccum.exit_codes import errors_as_exit_codes
 
 # An option after the command is the command's.
 SETTINGS = {"allow_interspersed_args": False}

@@ -4,8 +4,8 @@
 `fit`. Nothing is decided here that the library does not decide. Text for people goes to stderr; stdout is for
 results, which is one JSON document with --json and nothing without.
 
-`autoaccum report` is in `cli_report.py`, `autoaccum run` in `cli_run.py`, `autoaccum slurm` and `autoaccum jobs` are in
-`cli_slurm.py`.
+`autoaccum report` is in `_cli/report.py`, `autoaccum run` in `_cli/run.py`, `autoaccum slurm` and `autoaccum jobs` are in
+`_cli/slurm.py`.
 
 Exit codes (`ExitCode`):
 
@@ -38,6 +38,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoaccum._cli.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
+from autoaccum._cli.numbers import check_counts, check_minutes, check_seed, check_texts
+from autoaccum._cli.report import report_command
+from autoaccum._cli.run import SETTINGS, run_command_line
+from autoaccum._cli.slurm import jobs_command, slurm_command
 from autoaccum._launch.recipe_exits import exits_refused
 from autoaccum._system.output import Dropping, stand_in_for_closed
 from autoaccum._training.api import fit
@@ -51,11 +56,6 @@ from autoaccum._training.loggers import (
     probe_record,
     trial_record,
 )
-from autoaccum.cli_numbers import check_counts, check_minutes, check_seed, check_texts
-from autoaccum.cli_report import report_command
-from autoaccum.cli_run import SETTINGS, run_command_line
-from autoaccum.cli_slurm import jobs_command, slurm_command
-from autoaccum.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
 
 if TYPE_CHECKING:
     from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult

@@ -20,6 +20,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
+from autoaccum._cli.numbers import check_counts, check_texts
 from autoaccum._data.batches import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._launch.recipe_exits import exits_refused, is_exit
@@ -33,9 +35,7 @@ from autoaccum._report.table import plain_text
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
 from autoaccum._training.console import LineProgress
-from autoaccum.cli_numbers import check_counts, check_texts
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
-from autoaccum.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
