@@ -121,8 +121,9 @@ def agreement(options):
 def exchange(options):
     """Time, in turns, what an exchange is made of and what it could be made of; each alone, with nothing to compute.
 
-    Each is waited for as `_distributed/process_group.py` does (asked for, with pauses) and in gloo's own code (which hears no signal). Times
-    are those of the rank that was last; messages have the size of those of `_distributed/process_group.py`.
+    Each is waited for as `_distributed/process_group.py` does (asked for, with pauses) and in gloo's own code (which
+    hears no signal). Times are those of the rank that was last; messages have the size of those of
+    `_distributed/process_group.py`.
     """
     size, rank = distributed.get_world_size(), distributed.get_rank()
     ranks = Ranks(the_host())

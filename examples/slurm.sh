@@ -1,7 +1,7 @@
 #!/bin/bash
 # A training by plain sbatch, which survives its time limit:
 #
-#   sbatch --time=24:00:00 --gres=gpu:1 slurm.sh _launch/recipe.py
+#   sbatch --time=24:00:00 --gres=gpu:1 slurm.sh recipe.py
 #
 # Slurm signals this script two minutes before the time limit (B:). `fit` then leaves a checkpoint and ends; the script
 # puts the job back into the queue, and there the same command goes on from the checkpoint. For jobs that start again

@@ -50,7 +50,7 @@ BAD = {
         "require_free": ["lots", "50%", "0"],
         "html": BELOW_A_FILE,
         "plot": BELOW_A_FILE,
-        "oom": ["missing.json", "_launch/recipe.py"],
+        "oom": ["missing.json", "recipe.py"],
     },
     "run": {
         "target_batch": COUNTS,
@@ -132,10 +132,10 @@ def judge(case, folder):
     """Run a bad command line in the working folder; return what is wrong with the answer, or "" where all is well."""
     command, name, option, value = case
     (folder / "a file").touch()
-    (folder / "_launch/recipe.py").write_text(textwrap.dedent(RECIPE))
+    (folder / "recipe.py").write_text(textwrap.dedent(RECIPE))
     before = sorted(folder.rglob("*"))
     given = [value] if name == "recipe" else [f"{option}={value}"]
-    recipe = [] if name in ("recipe", "oom") or command == "run" else ["_launch/recipe.py"]
+    recipe = [] if name in ("recipe", "oom") or command == "run" else ["recipe.py"]
     ending = {"run": ["--no-cache", "--", "touch", "trained"], "slurm": ["--dry-run"]}.get(command, [])
     answer = CliRunner().invoke(app, [command, *recipe, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]

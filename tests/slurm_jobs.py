@@ -105,7 +105,7 @@ class Job:
 
     @classmethod
     def submitted(cls, folder, text, *options, **variables):
-        recipe = folder / "_launch/recipe.py"
+        recipe = folder / "recipe.py"
         recipe.write_text(text)
         variables = {"OMP_NUM_THREADS": "1"} | variables
         ran = command("slurm", recipe, "--folder", folder / "jobs", "--json", *options, **variables)

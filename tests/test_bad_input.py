@@ -470,7 +470,7 @@ RECIPES = {
 
 @pytest.mark.parametrize(("text", "kind", "said"), RECIPES.values(), ids=RECIPES)
 def test_recipe_that_gives_no_job_is_refused(text, kind, said, tmp_path):
-    path = tmp_path / "_launch/recipe.py"
+    path = tmp_path / "recipe.py"
     path.write_text(textwrap.dedent(text))
 
     with pytest.raises(kind, match=said) as caught:

@@ -61,7 +61,7 @@ def large():
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "_launch/recipe.py"
+    path = tmp_path / "recipe.py"
     path.write_text(RECIPE)
     return str(path)
 
@@ -171,9 +171,9 @@ def test_the_jobs_callbacks_are_kept_beside_the_log(invoke, recipe, given, tmp_p
     "arguments",
     [
         ["fit"],
-        ["fit", "_launch/recipe.py", "--no-such-option"],
-        ["fit", "_launch/recipe.py", "--micro-batch", "some"],
-        ["fit", "_launch/recipe.py", "--resume", "maybe"],
+        ["fit", "recipe.py", "--no-such-option"],
+        ["fit", "recipe.py", "--micro-batch", "some"],
+        ["fit", "recipe.py", "--resume", "maybe"],
         ["train"],
     ],
 )
@@ -225,7 +225,7 @@ def test_bad_input_exits_with_3_and_names_the_value_without_a_traceback(invoke, 
 
 
 def test_a_recipe_that_raises_exits_with_3_and_shows_its_own_traceback(invoke, tmp_path):
-    path = tmp_path / "_launch/recipe.py"
+    path = tmp_path / "recipe.py"
     path.write_text("def job():\n    return undefined_name\n")
 
     result = invoke("fit", path)

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autoaccum._cli import app, run
-from autoaccum._launch import run
+from autoaccum._launch import run as run_module
 from autoaccum._launch.cuts import cut_within
 from autoaccum._launch.run import Options, run_command
 from autoaccum.errors import InvalidInputError
@@ -30,7 +30,7 @@ REFUSED = {3, 2}
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "_launch/recipe.py"
+    path = tmp_path / "recipe.py"
     path.write_text(RECIPE)
     return path
 
@@ -102,7 +102,7 @@ def test_bounds_of_the_grace_are_allowed(monkeypatch, grace):
     assert CliRunner().invoke(app.app, ["run", "--grace", grace, "--", "true"]).exit_code == 0
 
     assert given[0].grace_s == float(grace)
-    run._check(["true"], given[0])
+    run_module._check(["true"], given[0])
 
 
 def test_a_large_prime_is_cut_without_counting_to_it():

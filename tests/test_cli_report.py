@@ -82,7 +82,7 @@ def on_meta():
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "_launch/recipe.py"
+    path = tmp_path / "recipe.py"
     path.write_text(RECIPE)
     return str(path)
 
@@ -387,9 +387,7 @@ def test_cards_are_refused_before_the_recipe_is_loaded(invoke, recipe, options):
     assert "the recipe says hello" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["_launch/recipe.py", "--oom", "report.json"], ["_launch/recipe.py", "--no-such-option"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["recipe.py", "--oom", "report.json"], ["recipe.py", "--no-such-option"]])
 def test_a_command_line_that_cannot_be_understood_exits_with_2(invoke, arguments):
     assert invoke(*arguments).exit_code == ExitCode.USAGE
 

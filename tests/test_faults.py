@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from autoaccum import _oom
 from autoaccum._data.batches import Window
 from autoaccum._engine.accumulator import Accumulation
 from autoaccum._engine.aside import Aside

@@ -32,4 +32,4 @@ def test_modules_that_call_the_users_code_say_so():
 
 def test_files_of_the_package_are_known_and_others_are_not(tmp_path):
     assert own_code.is_own_file(own_code.__file__)
-    assert not own_code.is_own_file(str(tmp_path / "_launch/recipe.py"))
+    assert not own_code.is_own_file(str(tmp_path / "recipe.py"))

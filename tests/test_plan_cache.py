@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoaccum._memory.simulated import Simulated
-from autoaccum._sizing import cache
+from autoaccum._sizing import cache as cache_module
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
@@ -26,7 +26,7 @@ FOUND = Remembered(48, fixed_bytes=1 << 30, bytes_per_sample=12345, fastest=32)
 
 
 def named(name, target_batch=64):
-    return Key(cache._digest(name), target_batch, {"model": name, "limit_bytes": None})
+    return Key(cache_module._digest(name), target_batch, {"model": name, "limit_bytes": None})
 
 
 KEY = named("a job")
@@ -50,7 +50,7 @@ def rewritten(path, **changes):
     """The file with some fields changed and a checksum that is right all the same."""
     content = json.loads(path.read_text()) | changes
     del content["checksum"]
-    path.write_text(json.dumps(content | {"checksum": cache._digest(content)}))
+    path.write_text(json.dumps(content | {"checksum": cache_module._digest(content)}))
 
 
 def fails_with(number):
@@ -425,7 +425,7 @@ def test_files_that_nobody_used_for_months_are_deleted_when_one_is_written(cache
 
 
 def test_of_too_many_files_those_used_last_stay(cache, monkeypatch):
-    monkeypatch.setattr(cache, "_MOST_FILES", 3)
+    monkeypatch.setattr(cache_module, "_MOST_FILES", 3)
     for number in range(6):
         cache.keep(named(str(number)), FOUND)
         aged(cache._path(named(str(number))), 10 - number)
@@ -437,7 +437,7 @@ def test_of_too_many_files_those_used_last_stay(cache, monkeypatch):
 
 
 def test_file_just_written_stays_though_all_others_are_of_the_future(cache, monkeypatch):
-    monkeypatch.setattr(cache, "_MOST_FILES", 2)
+    monkeypatch.setattr(cache_module, "_MOST_FILES", 2)
     for name in ("first", "second"):
         cache.keep(named(name), FOUND)
         aged(cache._path(named(name)), -1000)
@@ -806,10 +806,10 @@ def test_other_settings_and_devices_are_other_jobs(monkeypatch):
 
 
 def test_card_is_described_by_its_libraries(monkeypatch):
-    first = cache._system(torch.device("cuda"))
+    first = cache_module._system(torch.device("cuda"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-    second = cache._system(torch.device("cuda"))
+    second = cache_module._system(torch.device("cuda"))
 
     assert first["cuda"] == torch.version.cuda
     assert first["cudnn"] == torch.backends.cudnn.version()

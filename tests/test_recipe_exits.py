@@ -60,7 +60,7 @@ PLACES = ["in_job", "in_model", "in_making", "in_loss", "in_backward", "in_loade
 @pytest.fixture
 def recipe(tmp_path):
     def write(leave="sys.exit(0)", at_import=""):
-        path = tmp_path / "_launch/recipe.py"
+        path = tmp_path / "recipe.py"
         path.write_text(RECIPE.format(leave=leave, at_import=at_import))
         return str(path)
 

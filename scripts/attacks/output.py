@@ -61,7 +61,7 @@ def attack(folder: Path, seed: int, share: float) -> list[Row]:
     """Train with output that fails in every way; see that all was trained."""
     torch.set_num_threads(1)  # a child of fork has no threads of OpenMP
     torch.optim.AdamW(nn.Linear(1, 1).parameters())  # which imports much, once instead of in every child
-    (folder / "_launch/recipe.py").write_text(RECIPE)
+    (folder / "recipe.py").write_text(RECIPE)
     fits = [_Try(e, o, p, g, False) for e, o, p, g in itertools.product(WAYS, WAYS[:4], ("lines", "bar"), WAYS[:2])]
     commands = [_Try(e, o, "lines", g, True) for e, o, g in itertools.product(WAYS, WAYS, ("well", "full disk"))]
     fits += [_Try("well", "well", "lines", "may not grow", False)]
@@ -158,7 +158,7 @@ def _by_command(folder: Path, log: Path, kept: Path) -> int:
         return fit(model, *arguments, **keywords)
 
     app.fit = keeping  # type: ignore[assignment]
-    sys.argv = ["autoaccum", "fit", str(folder / "_launch/recipe.py"), "--json", "--log", str(log)]
+    sys.argv = ["autoaccum", "fit", str(folder / "recipe.py"), "--json", "--log", str(log)]
     code = DONE
     try:
         app.main()

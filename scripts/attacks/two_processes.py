@@ -128,7 +128,7 @@ class Pair:
         self._chance = chance
         self.processes: list[Process] = []
         folder.mkdir()
-        (folder / "_launch/recipe.py").write_text(RECIPE)
+        (folder / "recipe.py").write_text(RECIPE)
 
     @property
     def checkpoints(self) -> Path:
@@ -138,7 +138,7 @@ class Pair:
     def start(self) -> Process:
         """Start the command."""
         stderr = self._folder / f"stderr-{len(self.processes)}"
-        arguments = ["fit", str(self._folder / "_launch/recipe.py"), "--checkpoint", str(self.checkpoints)]
+        arguments = ["fit", str(self._folder / "recipe.py"), "--checkpoint", str(self.checkpoints)]
         pid = os.fork()
         if pid == 0:
             _become([*arguments, "--checkpoint-steps", "4", "--max-steps", str(self._windows)], stderr)

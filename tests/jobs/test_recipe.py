@@ -30,7 +30,7 @@ def other(target_batch=50):
 def recipe(tmp_path):
     """Write a recipe and return its path as the command line would give it."""
 
-    def write(text, name="_launch/recipe.py"):
+    def write(text, name="recipe.py"):
         path = tmp_path / name
         path.write_text(text)
         return str(path)
@@ -89,9 +89,9 @@ def test_a_function_can_be_named_after_a_colon(recipe):
 def test_a_colon_in_a_folders_name_is_no_function(tmp_path):
     folder = tmp_path / "run:3"
     folder.mkdir()
-    (folder / "_launch/recipe.py").write_text(GOOD)
+    (folder / "recipe.py").write_text(GOOD)
 
-    assert load_recipe(str(folder / "_launch/recipe.py")).target_batch == 100
+    assert load_recipe(str(folder / "recipe.py")).target_batch == 100
 
 
 def test_a_recipe_imports_its_neighbours_when_imported_and_when_called(recipe):

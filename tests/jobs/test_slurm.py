@@ -54,11 +54,11 @@ def jobs(tmp_path_factory):
 
 def example(folder):
     """Submit the script that does without `autoaccum slurm`."""
-    (folder / "_launch/recipe.py").write_text(RECIPE.replace("seed=1", "seed=1, epochs=10"))
+    (folder / "recipe.py").write_text(RECIPE.replace("seed=1", "seed=1, epochs=10"))
     script = EXAMPLE.read_text().replace("autoaccum fit", f"{sys.executable} -m autoaccum fit")
     (folder / "slurm.sh").write_text(script)
     options = ["--parsable", "--time=5", "--output=%j_0_log.out", "--export=ALL,WAITS_S=0.3"]
-    command = ["sbatch", *options, "slurm.sh", "_launch/recipe.py"]
+    command = ["sbatch", *options, "slurm.sh", "recipe.py"]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return Job(ran.stdout.strip(), folder)
 
@@ -88,8 +88,8 @@ def test_at_its_time_limit_it_is_requeued_and_goes_on_until_it_is_cancelled(jobs
 
 def test_stopped_by_a_warning_it_is_requeued_and_ends_bit_for_bit_as_if_undisturbed(jobs, tmp_path):
     job = jobs["disturbed"]
-    (tmp_path / "_launch/recipe.py").write_text(RECIPE)
-    arguments = load_recipe(str(tmp_path / "_launch/recipe.py")).fit_arguments()
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    arguments = load_recipe(str(tmp_path / "recipe.py")).fit_arguments()
     changes = {"epochs": 20, "target_batch": 16, "checkpoint": tmp_path / "undisturbed", "progress": False}
     autoaccum.fit(**arguments | changes)
 
@@ -132,9 +132,9 @@ def test_every_task_is_a_rank(jobs):
 
 
 def test_partition_that_is_not_there_is_refused_in_slurms_own_words(tmp_path):
-    (tmp_path / "_launch/recipe.py").write_text(RECIPE)
+    (tmp_path / "recipe.py").write_text(RECIPE)
 
-    ran = command("slurm", tmp_path / "_launch/recipe.py", "--folder", tmp_path / "jobs", "--partition", "nowhere")
+    ran = command("slurm", tmp_path / "recipe.py", "--folder", tmp_path / "jobs", "--partition", "nowhere")
 
     assert ran.exit_code == 3
     assert "Slurm refuses the job: " in ran.stderr

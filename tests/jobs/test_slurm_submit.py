@@ -16,7 +16,7 @@ BAD = "def job(:"
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "_launch/recipe.py"
+    path = tmp_path / "recipe.py"
     path.write_text(RECIPE)
     return path
 
@@ -124,9 +124,9 @@ def test_missing_submitit_is_told_with_the_way_to_install_it(recipe, monkeypatch
     [(BAD, "SyntaxError"), ("def train(): ...", "no function job()"), ("import nonesuch_module", "nonesuch_module")],
 )
 def test_recipe_that_cannot_be_used_is_found_before_it_is_submitted(tmp_path, text, told):
-    (tmp_path / "_launch/recipe.py").write_text(text)
+    (tmp_path / "recipe.py").write_text(text)
 
-    ran = command("slurm", tmp_path / "_launch/recipe.py", "--folder", tmp_path / "jobs")
+    ran = command("slurm", tmp_path / "recipe.py", "--folder", tmp_path / "jobs")
 
     assert ran.exit_code == 3
     assert told in ran.stderr
@@ -134,9 +134,9 @@ def test_recipe_that_cannot_be_used_is_found_before_it_is_submitted(tmp_path, te
 
 
 def test_recipe_is_not_called_where_it_is_submitted(tmp_path, no_slurm):
-    (tmp_path / "_launch/recipe.py").write_text("def job(): raise SystemExit('called')")
+    (tmp_path / "recipe.py").write_text("def job(): raise SystemExit('called')")
 
-    assert command("slurm", tmp_path / "_launch/recipe.py", "--dry-run").exit_code == 0
+    assert command("slurm", tmp_path / "recipe.py", "--dry-run").exit_code == 0
 
 
 @pytest.mark.parametrize(

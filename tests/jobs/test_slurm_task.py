@@ -38,7 +38,7 @@ def spoilt():
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "_launch/recipe.py").write_text(RECIPE)
+    (tmp_path / "recipe.py").write_text(RECIPE)
     return JobFolder(tmp_path)
 
 
@@ -51,7 +51,7 @@ def run(folder, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
     def run(function="job", **arguments):
-        task = Task(f"{folder.path / '_launch/recipe.py'}:{function}", str(folder.path), **arguments)
+        task = Task(f"{folder.path / 'recipe.py'}:{function}", str(folder.path), **arguments)
         return task()
 
     yield run

@@ -4,8 +4,8 @@
 `fit`. Nothing is decided here that the library does not decide. Text for people goes to stderr; stdout is for
 results, which is one JSON document with --json and nothing without.
 
-`autoaccum report` is in `_cli/report.py`, `autoaccum run` in `_cli/run.py`, `autoaccum slurm` and `autoaccum jobs` are in
-`_cli/slurm.py`.
+`autoaccum report` is in `_cli/report.py`, `autoaccum run` in `_cli/run.py`, `autoaccum slurm` and `autoaccum jobs` are
+in `_cli/slurm.py`.
 
 Exit codes (`ExitCode`):
 

@@ -1,11 +1,11 @@
 """Sends gradients to the other ranks while the last backward pass of a window still makes others.
 
-A window goes as without (`_distributed/data_parallel.py`), but what is added up is on its way earlier. Before its first micro-batch each
-rank tells what its part weighs, and goes on without waiting for what the others say. In its last backward pass it puts
-each bucket whose gradients are there into memory of its own and begins to add it up: always in the same order, and not
-before all have spoken. The gradients themselves stay what they are until all have said that what they sent holds. So a
-rank that fails after it has begun to send costs the others nothing but the time: it sends what is left all the same,
-does its part again, and the gradients are added up as without.
+A window goes as without (`_distributed/data_parallel.py`), but what is added up is on its way earlier. Before its first
+micro-batch each rank tells what its part weighs, and goes on without waiting for what the others say. In its last
+backward pass it puts each bucket whose gradients are there into memory of its own and begins to add it up: always in
+the same order, and not before all have spoken. The gradients themselves stay what they are until all have said that
+what they sent holds. So a rank that fails after it has begun to send costs the others nothing but the time: it sends
+what is left all the same, does its part again, and the gradients are added up as without.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from autoaccum import _oom
 from autoaccum._distributed.data_parallel import ELSEWHERE
 from autoaccum._engine.optimizer_step import RESERVE
 from autoaccum._loss.reported import means

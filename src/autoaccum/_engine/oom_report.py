@@ -1,7 +1,7 @@
 """Writes down what was on the device when memory first ran out in a call of `fit`, before it is let go.
 
-One file a call, in a form that docs/oom-report.md describes; `_report/oom_view.py` reads it. Whatever goes wrong here is
-said once and never reaches the training, and nothing that is looked at is held on to.
+One file a call, in a form that docs/oom-report.md describes; `_report/oom_view.py` reads it. Whatever goes wrong here
+is said once and never reaches the training, and nothing that is looked at is held on to.
 """
 
 from __future__ import annotations

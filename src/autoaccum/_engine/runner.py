@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autoaccum import _oom
 from autoaccum._arguments import check_iterable, shown
 from autoaccum._data.batches import as_window
 from autoaccum._engine import afterwards, devices, optimizers

@@ -1,7 +1,7 @@
 """What storages of one training step come and go, in order; and what they hold at their peak.
 
-Written by `_estimate/tracer.py`, read by `_estimate/estimate.py`. Pure arithmetic: no torch, no device, no rounding. How an allocator makes
-room for such a timeline is in `_estimate/cuda_allocator.py`.
+Written by `_estimate/tracer.py`, read by `_estimate/estimate.py`. Pure arithmetic: no torch, no device, no rounding.
+How an allocator makes room for such a timeline is in `_estimate/cuda_allocator.py`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Fakes of device "cuda" go the ways of CUDA by themselves wherever the way hangs on the device alone (fused dropout,
 cuDNN's batch norm, autocast's own lists). These rules are for the rest: what is chosen by asking the card, and what
-kernels take for themselves (`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from PyTorch's sources, named at
-each. There is none for recurrent layers (LSTM, GRU), which ask the driver as they begin: `_estimate/estimate.py` makes a real
-step for them where there is none.
+kernels take for themselves (`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from
+PyTorch's sources, named at each. There is none for recurrent layers (LSTM, GRU), which ask the driver as they begin:
+`_estimate/estimate.py` makes a real step for them where there is none.
 """
 
 from __future__ import annotations

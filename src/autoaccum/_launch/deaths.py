@@ -1,8 +1,8 @@
 """How a command ended in, whether memory ran out and by which evidence out. Nothing is asked or read here.
 
 Evidence is taken in the order of its worth: what the command itself left in the reason file, an exit code that means
-nothing else, the exception that ended it (`_launch/last_words.py`) by the table of `_oom.py`, and for a process that was killed
-the kernel's own counters. A SIGKILL alone is none: somebody may have sent it.
+nothing else, the exception that ended it (`_launch/last_words.py`) by the table of `_oom.py`, and for a process that
+was killed the kernel's own counters. A SIGKILL alone is none: somebody may have sent it.
 """
 
 from __future__ import annotations

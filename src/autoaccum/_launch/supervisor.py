@@ -3,8 +3,8 @@
 A command gets a session of its own. A terminal then sends its signals to this process alone, so that Ctrl-C arrives
 once, forwarded to the command's whole process group, and stopping this process stops all of it. What that costs: the
 command cannot open /dev/tty (reading stdin works). Nothing that a command starts stays behind: what outlives it gets a
-moment, then SIGTERM, then SIGKILL; where this process is killed, `_launch/watchdog.py` does that. It is meant for a process
-that does nothing else.
+moment, then SIGTERM, then SIGKILL; where this process is killed, `_launch/watchdog.py` does that. It is meant for a
+process that does nothing else.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen, map_tensors
 from autoaccum._loss import weighting

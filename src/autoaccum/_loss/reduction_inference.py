@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autoaccum import _oom
 from autoaccum._data import batches
 from autoaccum._data.batches import Window
 from autoaccum._engine.compiling import uncompiled

@@ -1,7 +1,8 @@
 """What every kind of device must be able to say and do about its memory.
 
-One file a kind implements this (_memory/cuda.py, _memory/host.py, _memory/accelerator.py, _memory/simulated.py) and all pass the same contract tests
-(tests/memory/test_contract.py). A backend never touches a model and never catches an out-of-memory error.
+One file a kind implements this (_memory/cuda.py, _memory/host.py, _memory/accelerator.py, _memory/simulated.py) and all
+pass the same contract tests (tests/memory/test_contract.py). A backend never touches a model and never catches an
+out-of-memory error.
 """
 
 from __future__ import annotations

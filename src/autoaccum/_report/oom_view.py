@@ -1,4 +1,4 @@
-"""Shows a report of what was alive when memory ran out, as `_engine/oom_report.py` writes it, as tables in the terminal."""
+"""Shows the report that `_engine/oom_report.py` writes when memory runs out, as tables in the terminal."""
 
 from __future__ import annotations
 

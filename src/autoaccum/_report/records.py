@@ -1,7 +1,7 @@
 """What a pre-flight report holds: frozen records, all quantities with their unit in the name.
 
-Nothing here measures, predicts or shows anything: `_report/api.py` fills them, and each form (a table, JSON, a picture, a
-page) reads them.
+Nothing here measures, predicts or shows anything: `_report/api.py` fills them, and each form (a table, JSON, a picture,
+a page) reads them.
 """
 
 from __future__ import annotations

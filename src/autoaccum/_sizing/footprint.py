@@ -1,6 +1,7 @@
 """What a training step takes at its peak, by what takes it; and the line that such peaks lie on.
 
-Made by `_estimate/estimate.py` from steps that never ran, and read by the report. Nothing here knows a model or a device.
+Made by `_estimate/estimate.py` from steps that never ran, and read by the report. Nothing here knows a model or a
+device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The main job, as users call it: arguments checked and put together, then handed to the loop in `_training/loop.py`."""
+"""The main job, as users call it: arguments checked, put together and handed to the loop in `loop.py`."""
 
 from __future__ import annotations
 

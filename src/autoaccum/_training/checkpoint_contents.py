@@ -1,8 +1,9 @@
 """What a checkpoint of a training run holds: taken as plain values and tensors, checked, put back bit for bit.
 
-A checkpoint that is malformed (`_training/checkpoint_schema.py`, `_training/checkpoint_trial.py`) or belongs to another model, optimizer or run is refused
-before anything is changed, and where an object of the user's refuses its part of one, everything is as it was. Files
-are another's (`_training/checkpoint_files.py`), and so is the question when one is due (`_training/checkpoint_schedule.py`).
+A checkpoint that is malformed (`_training/checkpoint_schema.py`, `_training/checkpoint_trial.py`) or belongs to another
+model, optimizer or run is refused before anything is changed, and where an object of the user's refuses its part of
+one, everything is as it was. Files are another's (`_training/checkpoint_files.py`), and so is the question when one is
+due (`_training/checkpoint_schedule.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autoaccum import _oom
 from autoaccum._data import undoing
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp

@@ -2,7 +2,8 @@
 
 A file can be whole and hold what no training has written: another version's, edited by hand, or made to do harm. What
 is autoaccum's own is compared with what this module says, random states by setting a generator of no use to them. What
-is the optimizer's and the scheduler's is in `_training/checkpoint_trial.py`; what only a user's own object can judge is left to that.
+is the optimizer's and the scheduler's is in `_training/checkpoint_trial.py`; what only a user's own object can judge is
+left to that.
 """
 
 from __future__ import annotations

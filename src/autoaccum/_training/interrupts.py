@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
+from autoaccum import _oom
 from autoaccum._distributed.company import END, SAVE
 from autoaccum._engine import afterwards
 from autoaccum._system import signals

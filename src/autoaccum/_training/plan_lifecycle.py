@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autoaccum import _oom
 from autoaccum._engine.runner import Runner
 from autoaccum._training.callbacks import Callback
 from autoaccum._training.checkpoint_contents import Cutting

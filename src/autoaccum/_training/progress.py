@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoaccum import _oom
 from autoaccum._data.batches import Window, stream
 from autoaccum._data.loader_state import Track
 from autoaccum._distributed.loader import of_whole

@@ -1,7 +1,7 @@
 """What a person asks for in, a batch script that Slurm has accepted out; submitit writes it and hands it over.
 
-The script runs its step in a loop: `_launch/slurm/again.py` says whether a round is to follow. Whether a job can run at all is
-for Slurm to say; its own words are passed on.
+The script runs its step in a loop: `_launch/slurm/again.py` says whether a round is to follow. Whether a job can run at
+all is for Slurm to say; its own words are passed on.
 """
 
 from __future__ import annotations
@@ -211,11 +211,11 @@ def _setup() -> list[str]:
 
 
 def _teardown(folder: JobFolder) -> list[str]:
-    again = shlex.join([sys.executable, "-m", again.__name__, str(folder.path)])
+    asks = shlex.join([sys.executable, "-m", again.__name__, str(folder.path)])
     return [
         "code=$?",
         'if [ "$code" = 0 ] || [ "$stopped" ]; then exit "$code"; fi',
-        f'{again} "$SLURM_JOB_ID" "$code" || exit "$code"',
+        f'{asks} "$SLURM_JOB_ID" "$code" || exit "$code"',
         "done",
     ]
 
