@@ -68,9 +68,10 @@ test: $(VENV)/.for-development  ## run every test
 	$(BIN)/python -m pytest $(WORKERS) $(TEST_OPTIONS)
 
 .PHONY: lint
-lint: $(VENV)/.for-development  ## check style and format
+lint: $(VENV)/.for-development  ## check style, format and which package imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 .PHONY: types
 types: $(VENV)/.for-development  ## check types

@@ -3,8 +3,8 @@
 Each schedule draws one or two ranks and one to three operators of their windows. What is compared: the parameters with
 those of the undisturbed training (float64, 1e-12, since cuts differ), bit for bit among the ranks, and that every
 sample was loaded once. An optimizer that fails in the middle of a later step ends the training of all, and is counted
-apart. A rank that waits for 30 seconds ends the run. tests/test_ranks_faults.py does a few of them.
-With --overlap gradients are sent during the last backward pass (tests/test_ranks_overlap.py).
+apart. A rank that waits for 30 seconds ends the run. tests/across/test_ranks_faults.py does a few of them.
+With --overlap gradients are sent during the last backward pass (tests/across/test_ranks_overlap.py).
 """
 
 import argparse

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import rank_training
-from autoaccum._distributed import company
 from autoaccum._system import lease
+from autoaccum._training import rank_coordination as company
 
 HOLDER = {"host": "node1", "pid": 7, "boot": "its own", "namespace": 1, "start": 1, "token": "its", "lease_s": 60}
 

@@ -16,6 +16,19 @@ from torch.utils.data import DataLoader
 import autoaccum
 
 SAMPLES, WIDTH, CLASSES, LENGTH = 50, 6, 4, 5
+# How far the parameters of several ranks may be from those of one process.
+FAR = 1e-12
+
+
+def far(one, other):
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
+
+
+def assert_alike(outcomes):
+    for other in outcomes[1:]:
+        assert all(map(torch.equal, outcomes[0]["parameters"], other["parameters"]))
+        assert all(map(torch.equal, outcomes[0]["buffers"], other["buffers"]))
+        assert other["losses"] == outcomes[0]["losses"]
 
 
 def vectors(samples=SAMPLES, seed=0):

@@ -1,6 +1,6 @@
 """Records as `fit` would hand them to a callback, for the tests of what shows and keeps them."""
 
-from autoaccum.records import (
+from autoaccum._records import (
     DeviceScalar,
     Evaluation,
     FitResult,

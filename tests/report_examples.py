@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from autoaccum._estimate.gpus import Card
+from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
 from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measured, Pace, Predicted, Subject
 from autoaccum._sizing.footprint import Estimate, Footprint
-from autoaccum.records import Neighbour, Plan, Trial
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -6,7 +6,7 @@ by themselves: two workers with four each would wait for each other. They come f
 
 from pathlib import Path
 
-OF_RANKS = {path.name for path in Path(__file__).parent.glob("test_*.py") if "crew" in path.read_text()}
+OF_RANKS = {path.name for path in Path(__file__).parent.rglob("test_*.py") if "crew" in path.read_text()}
 
 
 def first_those_of_ranks(items):

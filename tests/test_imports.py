@@ -1,203 +1,125 @@
-"""Each core module imports only from those above it, and an import changes nothing."""
+"""The layout of the package and its import order, and that an import changes nothing.
+
+The order between packages, and that none of them has a circle, is held by the contracts in pyproject.toml, which
+import-linter checks. Here it is checked that they say something of every package.
+"""
 
 import ast
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import autoaccum
+from folders import ROOT, TESTS
 
 PACKAGE = Path(autoaccum.__file__).parent
-
-# Top to bottom: a name may import what stands above it. A folder is one name.
-ORDER = (
-    "errors",
-    "arguments",
-    "records",
-    "planner",
-    "pace",
-    "tempo",
-    "batches",
-    "weighting",
-    "targets",
-    "questions",
-    "output",
-    "own_code",
-    "notices",
-    "callbacks",
-    "environment",
-    "safe_files",
-    "reason_file",
-    "signals",
-    "oom",
-    "memory",
-    "ranks",
-    "sharded_model",
-    "shard_metadata",
-    "shards",
-    "buckets",
-    "shares",
-    "footprint",
-    "cards",
-    "state",
-    "peeking",
-    "batchnorm",
-    "compiling",
-    "fallback",
-    "settling",
-    "entries",
-    "objective",
-    "reported",
-    "precision",
-    "devices",
-    "optimizers",
-    "transfer",
-    "update",
-    "inventory",
-    "step",
-    "scope",
-    "trial",
-    "search",
-    "growth",
-    "learning",
-    "probe",
-    "plan_cache",
-    "holdings",
-    "evaluation",
-    "aside",
-    "sizing",
-    "accumulation",
-    "overlap",
-    "joint",
-    "sharded_joint",
-    "room",
-    "attempt",
-    "afterwards",
-    "runner",
-    "finding",
-    "undoing",
-    "position",
-    "process_identity",
-    "lease",
-    "packing",
-    "seal",
-    "storage",
-    "schedule",
-    "schema",
-    "rehearsed",
-    "checkpoint",
-    "saving",
-    "sharding",
-    "alike",
-    "gone_through",
-    "company",
-    "outside",
-    "progress",
-    "loggers",
-    "places",
-    "alive",
-    "postmortem",
-    "postmortem_view",
-    "course",
-    "finiteness",
-    "validation",
-    "runners",
-    "keeping",
-    "supervision",
-    "training",
-    "untouched",
-    "fit",
-    "timeline",
-    "caching_allocator",
-    "workspace",
-    "fakes",
-    "unrolled",
-    "cudnn_rules",
-    "kernel_rules",
-    "cuda_rules",
-    "quick_fakes",
-    "ledger",
-    "traced",
-    "rehearsal",
-    "estimate",
-    "report",
-    "preflight",
-    "jobs",
-    "integrations",
-    "exit_codes",
-    "cli_numbers",
-    "cli_report",
-    "cli_run",
-    "cli_slurm",
-    "cli",
-    "__main__",
-)
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("_*/__init__.py"))
+CONTRACTS = {
+    contract["id"]: contract
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+}
+MOST_FILES_IN_ROOT = 12
 
 
-def part_of(path):
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def name_of(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(tree, *, at_runtime):
-    """Every name of autoaccum that is imported: at run time, or for type checkers alone."""
-    for_types = [
-        node
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
-        for child in branch.body
-        for node in ast.walk(child)
-    ]
-    nodes = [node for node in ast.walk(tree) if node not in for_types] if at_runtime else for_types
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            # `from autoaccum import oom` names a module, `from autoaccum._oom import is_oom` is one already.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+# --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def parts_imported(path, *, at_runtime):
-    names = imports_of(ast.parse(path.read_text()), at_runtime=at_runtime)
-    return {name.split(".")[1] for name in names if name.startswith("autoaccum.")}
+def test_root_is_a_contents_page():
+    files = [path for path in PACKAGE.iterdir() if path.is_file()]
+
+    assert len(files) <= MOST_FILES_IN_ROOT
 
 
-def test_every_module_has_its_place():
-    assert {part_of(path) for path in MODULES} <= set(ORDER)
+def test_only_errors_and_former_names_are_importable_by_public_names():
+    names = {name_of(path) for path in MODULES} - {"autoaccum.__main__"}
+    public = {name for name in names if "._" not in name}
 
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_module_imports_only_from_those_above_it(path):
-    above = ORDER[: ORDER.index(part_of(path)) + 1]
-
-    assert parts_imported(path, at_runtime=True) <= set(above)
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_types_are_imported_from_modules_that_exist(path):
-    assert parts_imported(path, at_runtime=False) <= set(ORDER)
-
-
-def test_core_knows_no_framework():
-    core = [path for path in MODULES if part_of(path) != "integrations"]
-
-    assert not [path for path in core if "integrations" in parts_imported(path, at_runtime=True)]
-
-
-@pytest.mark.parametrize("name", ["errors", "records", "planner", "search"])
-def test_pure_arithmetic_knows_no_torch(name):
-    imported = set(imports_of(ast.parse((PACKAGE / f"{name}.py").read_text()), at_runtime=True))
-
-    assert not [module for module in imported if module.split(".")[0] in ("torch", "numpy")]
+    assert public == {
+        "autoaccum",
+        "autoaccum.errors",
+        "autoaccum.jobs",
+        "autoaccum.jobs.slurm_again",
+        "autoaccum.jobs.slurm_task",
+    }
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_module_says_what_it_is_for(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_no_function_or_class_shares_its_name_with_a_module():
+    modules = {path.stem if path.stem != "__init__" else path.parent.name for path in MODULES}
+    functions = {
+        node.name
+        for path in MODULES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+
+    assert not modules & functions
+
+
+def test_test_files_mirror_the_packages():
+    """A test file beside none of the package's modules stands in `across`, or is named like one and says what of it."""
+    strays = []
+    for folder in (path for path in TESTS.iterdir() if (PACKAGE / f"_{path.name}").is_dir()):
+        modules = {path.stem.lstrip("_") for path in (PACKAGE / f"_{folder.name}").rglob("*.py")}
+        for test in folder.rglob("test_*.py"):
+            named = test.stem.removeprefix("test_")
+            if not any(named == module or named.startswith(f"{module}_") for module in modules):
+                strays.append(test.relative_to(TESTS).as_posix())
+
+    assert strays == []
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checked():
+    """What import-linter says of all contracts."""
+    command = Path(sys.executable).with_name("lint-imports")
+    ran = subprocess.run([command, "--no-cache", "--no-logo"], check=False, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode in (0, 1), ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS)
+def test_contract_of_imports_is_kept(contract, checked):
+    assert f"{contract['name']} KEPT" in checked, checked
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_has_its_place_in_the_order_and_may_have_no_circle(package):
+    layers = [one.strip() for layer in CONTRACTS["packages"]["layers"] for one in layer.split("|")]
+
+    assert f"autoaccum.{package}" in layers
+    assert f"autoaccum.{package}" in CONTRACTS["no-circles"]["ancestors"]
+
+
+def test_modules_of_the_root_have_their_place_in_the_order():
+    layers = [one.strip() for layer in CONTRACTS["packages"]["layers"] for one in layer.split("|")]
+    root = {name_of(path) for path in PACKAGE.glob("*.py")} - {"autoaccum", "autoaccum.__main__"}
+
+    assert root <= set(layers)
+
+
+def test_no_import_is_exempt():
+    assert not any("ignore_imports" in contract for contract in CONTRACTS.values())
+
+
+# --- import ----------------------------------------------------------------------------------------------------------
 
 
 LOOK = """

@@ -2,11 +2,11 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
 import autoaccum
+from folders import ROOT
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -170,7 +170,7 @@ def test_public_functions_are_not_hidden_by_modules_of_their_name():
 
 @pytest.mark.parametrize("name", autoaccum.__all__)
 def test_public_name_is_documented(name):
-    reference = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
+    reference = (ROOT / "docs" / "reference.md").read_text()
 
     assert inspect.getdoc(getattr(autoaccum, name))
     assert re.search(rf"^::: autoaccum\.([\w.]+\.)?{name}$", reference, re.MULTILINE)

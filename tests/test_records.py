@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from autoaccum._records import DeviceScalar, Plan, check_positive_int
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import DeviceScalar, Plan, check_positive_int
 from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 
 

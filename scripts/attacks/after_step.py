@@ -2,7 +2,8 @@
 
 What counts as a loss: an update that was made twice or not at all, parameters that are not those of the undisturbed
 training (on two ranks: that differ), an error within the step that does not name the update, and a checkpoint from
-which training ends elsewhere. tests/after_step.py has the trainings; tests/test_after_step.py makes a few tries.
+which training ends elsewhere. tests/after_step.py has the trainings; tests/across/test_after_the_update.py makes a few
+tries.
 """
 
 from __future__ import annotations

@@ -3,18 +3,29 @@
 result = autoaccum.fit(model, loader, target_batch=100)
 """
 
+from autoaccum._callbacks import Callback
 from autoaccum._data.batches import Window, windows
 from autoaccum._distributed.process_group import join_ranks
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
-from autoaccum._launch.job import Job
+from autoaccum._launch import Job, load_recipe
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
+from autoaccum._records import (
+    Evaluation,
+    FitResult,
+    MemoryEvent,
+    MemoryReading,
+    Plan,
+    ProbeResult,
+    StepReport,
+    Trial,
+)
 from autoaccum._report import Report
 from autoaccum._report.api import preflight
 from autoaccum._sizing.planner import plan
 from autoaccum._training.api import fit
-from autoaccum._training.callbacks import Callback
+from autoaccum._training.console import LineProgress, RichProgress
 from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.errors import (
     AutoaccumError,
@@ -30,16 +41,6 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-from autoaccum.records import (
-    Evaluation,
-    FitResult,
-    MemoryEvent,
-    MemoryReading,
-    Plan,
-    ProbeResult,
-    StepReport,
-    Trial,
-)
 
 __all__ = [
     "AutoaccumError",
@@ -54,6 +55,7 @@ __all__ = [
     "InvalidInputError",
     "JSONLinesLog",
     "Job",
+    "LineProgress",
     "MemoryEvent",
     "MemoryReading",
     "NotFiniteError",
@@ -61,6 +63,7 @@ __all__ = [
     "ProbeResult",
     "RankFailedError",
     "Report",
+    "RichProgress",
     "Runner",
     "Simulated",
     "StartAgainError",
@@ -74,6 +77,7 @@ __all__ = [
     "fit",
     "is_oom",
     "join_ranks",
+    "load_recipe",
     "plan",
     "preflight",
     "windows",

@@ -1,6 +1,6 @@
 """The CUDA backend without a card: its sums and its order of calls, against a stand-in for torch.cuda's allocator.
 
-What a real card does is tested by test_contract.py where there is one.
+What a real card does is tested by test_base.py where there is one.
 """
 
 import contextlib

@@ -2,7 +2,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -10,9 +9,10 @@ import torch
 
 import autoaccum
 from autoaccum._report.document import SCHEMA_VERSION, schema
+from folders import ROOT
 from report_examples import MANY_CARDS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
 
-PAGE = Path(__file__).parents[2] / "docs" / "report.md"
+PAGE = ROOT / "docs" / "report.md"
 VALIDATOR = jsonschema.Draft202012Validator(schema())
 
 

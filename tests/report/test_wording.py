@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoaccum._records import Plan
 from autoaccum._report.records import Lengths
 from autoaccum._report.wording import (
     are_numbers,
@@ -12,7 +13,6 @@ from autoaccum._report.wording import (
     sections_of,
     verdicts_of,
 )
-from autoaccum.records import Plan
 from report_examples import DEVICE, GIB, LOADER, MANY_CARDS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
 
 

@@ -38,27 +38,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoaccum._callbacks import Callback, check_callbacks
 from autoaccum._cli.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
 from autoaccum._cli.numbers import check_counts, check_minutes, check_seed, check_texts
 from autoaccum._cli.report import report_command
 from autoaccum._cli.run import SETTINGS, run_command_line
 from autoaccum._cli.slurm import jobs_command, slurm_command
+from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, trial_record
 from autoaccum._launch.recipe_exits import exits_refused
 from autoaccum._system.output import Dropping, stand_in_for_closed
 from autoaccum._training.api import fit
-from autoaccum._training.callbacks import Callback, check_callbacks
-from autoaccum._training.loggers import (
-    JSONLinesLog,
-    evaluation_record,
-    finite,
-    oom_record,
-    plan_record,
-    probe_record,
-    trial_record,
-)
+from autoaccum._training.loggers import JSONLinesLog
 
 if TYPE_CHECKING:
-    from autoaccum.records import FitResult, MemoryEvent, Plan, ProbeResult
+    from autoaccum._records import FitResult, MemoryEvent, Plan, ProbeResult
 
 __all__ = ["ExitCode", "app", "main"]
 

@@ -141,7 +141,7 @@ def report_command(
                 _in_words_of_options([*given, "length", "max_micro_batch"]),
                 _told(quiet=quiet) as on_part,
             ):
-                report = _report(
+                report = _report_of(
                     dataclasses.replace(job, **given),
                     gpus=gpu or (),
                     device_memory=device_memory,
@@ -186,7 +186,7 @@ def verdict(report: Report, *, require_micro_batch: int | None, require_free_byt
     return ExitCode.DONE, ""
 
 
-def _report(job: Job, **asked: Any) -> Report:
+def _report_of(job: Job, **asked: Any) -> Report:
     batch = _first_batch(job)
     with _errors_of(job, batch):
         return _preflight(job, batch, **asked)

@@ -32,8 +32,7 @@ from autoaccum._launch.slurm.submission import WARNING_S, Wanted, script_of, sub
 from autoaccum._launch.slurm.task import Task, resubmission_of
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
-from autoaccum._training.console import format_cut
-from autoaccum._training.finding import check_finding
+from autoaccum._sizing.planner import check_finding, format_cut
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -21,7 +21,12 @@ from torch import distributed
 
 from autoaccum._memory.present import existing
 from autoaccum._oom import first_line
-from autoaccum.errors import InvalidInputError, RankFailedError
+from autoaccum._system.launched import (
+    _is_to_be_set_up,
+    local_rank,
+    timeout_s,
+)
+from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,11 +35,6 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
 
-# What torchrun sets, and torch.distributed needs.
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TIMEOUT = "AUTOACCUM_RANK_TIMEOUT_S"
-# As long as torch.distributed waits by default where it waits for hosts.
-_TIMEOUT_S = 1800.0
 # Topic, whether the rank has failed, where it stands, length of what is said: all in one message where that is short
 # enough, which what is said in every window is.
 _HEAD = struct.Struct("=16s?qI")
@@ -342,87 +342,6 @@ def join_ranks(device: str | torch.device | None = None) -> None:
 
 def _written(value: Any) -> bytes:
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-
-
-def world_size() -> int:
-    """Return how many processes this training has, by torch.distributed or else by torchrun's variables.
-
-    Raises:
-        InvalidInputError: The variables are half set.
-    """
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return _number("WORLD_SIZE") if _is_to_be_set_up() else 1
-
-
-def own_rank() -> int:
-    """Return the number of this process in its training, before it has met the others.
-
-    Raises:
-        InvalidInputError: torchrun's variables are half set.
-    """
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return _number("RANK") if _is_to_be_set_up() else 0
-
-
-def local_rank() -> int:
-    """Return the number of this process on its machine."""
-    return _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
-
-
-def timeout_s() -> float:
-    """Return how long ranks wait for each other.
-
-    Raises:
-        InvalidInputError: The variable that says so holds no positive number.
-    """
-    text = os.environ.get(_TIMEOUT, "")
-    try:
-        seconds = float(text) if text else _TIMEOUT_S
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0.0:
-        raise InvalidInputError(f"{_TIMEOUT}={text!r} must be a positive number of seconds")
-    return seconds
-
-
-def _is_to_be_set_up() -> bool:
-    if not distributed.is_available() or distributed.is_initialized():
-        return False
-    found = [name for name in VARIABLES if os.environ.get(name)]
-    if "RANK" not in found or "WORLD_SIZE" not in found:
-        # Of these two one alone means nothing (some clusters set WORLD_SIZE in every job), both mean ranks.
-        if "RANK" in found or _is_above_one(os.environ.get("WORLD_SIZE", "")):
-            raise _half_set(found)
-        return False
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    if size > 1 and len(found) < len(VARIABLES):
-        raise _half_set(found)
-    if not rank < size:
-        raise InvalidInputError(f"RANK={rank} and WORLD_SIZE={size}: ranks are numbered from 0 to WORLD_SIZE - 1")
-    return size > 1
-
-
-def _is_above_one(text: str) -> bool:
-    return text.isdigit() and int(text) > 1
-
-
-def _half_set(found: list[str]) -> InvalidInputError:
-    missing = [name for name in VARIABLES if name not in found]
-    return InvalidInputError(
-        f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} set in the environment and {', '.join(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} not; start every process by torchrun, or unset {', '.join(found)}"
-    )
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name, "")
-    if not text.isdigit():
-        raise InvalidInputError(
-            f"{name}={text!r} in the environment is no whole number; start by torchrun, or unset it"
-        )
-    return int(text)
 
 
 def _set_up(device: torch.device) -> None:

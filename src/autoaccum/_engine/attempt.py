@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.step import TrainingStep
     from autoaccum._memory.base import MemoryBackend
+    from autoaccum._records import MemoryEvent
     from autoaccum._sizing.controller import Sizing
     from autoaccum._sizing.headroom import Room
-    from autoaccum.records import MemoryEvent
 
 # So often what the loss runs over is asked for; it takes many small steps, of which each can fail.
 _TRIES_TO_WEIGH = 4

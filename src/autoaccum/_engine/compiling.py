@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from autoaccum._arguments import shown
@@ -14,8 +13,6 @@ from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from autoaccum._memory.base import MemoryBackend
 
 
@@ -84,8 +81,3 @@ def check_that_it_can_be_limited(memory: MemoryBackend, limit_bytes: int | None)
             f"compile= under memory_limit={format_bytes(limit_bytes)} on {memory.name}: the limit holds for the whole "
             "process, and compiling takes hundreds of MiB that are no part of a step; leave one of the two out"
         )
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled modules as they were written: a size that comes once is not worth a graph."""
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import shown
-from autoaccum._distributed import process_group
 from autoaccum._memory import backend_for
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import describe_neighbours, format_bytes
-from autoaccum._memory.present import accelerator, existing, there_is
+from autoaccum._memory.present import existing, find_accelerator, there_is
 from autoaccum._oom import first_line, is_device_lost, is_oom
+from autoaccum._system import launched
 from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def _chosen(model: nn.Module, notices: Notices) -> torch.device:
 
 def _own_accelerator() -> torch.device | None:
     """Return the accelerator; of several, where several processes share a machine, the one of this process's number."""
-    found = accelerator()
+    found = find_accelerator()
     count = 0 if found is None else torch.accelerator.device_count()
-    if found is None or count == 1 or process_group.world_size() == 1:
+    if found is None or count == 1 or launched.world_size() == 1:
         return found
-    index = process_group.local_rank()
+    index = launched.local_rank()
     if index >= count:
         raise DeviceMissingError(f"LOCAL_RANK={index} has no device of its own; {there_is()}")
     torch.accelerator.set_device_index(index)

@@ -25,15 +25,15 @@ from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.counting import is_pair, target_tensors
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
+from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.records import Evaluation, MemoryEvent
 
 if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.step import TrainingStep
-    from autoaccum._loss.objective import Term
+    from autoaccum._loss.terms import Term
 
 Metric = Callable[[Any, Any], Any]
 _T = TypeVar("_T")

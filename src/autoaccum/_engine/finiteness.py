@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from autoaccum._engine.step import TrainingStep
-    from autoaccum.records import StepReport
+    from autoaccum._records import StepReport
 
 ON_NAN = ("warn", "stop", "ignore")
 # A scaler that halves its scale at every skipped window comes from 65,536 to under 1e-10 in so many.

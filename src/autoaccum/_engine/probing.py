@@ -16,12 +16,12 @@ from autoaccum._engine.trial import Trials
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._memory import backend_for
 from autoaccum._memory.limits import describe_neighbours, format_bytes, parse_limit
+from autoaccum._records import ProbeResult
 from autoaccum._sizing.offline_search import line_through, next_size
 from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError
-from autoaccum.records import ProbeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.records import Trial
+    from autoaccum._records import Trial
 
 
 def find_micro_batch(

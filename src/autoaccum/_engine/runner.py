@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._arguments import check_iterable, shown
+from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import as_window
 from autoaccum._engine import afterwards, devices, optimizers
 from autoaccum._engine.accumulator import Accumulation
@@ -25,13 +26,12 @@ from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.step import assemble, drop_old_gradients
 from autoaccum._engine.window_loss import check_loss_scope
+from autoaccum._records import DeviceScalar, MemoryEvent, Plan, StepReport
 from autoaccum._sizing.controller import Sizing, Told, Wanted
 from autoaccum._sizing.headroom import Room
 from autoaccum._snapshot import RandomState
 from autoaccum._system.notices import Notices
-from autoaccum._training.callbacks import check_callbacks
 from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
-from autoaccum.records import DeviceScalar, MemoryEvent, Plan, StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
     from autoaccum._distributed.data_parallel import Joint
     from autoaccum._engine.optimizer_step import Update
@@ -46,8 +47,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._training.callbacks import Callback
-    from autoaccum.records import ProbeResult, Trial
+    from autoaccum._records import ProbeResult, Trial
 
 
 # What can be set on a runner; everything else would be ignored in silence.
@@ -291,7 +291,13 @@ class Runner:
         self._telling = _Telling(self._standing, self._callbacks, notices, self._room, on_settled)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._sizing = Sizing(
-            step, plan, wanted, bytes_per_sample=bytes_per_sample, sample_bytes=sample_bytes, told=self._telling
+            step.memory,
+            lambda: step.parameters,
+            plan,
+            wanted,
+            bytes_per_sample=bytes_per_sample,
+            sample_bytes=sample_bytes,
+            told=self._telling,
         )
         self._joint = joint
         if joint is not None:

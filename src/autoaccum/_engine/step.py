@@ -30,9 +30,9 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from autoaccum._engine.oom_report import PostMortem
     from autoaccum._engine.precision import Precision
-    from autoaccum._loss.objective import Factors, Loss, Source, Term
+    from autoaccum._loss.objective import Factors, Loss, Source
+    from autoaccum._loss.terms import Term
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
@@ -60,6 +60,15 @@ class Passes(Protocol):
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:
         """See what a failure with so many samples means for the others, who may wait for this process in a pass."""
+
+
+class Witness(Protocol):
+    """Is shown the first lack of memory, while the frames in which it happened are still there."""
+
+    def see(
+        self, error: BaseException, *, phase: str, size: int | None, step: int | None = None, is_trial: bool = False
+    ) -> None:
+        """Look at what is alive."""
 
 
 @dataclass(slots=True)
@@ -133,7 +142,7 @@ class TrainingStep:
         self.transfer = Transfer(memory.device)
         self.has_added = False
         self.sources_left = 0
-        self.witness: PostMortem | None = None
+        self.witness: Witness | None = None
         self.passes: Passes | None = None
         modules = objective.modules
         self._inventory = Inventory(modules, optimizer, is_fixed=is_sharded(modules))

@@ -13,9 +13,9 @@ from autoaccum._data.batches import Window, copied, count, repeated
 from autoaccum._engine.step import Accumulated
 from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
+from autoaccum._records import Trial
 from autoaccum._snapshot import Mark
 from autoaccum.errors import StateDamagedError
-from autoaccum.records import Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.transfer import Transfer
     from autoaccum._engine.step import TrainingStep
-    from autoaccum._loss.objective import Term
+    from autoaccum._loss.terms import Term
 
 LOSS_SCOPES = ("micro_batch", "window")
 

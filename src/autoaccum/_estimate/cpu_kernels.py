@@ -1,9 +1,10 @@
 """What kernels of the CPU take for themselves while they run: one named rule an operator.
 
 An operator, its arguments and its results come in; sizes in bytes go out. Each rule was read off the profiler's memory
-events of the real operator, and its test measures that operator anew (`tests/test_workspace.py`). What is missing here
-takes nothing worth naming. Sizes that hang on the processor are told for the one at hand: oneDNN blocks channels by the
-width of its vectors, and gives each thread buffers of its own.
+events of the real operator, and its test measures that operator anew
+(`tests/estimate/test_cpu_kernels.py`). What is missing here takes nothing worth naming. Sizes that hang on the
+processor are told for the one at hand: oneDNN blocks channels by the width of its vectors, and gives each thread
+buffers of its own.
 """
 
 from __future__ import annotations

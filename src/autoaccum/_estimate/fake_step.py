@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._estimate.allocation_trace import Storage, Timeline
     from autoaccum._estimate.cpu_kernels import Workspace
-    from autoaccum._loss.objective import Source, Term
+    from autoaccum._loss.objective import Source
+    from autoaccum._loss.terms import Term
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

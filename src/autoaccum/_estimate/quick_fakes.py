@@ -2,7 +2,7 @@
 
 PyTorch's fakes go through the decompositions of these operators, tens of other operators for each new shape: without
 that the first estimate of ResNet-101 for a card took 1.9 s in place of 2.6 (`benchmarks/estimate_speed.py`, 2 cores).
-What comes out here has the same shapes, types and strides: `tests/test_quick_fakes.py` holds them against each other.
+What comes out here has the same shapes, types and strides: `tests/estimate/test_quick_fakes.py` compares them.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from autoaccum._callbacks import Callback
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._training.callbacks import Callback
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum._launch.slurm.stop import Stopped
 from autoaccum._system.own_code import is_own_file
 from autoaccum._system.signals import Terminated
 from autoaccum.errors import InvalidInputError
@@ -88,3 +87,7 @@ def _is_from_signal(link: TracebackType | None) -> bool:
             return True
         link = link.tb_next
     return False
+
+
+class Stopped(BaseException):
+    """A signal has ended the training; its checkpoint is written."""

@@ -13,7 +13,7 @@ from autoaccum._memory.limits import format_bytes
 from autoaccum._memory.nvml import read_cards
 
 if TYPE_CHECKING:
-    from autoaccum.records import Neighbour
+    from autoaccum._records import Neighbour
 
 # As many of those who hold memory are named as in other messages.
 _NAMED = 3

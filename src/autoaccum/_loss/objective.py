@@ -23,6 +23,7 @@ from autoaccum._loss import weighting
 from autoaccum._loss.counting import is_pair, tallies_of
 from autoaccum._loss.named_losses import TOTAL, Entries
 from autoaccum._loss.reduction_inference import Run, Settler
+from autoaccum._loss.terms import Term
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._snapshot import evaluation_mode
 from autoaccum.errors import InvalidInputError
@@ -44,25 +45,6 @@ SAMPLES, SUM, PAIR = "", " sum", " pair"
 _BY_SAMPLES = Weighting(Over.SAMPLES)
 # What weighs as a loss does that nothing is known of.
 _AS_USUAL = (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE)
-
-
-@dataclass(slots=True)
-class Term:
-    """One loss of one micro-batch.
-
-    Attributes:
-        name: What it is reported as.
-        value: Scalar tensor, with its graph: a mean or a sum over the micro-batch.
-        over: `Over.VECTOR` or `Over.PAIR` where the form itself says what it is, else None.
-        weight: Of a (sum, weight) pair, its weight.
-        is_reported: Whether it is no part of what is minimised; then its value has no graph.
-    """
-
-    name: str
-    value: Tensor
-    over: Over | None = None
-    weight: Tensor | float | None = None
-    is_reported: bool = False
 
 
 @dataclass(slots=True)
@@ -147,6 +129,7 @@ class Objective:
         self.may_look = True
         self._has_lacked_memory = False
         self._said = None if loss_reduction is None else Weighting(Over.SUM if loss_reduction == "sum" else Over.OPAQUE)
+        self.sources: tuple[Source, ...]
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
         else:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import random
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoaccum import _oom
 from autoaccum._data import batches
 from autoaccum._data.batches import Window
-from autoaccum._engine.compiling import uncompiled
 from autoaccum._loss.counting import constants_of, tallies_of_each, target_tensors
 from autoaccum._loss.reduction_candidates import Question, Rounding, Split, rounding_of, telling_split
 from autoaccum._loss.weighting import Over, Weighting, check_pair
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from autoaccum._loss.objective import Objective, Term
+    from autoaccum._loss.terms import Term
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
 
@@ -317,6 +316,27 @@ class Settler:
         )
 
 
+class Observable(Protocol):
+    """What has to be known of an objective to find out what its losses run over: `Objective` has all of it."""
+
+    returns_pairs: bool
+
+    @property
+    def sources(self) -> Sequence[Any]: ...
+
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def weighting_by_default(self) -> Weighting | None: ...
+
+    def outputs(self, batch: Any) -> Any: ...
+
+    def terms(self, source: Any, batch: Any, samples: int) -> tuple[list[Term], Any]: ...
+
+    def terms_of(self, outputs: Any, batch: Any, samples: int) -> list[Term]: ...
+
+
 class Run:
     """Runs an objective on a few samples and leaves no trace.
 
@@ -332,7 +352,7 @@ class Run:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Observable,
         place: Callable[[Any], Any],
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -435,3 +455,8 @@ def _all_count(named_targets: dict[str, Tensor]) -> bool:
 
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, dtype)) if tensor.is_floating_point() else tensor
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run compiled modules as they were written: a size that comes once is not worth a graph."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from autoaccum._loss.objective import Factors, Term
+    from autoaccum._loss.objective import Factors
+    from autoaccum._loss.terms import Term
     from autoaccum._loss.weighting import Weighting
 
 # What ranks add up of a window: kinds of numbers, each with a name. Those up to WEIGHT are multiplied by what a rank's

@@ -15,8 +15,8 @@ import torch
 
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes
+from autoaccum._records import MemoryReading
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import MemoryReading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

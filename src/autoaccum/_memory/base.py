@@ -1,7 +1,7 @@
 """What every kind of device must be able to say and do about its memory.
 
 One file a kind implements this (_memory/cuda.py, _memory/host.py, _memory/accelerator.py, _memory/simulated.py) and all
-pass the same contract tests (tests/memory/test_contract.py). A backend never touches a model and never catches an
+pass the same contract tests (tests/memory/test_base.py). A backend never touches a model and never catches an
 out-of-memory error.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from autoaccum.records import MemoryReading, Neighbour
+    from autoaccum._records import MemoryReading, Neighbour
 
 
 class MemoryBackend(ABC):

@@ -19,8 +19,8 @@ import torch
 
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes
+from autoaccum._records import MemoryReading, Neighbour
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import MemoryReading, Neighbour
 
 try:
     import pynvml

@@ -28,9 +28,9 @@ from autoaccum._memory._process import owner
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
+from autoaccum._records import MemoryReading
 from autoaccum._system import signals
 from autoaccum.errors import DeviceLostError, InvalidInputError
-from autoaccum.records import MemoryReading
 
 try:
     import resource

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from autoaccum.records import Neighbour
+from autoaccum._records import Neighbour
 
 try:
     import pynvml

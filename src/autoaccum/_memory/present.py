@@ -8,7 +8,7 @@ from autoaccum._arguments import shown
 from autoaccum.errors import DeviceMissingError, InvalidInputError
 
 
-def accelerator() -> torch.device | None:
+def find_accelerator() -> torch.device | None:
     """Return the kind of accelerator that this machine has; None where it has none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
@@ -26,7 +26,7 @@ def existing(device: str | torch.device) -> torch.device:
         raise InvalidInputError(f"device={shown(device)} is no device that torch knows; {there_is()}") from error
     if asked.type == "cpu" and not asked.index:
         return torch.device("cpu")
-    there = accelerator()
+    there = find_accelerator()
     if there is None or there.type != asked.type or (asked.index or 0) >= torch.accelerator.device_count():
         raise DeviceMissingError(f"device={str(device)!r} is not there; {there_is()}")
     return asked
@@ -34,7 +34,7 @@ def existing(device: str | torch.device) -> torch.device:
 
 def there_is() -> str:
     """Say which devices this machine has."""
-    there = accelerator()
+    there = find_accelerator()
     names = ["'cpu'"]
     if there is not None:
         names += [f"'{there.type}:{index}'" for index in range(torch.accelerator.device_count())]

@@ -19,8 +19,8 @@ from autoaccum._memory._storages import StorageWatch
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes, parse_limit
 from autoaccum._memory.present import existing
+from autoaccum._records import MemoryReading
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import MemoryReading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -43,8 +43,8 @@ from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.suggestions import Place, Remedies, are_due, computes_bf16
 from autoaccum._report.wording import format_seconds
+from autoaccum._sizing.planner import check_finding
 from autoaccum._system.notices import Notices
-from autoaccum._training.finding import check_finding
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
+    from autoaccum._records import Trial
     from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
-    from autoaccum.records import Trial
 
 
 # Batches of a loader that are looked at for their lengths.

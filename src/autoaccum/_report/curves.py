@@ -14,8 +14,7 @@ from autoaccum._memory.limits import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoaccum._report.records import Measured, Predicted
-    from autoaccum._report.report import Report
+    from autoaccum._report.records import Findings, Measured, Predicted
 
 # Beyond the largest size that matters a line goes on by this much, so that its end can be seen.
 _BEYOND = 1.15
@@ -178,7 +177,7 @@ def apart(heights: Sequence[float], least: float) -> list[float]:
     return raised[::-1]
 
 
-def picture_of(report: Report) -> Picture:
+def picture_of(report: Findings) -> Picture:
     """Return what a picture of the report shows."""
     sizes = [footprint.size for one in report.predicted for footprint in one.estimate.footprints]
     sizes += [one.micro_batch for one in report.predicted]

@@ -12,12 +12,11 @@ from importlib import resources
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._training.loggers import finite, plan_record, trial_record
+from autoaccum._json import finite, plan_record, trial_record
 
 if TYPE_CHECKING:
-    from autoaccum._report.records import LoaderFacts, Measured, Pace, Predicted
-    from autoaccum._report.report import Report
-    from autoaccum.records import Plan
+    from autoaccum._records import Plan
+    from autoaccum._report.records import Findings, LoaderFacts, Measured, Pace, Predicted
 
 SCHEMA_VERSION = 1
 
@@ -29,7 +28,7 @@ def schema() -> dict[str, Any]:
     return loaded
 
 
-def document_of(report: Report) -> dict[str, Any]:
+def document_of(report: Findings) -> dict[str, Any]:
     """Return the report as JSON's types; a number that is NaN or infinite is None."""
     return {
         "schema_version": SCHEMA_VERSION,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._engine.step import TrainingStep
-    from autoaccum.records import Plan
+    from autoaccum._records import Plan
 
 # The first of these finds what later ones find ready; of the others the quicker counts, since other work only slows.
 _TIMED = 2

@@ -12,8 +12,7 @@ from autoaccum._engine.probing import probe
 from autoaccum._memory.limits import parse_limit
 from autoaccum._report.dry_run import rehearse
 from autoaccum._report.records import DeviceFacts, Measured
-from autoaccum._sizing.planner import plan
-from autoaccum._training.finding import TILE
+from autoaccum._sizing.planner import TILE, plan
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.step import TrainingStep
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum.records import MemoryReading, ProbeResult, Trial
+    from autoaccum._records import MemoryReading, ProbeResult, Trial
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from autoaccum._report.curves import Picture
-    from autoaccum._report.report import Report
+    from autoaccum._report.records import Findings
     from autoaccum._report.wording import Section
 
 
-def page_of(report: Report) -> str:
+def page_of(report: Findings) -> str:
     """Return the report as a whole document."""
     title = escape(f"Pre-flight report: {title_of(report)}")
     return (
@@ -32,14 +32,14 @@ def page_of(report: Report) -> str:
     )
 
 
-def fragment_of(report: Report) -> str:
+def fragment_of(report: Findings) -> str:
     """Return the report as an element with a style of its own, such as notebooks show."""
     style = resources.files("autoaccum._report").joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(_body(report))
     return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'
 
 
-def _body(report: Report) -> Iterator[str]:
+def _body(report: Findings) -> Iterator[str]:
     yield f'<header><p class="kind">Pre-flight report</p><h1>{escape(title_of(report))}</h1></header>'
     yield '<ul class="verdicts">'
     for verdict in verdicts_of(report):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._report.curves import Line, Picture
-    from autoaccum._report.report import Report
+    from autoaccum._report.records import Findings
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,7 +34,7 @@ _LABEL = 50
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 
 
-def plot(report: Report, path: Path) -> None:
+def plot(report: Findings, path: Path) -> None:
     """Draw the report into a file, which is whole or not there.
 
     Args:

@@ -12,8 +12,7 @@ from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.records import Predicted
 from autoaccum._sizing.footprint import Footprint
-from autoaccum._sizing.planner import plan
-from autoaccum._training.finding import TILE
+from autoaccum._sizing.planner import TILE, plan
 
 if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
+    from autoaccum._records import Neighbour, Plan, Trial
     from autoaccum._sizing.footprint import Estimate, Footprint
-    from autoaccum.records import Neighbour, Plan, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,3 +267,43 @@ class Predicted:
             return None
         low, high = self.estimate.footprints[-2:]
         return max(0, high.activations_bytes - low.activations_bytes) // (high.size - low.size)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a report says, however it is shown: measured on a device at hand, predicted for others, or both.
+
+    Attributes:
+        subject: What is to be trained.
+        measured: What was found on the device at hand; None where nothing was measured.
+        predicted: What is foreseen, a card each.
+        host: The host's memory.
+        loader: How fast the loader is; None where that was not asked.
+        warnings: What may go otherwise than expected, a text each.
+        notes: What was chosen because nothing was said, and what is to be known about predictions, a text each.
+        remedies: What would make a step smaller.
+        remedies_on: The device on which it would.
+        lengths: How long sequences are, and for which length all this is said; None where there are none.
+    """
+
+    subject: Subject
+    measured: Measured | None
+    predicted: tuple[Predicted, ...]
+    host: HostFacts
+    loader: LoaderFacts | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    remedies_on: str | None = None
+    lengths: Lengths | None = None
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest micro-batch of interest that fits everywhere that was asked about; 0 where nothing fits."""
+        found = [] if self.measured is None else [self.measured.micro_batch]
+        return min([*found, *(one.micro_batch for one in self.predicted)])
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be trained everywhere that was asked about, in whatever micro-batches."""
+        return self.micro_batch > 0

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._report import document, page, table
 from autoaccum._report.files import beside
+from autoaccum._report.records import Findings
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from rich.console import RenderableType
 
-    from autoaccum._report.records import HostFacts, Lengths, LoaderFacts, Measured, Predicted, Remedy, Subject
-
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Findings):
     """What will happen when a job is trained: measured on a device at hand, predicted for others, or both.
 
     It prints as a table and shows itself in notebooks.
@@ -35,28 +34,6 @@ class Report:
         remedies_on: The device on which it would.
         lengths: How long sequences are, and for which length all this is said; None where there are none.
     """
-
-    subject: Subject
-    measured: Measured | None
-    predicted: tuple[Predicted, ...]
-    host: HostFacts
-    loader: LoaderFacts | None = None
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    remedies: tuple[Remedy, ...] = ()
-    remedies_on: str | None = None
-    lengths: Lengths | None = None
-
-    @property
-    def micro_batch(self) -> int:
-        """The largest micro-batch of interest that fits everywhere that was asked about; 0 where nothing fits."""
-        found = [] if self.measured is None else [self.measured.micro_batch]
-        return min([*found, *(one.micro_batch for one in self.predicted)])
-
-    @property
-    def fits(self) -> bool:
-        """Whether it can be trained everywhere that was asked about, in whatever micro-batches."""
-        return self.micro_batch > 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON's types; `report/schema.json` and docs/report.md describe them."""

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from autoaccum._report.report import Report
+    from autoaccum._report.records import Findings
     from autoaccum._report.wording import Section
 
 _WIDTH = 80
 
 
-def table_of(report: Report) -> RenderableType:
+def table_of(report: Findings) -> RenderableType:
     """Return the report for a rich console."""
     return Group(*_parts(report))
 
 
-def text_of(report: Report) -> str:
+def text_of(report: Findings) -> str:
     """Return the report as plain text of at most 80 columns."""
     return plain_text(table_of(report))
 
@@ -44,7 +44,7 @@ def plain_text(shown: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _parts(report: Report) -> Iterator[RenderableType]:
+def _parts(report: Findings) -> Iterator[RenderableType]:
     yield Text.assemble(("Pre-flight report: ", "bold"), (title_of(report), "bold"))
     answers = Table.grid(padding=(0, 1))
     for verdict in verdicts_of(report):

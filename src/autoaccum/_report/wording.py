@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from autoaccum._memory.limits import format_bytes
-from autoaccum._training.console import format_cut
+from autoaccum._sizing.planner import format_cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from autoaccum._report.records import HostFacts, Lengths, LoaderFacts, Measured, Pace, Predicted
-    from autoaccum._report.report import Report
+    from autoaccum._records import Plan
+    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured, Pace, Predicted
     from autoaccum._sizing.footprint import Footprint
-    from autoaccum.records import Plan
 
 MEASURED = "measured"
 # What is not known, or does not apply.
@@ -70,12 +69,12 @@ class Verdict:
     text: str
 
 
-def title_of(report: Report) -> str:
+def title_of(report: Findings) -> str:
     """Return the report's title, such as "ResNet, target batch 256"."""
     return f"{report.subject.model}, target batch {report.subject.target_batch}"
 
 
-def verdicts_of(report: Report) -> list[Verdict]:
+def verdicts_of(report: Findings) -> list[Verdict]:
     """Return an answer for each place that was asked about."""
     verdicts = []
     if (measured := report.measured) is not None:
@@ -89,7 +88,7 @@ def verdicts_of(report: Report) -> list[Verdict]:
     return verdicts
 
 
-def sections_of(report: Report) -> list[Section]:
+def sections_of(report: Findings) -> list[Section]:
     """Return all tables, in the order in which they are read."""
     sections = [Section("Job", (), tuple(_job(report)))]
     if report.measured is not None:
@@ -99,7 +98,7 @@ def sections_of(report: Report) -> list[Section]:
     if report.predicted:
         sections.append(Section("Cards", (), tuple((one.card.name, _memory_of(one)) for one in report.predicted)))
     sections.append(_plans(report))
-    sections += _memory(report)
+    sections += _memory_sections(report)
     if report.measured is not None and report.measured.trials:
         sections.append(_trials(report.measured))
     if times := tuple(_times(report)):
@@ -109,7 +108,7 @@ def sections_of(report: Report) -> list[Section]:
     return sections
 
 
-def notes_of(report: Report) -> list[tuple[str, tuple[str, ...]]]:
+def notes_of(report: Findings) -> list[tuple[str, tuple[str, ...]]]:
     """Return the report's notes, what was chosen apart from what a reader must know about predictions."""
     known = {note for one in report.predicted for note in one.estimate.notes}
     chosen = tuple(note for note in report.notes if note not in known)
@@ -176,7 +175,7 @@ def _cut(found: Measured | Predicted) -> str:
     return format_cut(found.plan.micro_batches)
 
 
-def _job(report: Report) -> Iterator[tuple[str, str]]:
+def _job(report: Findings) -> Iterator[tuple[str, str]]:
     subject = report.subject
     if subject.recipe is not None:
         yield "recipe", subject.recipe
@@ -215,7 +214,7 @@ def _device(measured: Measured, host: HostFacts) -> Iterator[tuple[str, str]]:
         yield "host memory", f"{format_bytes(host.total_bytes)}, {format_bytes(host.free_bytes)} free"
 
 
-def _plans(report: Report) -> Section:
+def _plans(report: Findings) -> Section:
     header = ("where", "largest", f"cut of {report.subject.target_batch}", "peak", "of", "headroom")
     rows = []
     if (measured := report.measured) is not None:
@@ -243,7 +242,7 @@ def _plans(report: Report) -> Section:
     return Section("Largest micro-batch and plan", header, tuple(rows))
 
 
-def _memory(report: Report) -> list[Section]:
+def _memory_sections(report: Findings) -> list[Section]:
     """Return what takes the memory of a step, a few places at a time."""
     columns = [] if report.measured is None else _measured_column(report.measured)
     for one in report.predicted:
@@ -313,7 +312,7 @@ def _trials(measured: Measured) -> Section:
     return Section("Trials", ("samples", "", "peak", "time"), rows)
 
 
-def _times(report: Report) -> Iterator[tuple[str, str]]:
+def _times(report: Findings) -> Iterator[tuple[str, str]]:
     pace = None if report.measured is None else report.measured.pace
     if pace is not None:
         assert report.measured is not None
@@ -346,7 +345,7 @@ def _loader(loader: LoaderFacts) -> str:
     return f"{format_speed(loader.samples_per_s)}{verdict} (first batch after {first}{workers})"
 
 
-def _remedies(report: Report) -> Section:
+def _remedies(report: Findings) -> Section:
     rows = tuple(
         (
             one.name,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-# The constants are from the simulations in tests/test_tempo.py, whose curves and noise are described there.
+# The constants are from the simulations in tests/sizing/test_autotune.py, whose curves and noise are described there.
 
 # The first window of a size may be slower (compilation, allocation, autotuning): it alone says nothing.
 WINDOWS_TO_JUDGE = 2
@@ -51,12 +51,12 @@ class Tempo:
     """The micro-batch that makes updates fastest, from one window to the next.
 
     What holds, by simulation with a first window of each size that takes half as long again on average
-    (tests/test_tempo.py): where a sample's cost changes smoothly with the size, and a window always takes what it took
-    before, the size has at least 97 % of the throughput of the best even cut: in all of 2000 runs, in 16 windows on
-    average and never more than 30. Where the cost jumps, in 99 %; the others are jumps far below sizes that were
-    already slower. Where windows take 3 % longer at random and each tenth 30 %: in 99 %, and 94 % with jumps. Where
-    each fifth takes 50 % longer and the others 6 %: 97 %, and 89 %. The windows in slower cuts take, all together, as
-    long as one or two windows with the largest size on average, and as eight at worst.
+    (tests/sizing/test_autotune.py): where a sample's cost changes smoothly with the size, and a window always takes
+    what it took before, the size has at least 97 % of the throughput of the best even cut: in all of 2000 runs, in 16
+    windows on average and never more than 30. Where the cost jumps, in 99 %; the others are jumps far below sizes that
+    were already slower. Where windows take 3 % longer at random and each tenth 30 %: in 99 %, and 94 % with jumps.
+    Where each fifth takes 50 % longer and the others 6 %: 97 %, and 89 %. The windows in slower cuts take, all
+    together, as long as one or two windows with the largest size on average, and as eight at worst.
 
     It does not notice that the device becomes another one while it searches, or afterwards.
 

@@ -14,7 +14,7 @@ from autoaccum._sizing.planner import shrink
 FIRST_WAIT_WINDOWS = 32
 # From then on a size that fails every time costs at most one window in five hundred, and a neighbour that leaves is
 # noticed after as many. With eight times as long, the simulation with neighbours that come and go at random
-# (tests/test_pace.py) keeps 0.46 to 0.71 of the best throughput instead of 0.66 to 0.80.
+# (tests/sizing/test_backoff.py) keeps 0.46 to 0.71 of the best throughput instead of 0.66 to 0.80.
 LONGEST_WAIT_WINDOWS = 512
 # Between one growth and the next: long enough to see the larger size hold.
 CLEAN_WINDOWS = 4

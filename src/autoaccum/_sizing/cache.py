@@ -23,7 +23,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import platformdirs
@@ -36,7 +36,8 @@ from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._loss.objective import Objective
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
 FOLDER_VARIABLE = "AUTOACCUM_CACHE_DIR"
@@ -264,8 +265,24 @@ def _digest(content: Any) -> str:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
+class Described(Protocol):
+    """What of a training step a key describes."""
+
+    @property
+    def objective(self) -> Objective: ...
+
+    @property
+    def memory(self) -> MemoryBackend: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def precision(self) -> Any: ...
+
+
 def key_of(
-    step: TrainingStep,
+    step: Described,
     batch: Any,
     *,
     target_batch: int,
@@ -313,7 +330,7 @@ def key_of(
         "casts": [step.precision.scaler is not None, type(step.precision.autocast()).__name__],
         "loss": _callables(step.objective.loss),
         "forward": _callables(forward),
-        "system": _system(memory.device),
+        "system": _machine(memory.device),
     } | ({} if cap is None else {"cap": cap})
     return Key(_digest(described), target_batch, about)
 
@@ -423,7 +440,7 @@ def _switches(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _system(device: torch.device) -> dict[str, Any]:
+def _machine(device: torch.device) -> dict[str, Any]:
     told = {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "machine": platform.machine(),

@@ -13,18 +13,20 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Tempo
 from autoaccum._sizing.backoff import Pace
 from autoaccum._sizing.online_search import Learning
 from autoaccum._sizing.planner import plan
-from autoaccum.records import Plan, ProbeResult, Trial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum._sizing.offline_search import Line
 
 # How much of a prediction is taken for certain, and how much of what failed may fit.
@@ -78,7 +80,8 @@ class Sizing:
     """Cuts the windows of one run, and hears what came of it.
 
     Args:
-        step: The training step.
+        memory: The device.
+        parameters: Returns the parameters that are trained now.
         plan: The plan to begin with.
         wanted: What is asked of the cut.
         bytes_per_sample: What a sample takes while it is worked on, if known: then memory is asked for before each
@@ -97,7 +100,8 @@ class Sizing:
 
     def __init__(
         self,
-        step: TrainingStep,
+        memory: MemoryBackend,
+        parameters: Callable[[], Iterable[Tensor]],
         plan: Plan,
         wanted: Wanted,
         *,
@@ -108,8 +112,8 @@ class Sizing:
         self.bytes_per_sample = bytes_per_sample
         self.probe: ProbeResult | None = None
         self.plan = self.set_plan = plan
-        self._step = step
-        self._memory = step.memory
+        self._memory = memory
+        self._parameters = parameters
         self._wanted = wanted
         self._told = told
         self.sample_bytes = sample_bytes
@@ -233,7 +237,7 @@ class Sizing:
             extra,
             is_first=self._start == 0,
             is_whole=size == sum(self._groups),
-            gradient_bytes=sum(p.grad.nbytes for p in self._step.parameters if p.grad is not None),
+            gradient_bytes=sum(p.grad.nbytes for p in self._parameters() if p.grad is not None),
         )
         self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
 
@@ -440,7 +444,7 @@ class Sizing:
         return most if relative <= 1.0 or self._may_fit == math.inf else max(most, self._may_fit)
 
     def _free_beside_gradients(self) -> int:
-        to_come = (p for p in self._step.parameters if p.requires_grad and p.grad is None)
+        to_come = (p for p in self._parameters() if p.requires_grad and p.grad is None)
         return self._memory.reading().free_bytes - sum(p.nbytes for p in to_come)
 
     def _counted_size(self, start: int, size: int) -> int:

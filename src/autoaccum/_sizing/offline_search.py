@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autoaccum.records import Trial
+    from autoaccum._records import Trial
 
 # Small enough to fit almost anywhere. Not one sample: BatchNorm refuses to train on a single value a channel.
 FIRST_SIZE = 2

@@ -6,12 +6,17 @@ chooses by memory and time alone. It measures nothing itself.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
+from autoaccum._records import Plan, Trial
 from autoaccum.errors import InvalidInputError
-from autoaccum.records import Plan, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 STRATEGIES = ("balanced", "uniform", "greedy", "fastest")
 
@@ -244,3 +249,37 @@ def _predict_even(samples: int, steps: int, times: dict[int, float]) -> float:
     small, larger_ones = divmod(samples, steps)
     seconds = (steps - larger_ones) * _predict(small, times)
     return seconds + larger_ones * _predict(small + 1, times) if larger_ones else seconds
+
+
+PROBES = ("inline", "before", "off")
+
+
+# With half precision, tensor cores take their operands in tiles of so many.
+TILE = 8
+
+
+def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> None:
+    """Check what `fit` was asked.
+
+    Raises:
+        InvalidInputError: One of them is unknown.
+    """
+    if isinstance(micro_batch, str) and micro_batch != "auto":
+        raise InvalidInputError(f"micro_batch={shown(micro_batch)} is unknown; pass 'auto' or a whole number")
+    if not isinstance(micro_batch, str):
+        check_positive_int("micro_batch", micro_batch)
+    check_choice("probe", probe, PROBES)
+    if strategy is not None:
+        check_choice("strategy", strategy, STRATEGIES)
+
+
+# Longer cuts are told in runs: "4x256" instead of a line of numbers.
+_CUT_SPELLED_OUT = 4
+
+
+def format_cut(micro_batches: Sequence[int]) -> str:
+    """Return a cut as people write it: "34+33+33", or in runs, "4x256+1x10", where it is long."""
+    if len(micro_batches) <= _CUT_SPELLED_OUT:
+        return "+".join(str(size) for size in micro_batches)
+    runs = ((len(list(run)), size) for size, run in itertools.groupby(micro_batches))
+    return "+".join(f"{count}x{size}" for count, size in runs)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import check_bool, check_iterable, check_positive_int, check_whole_number
+from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import check_windows
 from autoaccum._data.peeking import can_be_read_once
-from autoaccum._distributed.company import Company
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.load_balance import check_shares
 from autoaccum._distributed.overlap import check_overlap, hindrance
-from autoaccum._distributed.process_group import joined, own_rank
+from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
@@ -32,14 +32,16 @@ from autoaccum._engine.step import assemble, check_clip
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
 from autoaccum._sizing.cache import PlanCache
+from autoaccum._sizing.planner import check_finding
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
+from autoaccum._system.launched import own_rank
 from autoaccum._system.notices import Notices
-from autoaccum._training.callbacks import check_callbacks
 from autoaccum._training.checkpoint_schedule import check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
-from autoaccum._training.finding import Finding, check_finding
+from autoaccum._training.finding import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import check_scheduler
+from autoaccum._training.rank_coordination import Company
 from autoaccum._training.untouched import Untouched
 from autoaccum.errors import InvalidInputError
 
@@ -47,14 +49,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
+    from autoaccum._callbacks import Callback
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._training.callbacks import Callback
-    from autoaccum.records import FitResult
+    from autoaccum._records import FitResult
 
 # What torch.manual_seed takes.
 _SEEDS = (-(2**63), 2**64 - 1)

@@ -22,10 +22,10 @@ from autoaccum._data import undoing
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
+from autoaccum._records import Plan
 from autoaccum._training import checkpoint_schema, checkpoint_trial
 from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed
 from autoaccum.errors import CheckpointError
-from autoaccum.records import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

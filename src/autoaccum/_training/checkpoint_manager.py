@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._distributed.company import WHOLE, part_of
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_files import check_that_it_can_be_kept
 from autoaccum._training.packing import without_tensors
+from autoaccum._training.rank_coordination import WHOLE, part_of
 from autoaccum.errors import CheckpointError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from autoaccum._distributed.company import Company
     from autoaccum._distributed.dcp import Files
     from autoaccum._engine.finiteness import Finiteness
     from autoaccum._memory.base import MemoryBackend
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.plan_lifecycle import Runners
     from autoaccum._training.progress import Course
+    from autoaccum._training.rank_coordination import Company
 
 
 # Names that ranks tell each other of what is not finite.

@@ -9,7 +9,6 @@ it, and a thread that draws meanwhile would be in the way of both.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 import time
@@ -29,23 +28,22 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum._arguments import is_one_of, shown
+from autoaccum._callbacks import Callback
 from autoaccum._memory.limits import format_bytes
+from autoaccum._sizing.planner import format_cut
 from autoaccum._system.output import Dropping, is_terminal, write_line
-from autoaccum._training.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
+    from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 # Five pictures a second look alive, and cost the device at most five waits a second.
 _BAR_EVERY_S = 0.2
 # A log file of an hour's run stays readable: 360 lines.
 _LINE_EVERY_S = 10.0
-# Longer cuts are told in runs: "4x256" instead of a line of numbers.
-_CUT_SPELLED_OUT = 4
 
 
 def progress_for(progress: bool | str | Callback) -> Callback:
@@ -92,14 +90,6 @@ class OtherRank(Callback):
             return
         what = "" if event.size is None else f" of {event.size} samples"
         write_line(f"autoaccum: rank {self._rank}: out of memory in step {step}, {event.phase}{what}: {event.message}")
-
-
-def format_cut(micro_batches: Sequence[int]) -> str:
-    """Return a cut as people write it: "34+33+33", or in runs, "4x256+1x10", where it is long."""
-    if len(micro_batches) <= _CUT_SPELLED_OUT:
-        return "+".join(str(size) for size in micro_batches)
-    runs = ((len(list(run)), size) for size, run in itertools.groupby(micro_batches))
-    return "+".join(f"{count}x{size}" for count, size in runs)
 
 
 class _Tally:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum._engine.probing import probe
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of
 from autoaccum._sizing.controller import Wanted
 from autoaccum._sizing.offline_search import Line
-from autoaccum._sizing.planner import STRATEGIES, plan
-from autoaccum.errors import InvalidInputError
+from autoaccum._sizing.planner import TILE, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,30 +17,12 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.step import TrainingStep
-    from autoaccum.records import Plan, ProbeResult, Trial
+    from autoaccum._records import Plan, ProbeResult, Trial
 
-PROBES = ("inline", "before", "off")
-# With half precision, tensor cores take their operands in tiles of so many.
-TILE = 8
 # To be timed, cuts take windows; where there are few, the largest that fits has to do. Where it is not known how many
 # there will be, so many go before.
 _WINDOWS_WORTH_TIMING = 40
 _WINDOWS_BEFORE_TIMING = 10
-
-
-def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> None:
-    """Check what `fit` was asked.
-
-    Raises:
-        InvalidInputError: One of them is unknown.
-    """
-    if isinstance(micro_batch, str) and micro_batch != "auto":
-        raise InvalidInputError(f"micro_batch={shown(micro_batch)} is unknown; pass 'auto' or a whole number")
-    if not isinstance(micro_batch, str):
-        check_positive_int("micro_batch", micro_batch)
-    check_choice("probe", probe, PROBES)
-    if strategy is not None:
-        check_choice("strategy", strategy, STRATEGIES)
 
 
 class Finding:

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from autoaccum import _oom
-from autoaccum._distributed.company import END, SAVE
 from autoaccum._engine import afterwards
 from autoaccum._system import signals
+from autoaccum._training.rank_coordination import END, SAVE
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from autoaccum._distributed.company import Company
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_manager import Keeping
     from autoaccum._training.plan_lifecycle import Runners
     from autoaccum._training.progress import Course
+    from autoaccum._training.rank_coordination import Company
 
 
 _E = TypeVar("_E", bound=BaseException)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from os import SEEK_END
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path
+from autoaccum._callbacks import Callback
+from autoaccum._json import evaluation_record, oom_record, plan_record, probe_record, step_record, trial_record
 from autoaccum._oom import first_line
 from autoaccum._system.output import write_line
-from autoaccum._training.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -26,78 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-    from autoaccum.records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
-
-
-def trial_record(trial: Trial) -> dict[str, Any]:
-    """Return a trial as JSON's types: size, fits, peak_bytes, elapsed_s."""
-    return {
-        "size": trial.size,
-        "fits": trial.fits,
-        "peak_bytes": trial.peak_bytes,
-        "elapsed_s": trial.elapsed_s,
-    }
-
-
-def probe_record(probe: ProbeResult) -> dict[str, Any]:
-    """Return a probe's answer as JSON's types: micro_batch, limit_bytes, fixed_bytes, bytes_per_sample."""
-    return {
-        "micro_batch": probe.micro_batch,
-        "limit_bytes": probe.limit_bytes,
-        "fixed_bytes": probe.fixed_bytes,
-        "bytes_per_sample": probe.bytes_per_sample,
-    }
-
-
-def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON's types: target_batch, micro_batches, micro_batch, accum_steps."""
-    return {
-        "target_batch": plan.target_batch,
-        "micro_batches": list(plan.micro_batches),
-        "micro_batch": plan.micro_batch,
-        "accum_steps": plan.accum_steps,
-    }
-
-
-def step_record(report: StepReport) -> dict[str, Any]:
-    """Return a step as JSON's types, its losses included; waits for the device.
-
-    The keys: step, samples, loss, losses (by name), micro_batches, oom_events, elapsed_s, peak_bytes,
-    grad_norm, skipped.
-    """
-    return {
-        "step": report.step,
-        "samples": report.samples,
-        "loss": finite(report.loss),
-        "losses": {name: finite(loss) for name, loss in report.losses.items()},
-        "micro_batches": list(report.micro_batches),
-        "oom_events": report.oom_events,
-        "elapsed_s": report.elapsed_s,
-        "peak_bytes": report.peak_bytes,
-        "grad_norm": finite(report.grad_norm),
-        "skipped": report.skipped,
-    }
-
-
-def oom_record(event: MemoryEvent) -> dict[str, Any]:
-    """Return one running out of memory as JSON's types: phase, size, message."""
-    return {"phase": event.phase, "size": event.size, "message": event.message}
-
-
-def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
-    """Return an evaluation as JSON's types: loss, losses and metrics (by name), samples, elapsed_s."""
-    return {
-        "loss": finite(evaluation.loss),
-        "losses": {name: finite(loss) for name, loss in evaluation.losses.items()},
-        "metrics": {name: finite(value) for name, value in evaluation.metrics.items()},
-        "samples": evaluation.samples,
-        "elapsed_s": evaluation.elapsed_s,
-    }
-
-
-def finite(number: float | None) -> float | None:
-    """Return `number`, or None where it is NaN or infinite: JSON has no word for those."""
-    return number if number is not None and math.isfinite(number) else None
+    from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 
 class _OneStepLate(Callback):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.step import drop_old_gradients
+from autoaccum._records import FitResult
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
@@ -19,23 +20,22 @@ from autoaccum._training.outside import Outside
 from autoaccum._training.plan_lifecycle import Runners
 from autoaccum._training.progress import Course
 from autoaccum._training.validation import Validation
-from autoaccum.records import FitResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
-    from autoaccum._distributed.company import Company
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
+    from autoaccum._records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport
     from autoaccum._system.notices import Notices
-    from autoaccum._training.callbacks import Callback
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.finding import Finding
-    from autoaccum.records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport
+    from autoaccum._training.rank_coordination import Company
 
 # Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
 _READ_EVERY = 256

@@ -15,7 +15,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from autoaccum.records import Evaluation
+    from autoaccum._records import Evaluation
 
 _INTERVALS = ("step", "epoch")
 _NEEDS_VALIDATION = "scheduler: ReduceLROnPlateau moves with the validation loss; pass val_loader="

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._training.callbacks import Callback
+from autoaccum._callbacks import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

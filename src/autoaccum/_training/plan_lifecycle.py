@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoaccum import _oom
+from autoaccum._callbacks import Callback
 from autoaccum._engine.runner import Runner
-from autoaccum._training.callbacks import Callback
 from autoaccum._training.checkpoint_contents import Cutting
 from autoaccum.errors import DoesNotFitError
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
-    from autoaccum._distributed.company import Company
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
+    from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.finding import Finding
     from autoaccum._training.progress import Course
-    from autoaccum.records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
+    from autoaccum._training.rank_coordination import Company
 
 
 class _Noting(Callback):

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from autoaccum._data.loader_state import Position, RandomStates
-    from autoaccum._distributed.company import Company
     from autoaccum._memory.base import MemoryBackend
+    from autoaccum._records import Evaluation
     from autoaccum._snapshot import RandomState
     from autoaccum._training.lr_schedule import Schedule
-    from autoaccum.records import Evaluation
+    from autoaccum._training.rank_coordination import Company
 
 
 class Course:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.step import TrainingStep
+    from autoaccum._records import Evaluation, MemoryEvent
     from autoaccum._snapshot import RandomState
-    from autoaccum.records import Evaluation, MemoryEvent
 
 
 class Validation:

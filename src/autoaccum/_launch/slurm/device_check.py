@@ -43,9 +43,9 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     if batch is None:
         say("pre-flight: nothing was tried, since the loader's batches can be had only once")
         return
-    report = _report(job, batch, min(_SAMPLES, job.target_batch))
+    report = _report_of(job, batch, min(_SAMPLES, job.target_batch))
     if not report.fits and job.fallback is None:
-        report = _report(job, batch, job.target_batch)
+        report = _report_of(job, batch, job.target_batch)
     if report_file is not None:
         with beside(report_file) as unfinished:
             unfinished.write_text(json.dumps(report.to_dict(), allow_nan=False), encoding="utf-8")
@@ -60,7 +60,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     raise DoesNotFitError(report.measured.reason or "not even the smallest micro-batch fits")
 
 
-def _report(job: Job, batch: Any, target_batch: int) -> Report:
+def _report_of(job: Job, batch: Any, target_batch: int) -> Report:
     return preflight(
         job.model,
         batch,

@@ -7,16 +7,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from autoaccum._callbacks import Callback
 from autoaccum._launch.slurm.folder import Progress
-from autoaccum._training.callbacks import Callback
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._launch.slurm.folder import JobFolder
+    from autoaccum._records import Plan, ProbeResult, StepReport
     from autoaccum._system.notices import Notices
-    from autoaccum.records import Plan, ProbeResult, StepReport
 
 # Often enough for whoever looks, seldom enough for a file system that a whole cluster uses.
 _EVERY_S = 1.0

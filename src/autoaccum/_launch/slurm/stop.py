@@ -10,12 +10,10 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any, Self
 
+from autoaccum._launch.recipe_exits import Stopped
+
 if TYPE_CHECKING:
     from types import FrameType
-
-
-class Stopped(BaseException):
-    """A signal has ended the training; its checkpoint is written."""
 
 
 class Stop:

@@ -22,11 +22,11 @@ from torch import nn
 
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._launch.recipe import load_recipe
-from autoaccum._launch.recipe_exits import exits_refused
+from autoaccum._launch.recipe_exits import Stopped, exits_refused
 from autoaccum._launch.slurm import device_check
 from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Restart
 from autoaccum._launch.slurm.progress import ProgressFile
-from autoaccum._launch.slurm.stop import Stop, Stopped
+from autoaccum._launch.slurm.stop import Stop
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.notices import Notices
 from autoaccum._training.api import fit
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from submitit import JobEnvironment
 
     from autoaccum._launch.job import Job
-    from autoaccum.records import FitResult
+    from autoaccum._records import FitResult
 
 # What `fit` takes for the largest micro-batch that it may try.
 CAP_VARIABLE = "AUTOACCUM_MAX_MICRO_BATCH"

@@ -1,0 +1,48 @@
+"""Whatever rank runs out of memory, and wherever: nobody is left waiting, nobody diverges, every sample counts once."""
+
+import itertools
+
+import pytest
+import torch
+
+import rank_faults
+from autoaccum import DoesNotFitError, RankFailedError
+from rank_training import assert_alike, far
+
+FAR = 1e-12
+
+
+@pytest.mark.parametrize(
+    ("size", "loss", "optimizer", "clip"),
+    [(2, "mean", "sgd", None), (4, "mean", "adam", 1.0), (2, "pair", "adam", None), (2, "several", "sgd", 0.5)],
+)
+def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(crew, size, loss, optimizer, clip):
+    arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip}
+    expected = crew.run("rank_faults:faulted", **arguments)
+    seeds = list(range(4 if loss == "several" else 10))  # which takes many operators to find out what it runs over
+
+    found = crew.run("rank_faults:many", seeds, expected[0]["operators"], **arguments)
+
+    hits = 0
+    for seed, outcomes in zip(seeds, zip(*found, strict=True), strict=True):
+        if rank_faults.is_damage(outcomes) or rank_faults.is_given_up(outcomes):
+            continue
+        assert not any(isinstance(one, str) for one in outcomes), (seed, outcomes)
+        hits += sum(one["hits"] for one in outcomes)
+        assert_alike(outcomes)
+        assert far(outcomes[0]["parameters"], expected[0]["parameters"]) <= FAR, seed
+        assert outcomes[0]["samples"] == expected[0]["samples"]
+        loaded = sorted(itertools.chain.from_iterable(one["loaded"] for one in outcomes))
+        assert loaded == list(range(rank_faults.SAMPLES))
+    assert hits  # else this test shows little
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("at", [300, 500, 700])
+def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(crew, size, at):
+    answers = crew.answers("rank_faults:faulted", size=size, points={1: [at]}, lasts=True)
+
+    assert isinstance(answers[1], DoesNotFitError | torch.OutOfMemoryError), answers[1]
+    for rank in set(range(size)) - {1}:
+        assert isinstance(answers[rank], RankFailedError)
+        assert "rank 1: " in str(answers[rank])

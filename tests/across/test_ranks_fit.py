@@ -1,0 +1,263 @@
+"""`fit` on several ranks: the gradient of the global window, and every rank the same after each update."""
+
+import pytest
+import torch
+
+import autoaccum
+import rank_training
+from rank_training import FAR, assert_alike, far
+
+
+def alone(**arguments):
+    return rank_training.train(0, 1, **arguments)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("loss", rank_training.LOSSES)
+def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, size):
+    expected = alone(loss=loss, target_batch=16, micro_batch=16, epochs=2)
+
+    found = crew.run("rank_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard=True)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+    assert found[0]["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+    assert found[0]["samples"] == expected["samples"]
+
+
+def test_model_wrapped_for_distributed_training_is_trained_as_it_is(crew):
+    expected = alone(target_batch=16, micro_batch=16)
+
+    found = crew.run("rank_training:train", size=2, target_batch=16, micro_batch=3, shard=True, wrap=True)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+def test_ranks_may_have_other_numbers_of_samples_and_none_at_the_end(crew):
+    found = crew.run(
+        "rank_training:with_own_samples", [23, 9, 2], size=3, target_batch=12, micro_batch=3, loss="tokens, found out"
+    )
+
+    assert_alike(found)
+    assert found[0]["samples"] == [4 + 4 + 2, 4 + 4, 4 + 1, 4, 4, 3]
+    assert found[0]["all samples"] == 34
+    assert [sum(cut) for cut in found[2]["cuts"]] == [2, 0, 0, 0, 0, 0]
+
+
+def test_rank_without_any_sample_takes_part(crew):
+    expected = alone(target_batch=4, micro_batch=4, data=rank_training.vectors(8), make_loader=None)
+
+    found = crew.run(
+        "rank_training:with_own_samples", [8, 0], data=rank_training.vectors(8), size=2, target_batch=8, micro_batch=2
+    )
+
+    assert_alike(found)
+    assert found[0]["samples"] == [4, 4]
+    assert far(found[1]["parameters"], expected["parameters"]) <= FAR
+
+
+def test_last_window_that_is_dropped_is_dropped_by_all(crew):
+    found = crew.run(
+        "rank_training:with_own_samples", [10, 7], size=2, target_batch=8, micro_batch=4, last_window="drop"
+    )
+
+    assert_alike(found)
+    assert found[0]["samples"] == [8]
+
+
+def test_loader_that_is_no_dataloader_is_gone_through_by_all(crew):
+    samples = rank_training.vectors()
+    batches = [tuple(map(torch.stack, zip(*samples[at : at + 7], strict=True))) for at in range(0, len(samples), 7)]
+    expected = alone(target_batch=16, micro_batch=16, epochs=2)
+
+    found = crew.run(
+        "rank_training:train",
+        size=2,
+        target_batch=16,
+        micro_batch=3,
+        epochs=2,
+        shard=True,
+        data=batches,
+        make_loader=rank_training.as_it_is,
+    )
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+def test_gradient_is_clipped_by_the_norm_of_the_whole_window(crew):
+    expected = alone(target_batch=16, micro_batch=16, clip_grad_norm=0.1)
+
+    found = crew.run("rank_training:train", size=2, target_batch=16, micro_batch=3, shard=True, clip_grad_norm=0.1)
+
+    assert_alike(found)
+    assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+def test_running_statistics_are_means_over_the_ranks(crew):
+    found = crew.run("rank_training:with_norm", size=2, target_batch=16, micro_batch=16, shard=True, max_steps=1)
+
+    assert_alike(found)
+    halves = [
+        rank_training.with_norm(0, 1, data=rank_training.vectors()[at : at + 8], target_batch=8, micro_batch=8)
+        for at in (0, 8)
+    ]
+    for both, one, other in zip(*(each["buffers"] for each in (found[0], *halves)), strict=True):
+        assert torch.allclose(both.double(), (one.double() + other.double()) / 2, rtol=1e-12)
+
+
+def test_other_buffers_that_a_model_writes_are_those_of_the_first_rank_and_constants_stay(crew):
+    found = crew.run("rank_training:with_buffers", size=3, target_batch=15, micro_batch=5, shard=True, max_steps=2)
+
+    assert_alike(found)
+    calls, last, constant = found[0]["buffers"]
+    assert calls == 2
+    assert torch.equal(last, torch.stack([inputs for inputs, _ in rank_training.vectors()[15:20]]).mean(0))
+    assert torch.equal(constant, torch.full((3,), 0.1, dtype=torch.float64))
+
+
+def test_parameter_that_only_some_ranks_use_is_updated_on_all_and_an_unused_one_on_none(crew):
+    samples = rank_training.wide()
+    expected = rank_training.unused(0, 1, target_batch=16, micro_batch=16, data=samples)
+
+    found = crew.run("rank_training:unused", size=2, target_batch=16, micro_batch=8, shard=True, data=samples)
+
+    assert_alike(found)
+    assert all(one["never is as it was"] for one in found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+def test_same_samples_on_every_rank_are_noticed_and_said_once_unless_they_are_shared_out(crew):
+    same = crew.run("rank_training:said", size=2, shard=False)
+    shared = crew.run("rank_training:said", size=2, shard=True)
+
+    assert same[0].count("every rank's loader gives the same samples") == 1
+    assert "same samples" not in same[1] + shared[0] + shared[1]
+
+
+def test_first_rank_says_what_part_of_a_window_its_plans_are_of(crew):
+    spoken = crew.run("rank_training:said", size=2, shard=True)
+
+    assert spoken[0].count("2 ranks: of each window of 16 samples 8 are this rank's; plans and cuts are of those")
+    assert "2 ranks" not in spoken[1]
+
+
+def test_evaluation_counts_every_sample_of_loaders_of_their_own_once(crew):
+    expected = rank_training.evaluated(0, 1, [20], target_batch=50, micro_batch=50)
+
+    found = crew.run("rank_training:evaluated", [13, 7], size=2, target_batch=50, micro_batch=5)
+
+    assert found[0]["evaluations"] == found[1]["evaluations"]
+    (loss, metrics, samples), (right, right_metrics, _) = found[0]["evaluations"][0], expected["evaluations"][0]
+    assert samples == 20
+    assert loss == pytest.approx(right, rel=1e-9)
+    assert metrics == pytest.approx(right_metrics, rel=1e-9)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "target_batch"])
+def test_what_differs_on_a_rank_is_told_on_all(crew, what):
+    answers = crew.answers("rank_training:different", what, size=3)
+
+    for answer in answers:
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert f"rank 1 has another {what} than rank 0" in str(answer)
+
+
+@pytest.mark.parametrize("what", ["loss", "loader", "callback"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_error_of_the_users_own_on_one_rank_arrives_there_and_is_told_to_the_others(crew, who, what, tmp_path):
+    answers = crew.answers("rank_training:failing", who, what, str(tmp_path), size=2)
+
+    assert isinstance(answers[who], ZeroDivisionError)
+    assert isinstance(answers[1 - who], autoaccum.RankFailedError)
+    assert f"rank {who}: ZeroDivisionError: the user's own" in str(answers[1 - who])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]  # which all had done, and saved together
+
+
+def test_fewer_samples_in_a_window_than_ranks_are_refused(crew):
+    answers = crew.answers("rank_training:train", size=3, target_batch=2)
+
+    assert all("shared out among 3 ranks" in str(answer) for answer in answers)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shuffle", "workers"), [(False, 0), (True, 0), (True, 2)])
+def test_training_goes_on_from_a_checkpoint_of_all_ranks_as_if_it_had_not_ended(crew, tmp_path, shuffle, workers):
+    arguments = {"size": 2, "shuffle": shuffle, "workers": workers, "epochs": 2}
+    whole = crew.run("rank_training:resumed", str(tmp_path / "whole"), steps=8, **arguments)
+    crew.run("rank_training:resumed", str(tmp_path / "cut"), steps=3, **arguments)
+
+    found = crew.run("rank_training:resumed", str(tmp_path / "cut"), steps=8, **arguments)
+
+    assert_alike(found)
+    assert found[0]["steps"] == 8
+    assert all(map(torch.equal, found[0]["parameters"], whole[0]["parameters"]))
+
+
+def test_checkpoint_of_other_ranks_is_shared_out_anew(crew, tmp_path):
+    crew.run("rank_training:resumed", str(tmp_path), steps=2, size=2)
+
+    found = crew.run("rank_training:resumed", str(tmp_path), steps=4, size=3)
+
+    assert_alike(found)
+    assert found[0]["all samples"] == rank_training.SAMPLES
+    assert [[sum(cut) for cut in one["cuts"]] for one in found] == [[5, 1], [5, 1], [6, 0]]
+
+
+def test_last_window_with_less_samples_than_ranks_is_not_made_again_by_other_ranks(crew, tmp_path):
+    crew.run("rank_training:resumed", str(tmp_path), steps=4, size=4)
+
+    found = crew.run("rank_training:resumed", str(tmp_path), steps=5, size=2, epochs=2)
+
+    assert found[0]["samples"] == [16]
+    assert found[0]["all samples"] == rank_training.SAMPLES + 16
+
+
+def test_checkpoint_of_other_ranks_with_loaders_of_their_own_is_refused_within_an_epoch(crew, tmp_path):
+    crew.run("rank_training:resumed", str(tmp_path), steps=1, size=2, shard=False)
+
+    answers = crew.answers("rank_training:resumed", str(tmp_path), steps=4, size=3, shard=False)
+
+    for answer in answers:
+        assert isinstance(answer, autoaccum.CheckpointError), answer
+        assert "was written by 2 processes in the middle of an epoch" in str(answer)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probe", ["inline", "before"])
+def test_each_rank_finds_its_own_cut_and_the_gradient_is_that_of_the_window(crew, probe):
+    expected = alone(data=rank_training.vectors(200), target_batch=40, micro_batch=40)
+
+    found = crew.run("rank_training:on_simulated", ["5KiB", "8KiB"], size=2, target_batch=40, shard=True, probe=probe)
+
+    assert_alike(found)
+    assert 0 < found[0]["largest"] < found[1]["largest"]
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_checkpoint_folder_that_another_machine_holds_is_waited_for_by_all_ranks_and_none_hangs(
+    crew, tmp_path, is_alive
+):
+    answers = crew.answers("rank_lease:train", str(tmp_path), is_alive=is_alive, size=2)
+
+    if is_alive:
+        assert all(isinstance(answer, autoaccum.CheckpointInUseError) for answer in answers), answers
+        assert all("process 7 on node1" in str(answer) for answer in answers)
+    else:
+        assert [answer["steps"] for answer in answers] == [2, 2]
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
+
+
+@pytest.mark.parametrize(("on_nan", "error"), [("stop", "NotFiniteError: step 6: not finite"), ("warn", "none")])
+def test_nan_on_one_rank_is_acted_on_by_all_in_the_same_window(crew, tmp_path, on_nan, error):
+    found = crew.run("rank_training:not_finite", tmp_path, on_nan, size=2)
+
+    assert [one["error"][: len(error)] for one in found] == [error] * 2
+    assert found[0]["kept"] == [4, 5]

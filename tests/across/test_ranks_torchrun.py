@@ -1,0 +1,143 @@
+"""Processes that torchrun starts: killed, ended by a signal, started again, or started wrongly."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import autoaccum
+from autoaccum._distributed import process_group
+from autoaccum._memory.host import Host
+from autoaccum._system import launched
+from folders import TESTS
+
+HERE = TESTS
+
+
+def torchrun(folder, action, *options, size=2, job="torchrun_job.py"):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *options]
+    return subprocess.Popen(
+        [*command, str(HERE / job), str(folder), action],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(folder, action, *options, size=2, job="torchrun_job.py"):
+    folder.mkdir(exist_ok=True)
+    with torchrun(folder, action, *options, size=size, job=job) as process:
+        said = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, said
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(crew, tmp_path_factory):
+    return crew.run("torchrun_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
+
+
+def test_rank_that_is_killed_is_started_again_and_the_training_ends_where_the_undisturbed_one_ends(
+    tmp_path, undisturbed
+):
+    found = finished(tmp_path, "kill", "--max-restarts", "1")
+
+    assert [one["from"] for one in found] == [2, 2]
+    assert found[0]["numbers"] == found[1]["numbers"] == undisturbed[0]["numbers"]
+
+
+def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(tmp_path, undisturbed):
+    with torchrun(tmp_path, "wait") as process:
+        deadline = time.monotonic() + 100
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=100)[1]
+    assert process.returncode != 0, said
+
+    found = finished(tmp_path, "nothing")
+
+    assert found[0]["from"] in (3, 4, 5), said
+    assert found[0]["from"] == found[1]["from"]
+    assert found[0]["numbers"] == found[1]["numbers"] == undisturbed[0]["numbers"]
+
+
+# --- a model that is spread over ranks --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed_spread(crew, tmp_path_factory):
+    return crew.run("sharded_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
+
+
+def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_path, undisturbed_spread):
+    found = finished(tmp_path, "kill", "--max-restarts", "1", job="sharded_job.py")
+
+    assert [one["from"] for one in found] == [2, 2]
+    assert found[0]["numbers"] == found[1]["numbers"] == undisturbed_spread[0]["numbers"]
+
+
+def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_after_a_restart(tmp_path, undisturbed_spread):
+    found = finished(tmp_path, "lack", "--max-restarts", "1", job="sharded_job.py")
+
+    assert [one["from"] for one in found] == [4, 4]  # the fourth window has one sample for each rank, which fits
+    assert (tmp_path / "exit-code").read_text() == "75"
+    assert all(max(cut) <= 2 for one in found for cut in one["cuts"])
+    assert found[0]["numbers"] == found[1]["numbers"]
+    assert found[0]["numbers"] == pytest.approx(undisturbed_spread[0]["numbers"], rel=1e-9)
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0"}, "RANK is set in the environment and WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT are not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are not; start every process by torchrun"),
+        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "numbered from 0"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is no whole number"),
+    ],
+)
+def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=text), process_group.joined(Host()):
+        pass
+
+
+def test_rank_goes_on_only_when_all_have_set_up_the_group(crew):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+
+    times = crew.run("rank_training:meet", port, 1.0, size=2)
+
+    assert min(after for _, after in times) >= max(there for there, _ in times)
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_process_alone_joins_nobody(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with process_group.joined(Host()) as found:
+        assert found is None
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan"])
+def test_time_limit_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("AUTOACCUM_RANK_TIMEOUT_S", text)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="must be a positive number of seconds"):
+        launched.timeout_s()

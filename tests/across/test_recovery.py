@@ -1,0 +1,499 @@
+"""What a failure costs: its micro-batch and no more, and it is told; sizes come back when the trouble is over."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum._engine import accumulator
+from autoaccum._memory.host import Host
+from autoaccum._records import MemoryReading
+from autoaccum._sizing.backoff import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
+from autoaccum._system.notices import Notices
+from faults import differences, state_of
+
+SAMPLES = 24
+LACK = torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Failing(nn.Module):
+    """Runs out of memory in the n-th forward or backward pass, counted from when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.arm()
+
+    def arm(self, *, forward=None, backward=None):
+        self.countdown = {"forward": forward, "backward": backward}
+
+    def forward(self, inputs):
+        self.count("forward")
+        # Behind the last layer on the way back, whose gradients have arrived by then.
+        return self.body[3](Through.apply(self.body[:3](inputs), self))
+
+    def count(self, where):
+        if self.countdown[where] is not None:
+            self.countdown[where] -= 1
+            if self.countdown[where] == 0:
+                raise LACK
+
+
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outputs, model):
+        ctx.model = model
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.model.count("backward")
+        return gradient, None
+
+
+class Roomy(Host):
+    """Host memory that says how much is free."""
+
+    def __init__(self, free_bytes=1 << 40):
+        super().__init__()
+        self.free_bytes = free_bytes
+        self.retries = 0
+
+    def reading(self):
+        return MemoryReading(total_bytes=1 << 40, free_bytes=self.free_bytes, used_bytes=0)
+
+    def peak_bytes(self):
+        return None
+
+    def alloc_retries(self):
+        return self.retries
+
+
+def made(memory=None, plan=None, **options):
+    model = Failing()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        plan or autoaccum.plan(SAMPLES, 6),
+        loss=nn.CrossEntropyLoss(),
+        device=memory or Roomy(),
+        notices=Notices(silent=True),
+        **options,
+    )
+    return model, runner
+
+
+def window(seed=1):
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(SAMPLES, 6, generator=chance), torch.randint(0, 3, (SAMPLES,), generator=chance)
+
+
+def assert_same_as_without_a_fault(model, runner, reports):
+    """Run the same windows with the cuts that were reported, without a fault."""
+    clean, other = made()
+    torch.manual_seed(5)
+    for seed, report in enumerate(reports):
+        other.plan = autoaccum.Plan(SAMPLES, report.micro_batches)
+        other.step(window(seed))
+    assert differences(state_of(model, runner.optimizer), state_of(clean, other.optimizer)) == []
+
+
+@pytest.mark.parametrize(
+    ("forward", "cut"),
+    [(1, (5, 5, 5, 5, 4)), (2, (6, 5, 5, 4, 4)), (3, (6, 6, 4, 4, 4)), (4, (6, 6, 6, 3, 3))],
+)
+def test_forward_failure_costs_its_micro_batch_and_leaves_what_is_done(forward, cut):
+    model, runner = made()
+    torch.manual_seed(5)
+    first = runner.step(window(0))
+    model.arm(forward=forward)
+
+    report = runner.step(window(1))
+
+    assert report.micro_batches == cut
+    assert (report.oom_events, report.recomputed_samples) == (1, 6)
+    assert_same_as_without_a_fault(model, runner, [first, report])
+
+
+def test_rest_that_would_leave_a_sample_alone_has_the_window_begin_again():
+    model, runner = made(plan=autoaccum.plan(SAMPLES, 3))
+    torch.manual_seed(5)
+    first = runner.step(window(0))
+    model.arm(forward=8)  # the rest of 3 would be cut into 2 and 1, which BatchNorm refuses
+
+    report = runner.step(window(1))
+
+    assert report.micro_batches == (2,) * 12
+    assert report.recomputed_samples == SAMPLES
+    assert_same_as_without_a_fault(model, runner, [first, report])
+
+
+def test_first_backward_failure_costs_what_the_window_had_done():
+    model, runner = made()
+    torch.manual_seed(5)
+    first = runner.step(window(0))
+    model.arm(backward=3)
+
+    report = runner.step(window(1))
+
+    assert report.micro_batches == (5, 5, 5, 5, 4)
+    assert report.recomputed_samples == 18
+    assert_same_as_without_a_fault(model, runner, [first, report])
+
+
+def test_backward_failure_in_times_of_trouble_costs_its_micro_batch():
+    model, runner = made()
+    torch.manual_seed(5)
+    reports = [runner.step(window(0))]
+    model.arm(forward=1)
+    reports.append(runner.step(window(1)))
+    model.arm(backward=3)
+
+    reports.append(runner.step(window(2)))
+
+    assert reports[-1].micro_batches == (5, 5, 4, 4, 3, 3)
+    assert reports[-1].recomputed_samples == 5
+    assert_same_as_without_a_fault(model, runner, reports)
+
+
+def test_without_room_for_a_second_set_of_gradients_a_backward_failure_costs_what_the_window_had_done():
+    model, runner = made(Roomy(free_bytes=16))
+    runner.step(window(0))
+    model.arm(forward=1)
+    runner.step(window(1))
+    model.arm(backward=3)
+
+    assert runner.step(window(2)).recomputed_samples == 15
+
+
+def test_hooks_of_the_user_on_arriving_gradients_see_the_sum_so_far():
+    def gradients_seen(runner, model):
+        seen = []
+        weight = model.body[3].weight
+        hook = weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+        runner.step(window(2))
+        hook.remove()
+        return seen
+
+    (troubled, runner), (clean, other) = made(), made(plan=autoaccum.plan(SAMPLES, 5))
+    torch.manual_seed(5)
+    runner.step(window(0))
+    troubled.arm(forward=1)
+    runner.step(window(1))
+    clean.load_state_dict(troubled.state_dict())
+    state = torch.get_rng_state()
+    seen = gradients_seen(runner, troubled)
+    torch.set_rng_state(state)
+
+    assert runner._sizing.is_troubled
+    assert all(torch.equal(*pair) for pair in zip(seen, gradients_seen(other, clean), strict=True))
+
+
+def test_sizes_grow_back_once_the_trouble_is_over():
+    model, runner = made()
+    runner.step(window(0))
+    planned = runner.plan
+    model.arm(forward=1)
+    runner.step(window(1))
+    shrunk = runner.plan
+
+    for _ in range(FIRST_WAIT_WINDOWS + CLEAN_WINDOWS):
+        report = runner.step(window(2))
+
+    assert shrunk.micro_batch < planned.micro_batch
+    assert runner.plan is planned
+    assert report.micro_batches == planned.micro_batches
+
+
+def test_sizes_do_not_grow_where_no_memory_is_free():
+    memory = Roomy()
+    model, runner = made(memory)
+    runner._sizing.bytes_per_sample = 1024
+    runner.step(window(0))
+    model.arm(forward=1)
+    runner.step(window(1))
+    memory.free_bytes = 512
+
+    for _ in range(3 * FIRST_WAIT_WINDOWS):
+        runner.step(window(2))
+
+    assert runner.plan.micro_batch == 5
+
+
+def test_plan_that_an_earlier_run_had_shrunk_to_grows_back_too():
+    _, runner = made()
+    planned = runner.plan
+    runner.shrink_to(autoaccum.plan(SAMPLES, 4))
+    first = runner.step(window(2))
+
+    for _ in range(FIRST_WAIT_WINDOWS + 2 * CLEAN_WINDOWS):
+        runner.step(window(2))
+
+    assert first.micro_batches == (4, 4, 4, 4, 4, 4)
+    assert runner.plan is planned
+
+
+def test_runner_alone_says_that_memory_ran_out_and_that_sizes_grew_back(capsys):
+    model = Failing()
+    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device=Roomy())
+    model.arm(forward=2)
+    for _ in range(FIRST_WAIT_WINDOWS + CLEAN_WINDOWS):
+        runner.step(window(2))
+
+    said = capsys.readouterr().err
+    assert "out of memory in step 1, forward of 6 samples: CUDA out of memory." in said
+    assert "at most 5 samples at once after step 0" in said
+    assert f"at most 6 samples at once after step {FIRST_WAIT_WINDOWS + 1}" in said
+
+
+def test_callbacks_are_told_of_growth():
+    plans = []
+
+    class Note(autoaccum.Callback):
+        def on_plan(self, plan, *, step, probe):
+            plans.append((step, plan.micro_batch))
+
+    model, runner = made(callbacks=[Note()])
+    model.arm(forward=1)
+    for _ in range(FIRST_WAIT_WINDOWS + CLEAN_WINDOWS):
+        runner.step(window(2))
+
+    assert plans == [(1, 5), (FIRST_WAIT_WINDOWS + 2, 6)]
+
+
+def test_allocator_that_gives_back_its_cache_again_and_again_gets_smaller_micro_batches(monkeypatch):
+    monkeypatch.setattr("autoaccum._sizing.headroom._LOOK_INTERVAL_S", 0.0)
+    memory = Roomy()
+    _, runner = made(memory)
+    runner.step(window(0))
+    memory.retries = 1
+    once = runner.step(window(0)), runner.step(window(0)), runner.plan.micro_batch
+    memory.retries = 2
+    runner.step(window(0))
+    memory.retries = 3
+
+    runner.step(window(0))
+
+    assert once[2] == 6
+    assert runner.plan.micro_batch == 5
+    assert runner.oom_events == 0
+
+
+WRITES = {
+    "in place": lambda weight, noise: weight.mul_(0.9).add_(noise, alpha=0.1),
+    "through .data": lambda weight, noise: weight.data.mul_(0.9).add_(noise, alpha=0.1),
+    "new .data": lambda weight, noise: setattr(weight, "data", weight.data * 0.9 + noise * 0.1),
+}
+
+
+class Momentum(nn.Module):
+    """A teacher that moves in every forward pass, by noise from a generator of the model's own."""
+
+    def __init__(self, write="in place", begins=0):
+        super().__init__()
+        self.write, self.waits = WRITES[write], begins
+        self.student = Failing()
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        self.noise = torch.Generator().manual_seed(3)
+
+    def arm(self, **where):
+        self.student.arm(**where)
+
+    def forward(self, inputs):
+        self.waits -= 1
+        if self.waits < 0:
+            with torch.no_grad():
+                self.write(self.teacher.weight, torch.randn(3, 6, generator=self.noise))
+        return self.student(inputs) + self.teacher(inputs)
+
+
+def momentum_runner(*how):
+    torch.manual_seed(0)
+    model = Momentum(*how)
+    optimizer = torch.optim.Adam(model.student.parameters(), lr=0.01)
+    options = {"loss": nn.CrossEntropyLoss(), "device": Roomy(), "notices": Notices(silent=True)}
+    return model, autoaccum.Runner(model, optimizer, autoaccum.plan(SAMPLES, 6), **options)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_parameters_that_the_model_writes_and_generators_of_its_own_go_back_too(where, write):
+    (model, runner), (clean, other) = momentum_runner(write), momentum_runner(write)
+    torch.manual_seed(5)
+    runner.step(window(0))
+    model.arm(**{where: 3})
+    report = runner.step(window(1))
+    torch.manual_seed(5)
+    other.step(window(0))
+    other.plan = autoaccum.Plan(SAMPLES, report.micro_batches)
+    other.step(window(1))
+
+    assert report.oom_events == 1
+    assert differences(state_of(model, runner.optimizer), state_of(clean, other.optimizer)) == []
+    assert torch.equal(model.noise.get_state(), clean.noise.get_state())
+
+
+def test_teacher_that_begins_to_move_later_is_seen_then():
+    (model, runner), (clean, other) = momentum_runner("in place", 6), momentum_runner("in place", 6)
+    for index in range(3):
+        if index == 2:
+            model.arm(forward=3)
+        torch.manual_seed(index)
+        report = runner.step(window(index))
+        other.plan = autoaccum.Plan(SAMPLES, report.micro_batches)
+        torch.manual_seed(index)
+        other.step(window(index))
+
+    assert report.oom_events == 1
+    assert differences(state_of(model, runner.optimizer), state_of(clean, other.optimizer)) == []
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_parameters_that_the_model_writes_in_the_first_window_of_all_are_told_as_damage(write):
+    model, runner = momentum_runner(write)
+    model.arm(forward=3)
+
+    with pytest.raises(autoaccum.StateDamagedError, match="1 of its parameters in its forward pass"):
+        runner.step(window(0))
+
+
+@pytest.mark.parametrize("window_number", [1, 2])
+@pytest.mark.parametrize("where", ["loss", "optimizer"])
+def test_error_of_the_users_own_tells_where_parameters_that_the_model_writes_are_lost(where, window_number):
+    model, runner = momentum_runner()
+    for index in range(window_number - 1):
+        runner.step(window(index))
+    before = state_of(model, runner.optimizer)
+    mine = LookupError("the user's own")
+
+    def fail(*_):
+        raise mine
+
+    register = model.student.register_forward_hook if where == "loss" else runner.optimizer.register_step_pre_hook
+    register(fail)
+    with pytest.raises(LookupError) as caught:
+        runner.step(window(0))
+
+    assert caught.value is mine
+    lost = differences(state_of(model, runner.optimizer), before)
+    assert [("teacher.weight" in each) for each in lost] == [True] * (window_number == 1)
+    assert ["1 of its parameters" in note for note in getattr(mine, "__notes__", ())] == [True] * (window_number == 1)
+    assert runner.has_lost_parameters == (window_number == 1)
+
+
+class Queue(nn.Module):
+    """MoCo in small: keys from an encoder that follows the other one in every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.keys = nn.Linear(6, 4).double(), nn.Linear(6, 4).double().requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.keys.weight.mul_(0.5).add_(self.encoder.weight, alpha=0.5)
+        return self.encoder(inputs), self.keys(inputs)
+
+
+def test_momentum_encoder_moves_once_a_micro_batch_also_where_the_loss_is_over_the_window():
+    def contrast(outputs, _):
+        return nn.functional.cross_entropy(outputs[0] @ outputs[1].T, torch.arange(len(outputs[0])))
+
+    model = Queue()
+    expected = model.keys.weight.detach().clone()
+    for _ in range(4):
+        expected = 0.5 * expected + 0.5 * model.encoder.weight.detach()
+    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
+    runner = autoaccum.Runner(
+        model, optimizer, autoaccum.plan(SAMPLES, 6), loss=contrast, loss_scope="window", device=Roomy()
+    )
+
+    runner.step((window(0)[0].double(), window(0)[1]))
+
+    torch.testing.assert_close(model.keys.weight, expected)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as some fused optimizers do, and runs out of memory in one before it writes."""
+
+    def __init__(self, parameters, failing=None):
+        super().__init__(parameters, lr=0.1, foreach=False)
+        self.failing, self.calls = failing, 0
+        self.param_groups[0]["steps"] = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.param_groups[0]["steps"] += 1
+        if self.calls == self.failing:
+            raise LACK
+        return super().step(closure)
+
+
+def test_settings_that_the_optimizer_moved_before_it_failed_go_back():
+    model = nn.Linear(6, 3)
+    runner = autoaccum.Runner(
+        model, Counting(model.parameters(), 3), autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu"
+    )
+
+    reports = [runner.step(window(0)) for _ in range(4)]
+
+    assert [report.oom_events for report in reports] == [0, 0, 1, 0]
+    assert runner.optimizer.param_groups[0]["steps"] == 4
+
+
+def test_expanded_buffers_go_back_too():
+    model = Failing()
+    model.register_buffer("shape", torch.ones(1, 4).expand(3, 4))
+    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    model.arm(forward=2)
+
+    assert runner.step(window(0)).oom_events == 1
+
+
+@pytest.mark.parametrize("call", range(1, 7))
+def test_memory_that_runs_out_while_the_weighting_is_found_out_changes_nothing(call):
+    calls = []
+
+    def total(outputs, targets):
+        calls.append(1)
+        if len(calls) == call:
+            raise LACK
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+    def weights(sizes):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runner = autoaccum.Runner(model, optimizer, autoaccum.Plan(SAMPLES, sizes), loss=total, device="cpu")
+        return runner.step(window(0)), model.weight.detach()
+
+    report, failed = weights((12, 12))
+    clean = weights(report.micro_batches)[1]
+
+    assert report.oom_events == 1
+    assert torch.equal(failed, clean)
+
+
+def test_leftover_sample_that_fails_once_does_not_end_a_run_in_which_more_have_fitted():
+    torch.manual_seed(0)
+    model = Failing()
+    runner = autoaccum.Runner(model, None, autoaccum.Plan(SAMPLES, (SAMPLES - 1, 1)), loss=nn.CrossEntropyLoss())
+    model.arm(forward=2)
+
+    report = runner.step(window(0))
+
+    assert report.oom_events == 1
+    assert sum(report.micro_batches) == SAMPLES
+    assert runner.plan.micro_batch < SAMPLES - 1
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024), (3, 5, 2**19), (2**20,), (1, 2**20), (0, 4)])
+def test_what_tells_whether_a_frozen_parameter_moved_is_summed_in_little_memory(shape):
+    frozen = torch.randn(shape).mT if len(shape) == 2 else torch.randn(shape)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        total = accumulator._sum(frozen)
+
+    assert total.item() == pytest.approx(frozen.double().sum().item(), abs=1e-6)
+    assert max(event.cpu_memory_usage for event in profile.events()) <= 2 * 2**20

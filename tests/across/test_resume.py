@@ -1,0 +1,701 @@
+"""A run that is interrupted and started again ends where the undisturbed run ends, to the last bit."""
+
+import itertools
+import json
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler as TorchBatchSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+import autoaccum
+from autoaccum.errors import CheckpointError
+from folders import TESTS
+from long_runs import (
+    BATCH,
+    EPOCHS,
+    SAMPLES,
+    STEPS_PER_EPOCH,
+    Model,
+    Noisy,
+    Run,
+    StopAt,
+    StoppedError,
+    checkpoints,
+    loader_of,
+    stopped_at,
+)
+
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+# torchdata 0.11 calls a function that torch 2.15 warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+def assert_goes_on_as_if_nothing_had_happened(folder, *steps, **options):
+    """Stop a run after each of these steps, go on to the end, and compare with a run without any checkpoint."""
+    whole = Run(**options)
+    whole.fit()
+    parts = [stopped_at(step, folder, **options) for step in steps]
+    last = Run(checkpoint=folder, **options)
+
+    result = last.fit()
+
+    assert last.end == whole.end
+    windows = {}
+    for part in [*parts, last]:
+        windows |= part.samples.windows
+    # The window after which a part was stopped was made whole, though the stop came before it was noted.
+    assert {step: windows[step] for step in windows} == {step: whole.samples.windows[step] for step in windows}
+    assert result.resumed_from == steps[-1]
+    return whole, last, result
+
+
+# --- killed at any moment ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory):
+    """Runs whose processes were ended by 50 SIGKILLs and 8 SIGTERMs at random moments."""
+    folder = tmp_path_factory.mktemp("lives")
+    script = TESTS / "kill_often.py"
+    subprocess.run([sys.executable, "-W", "error", script, folder, "50", "8", "0"], check=True, timeout=250)
+    return folder
+
+
+def seen_in(lives, name):
+    return json.loads((lives / "seen.json").read_text())[name]
+
+
+def entries(run):
+    """What a run noted, without the line that a kill cut short."""
+    lines = (run / "log").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("]")]
+
+
+def windows_used(run):
+    """The samples of each window that the run's end was made from: those beyond a resumed step are void."""
+    windows = {}
+    for kind, step, *samples in entries(run):
+        if kind == "resume":
+            windows = {earlier: used for earlier, used in windows.items() if earlier <= step}
+        else:
+            if step == 1:
+                windows = {}  # a life before was killed without any checkpoint
+            assert step not in windows
+            windows[step] = samples[0]
+    return windows
+
+
+def runs_in(lives, name):
+    return sorted(lives.glob(f"{name}-*"))
+
+
+def test_fifty_kills_fell_while_the_run_was_at_work_and_some_while_a_checkpoint_was_written(lives):
+    kills = seen_in(lives, "SIGKILL")
+
+    assert sum(done for done, _ in kills) == 50
+    assert sum(in_writing for _, in_writing in kills) >= 3
+    assert sum(kind == "resume" for run in runs_in(lives, "SIGKILL") for kind, *_ in entries(run)) >= 25
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_run_ended_again_and_again_ends_bitwise_where_the_undisturbed_run_ends(lives, name):
+    undisturbed = torch.load(lives / "undisturbed" / "end", weights_only=True)
+
+    for run in runs_in(lives, name):
+        assert torch.load(run / "end", weights_only=True) == undisturbed
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_run_ended_again_and_again_uses_each_sample_once_an_epoch_and_in_the_same_order(lives, name):
+    undisturbed = windows_used(lives / "undisturbed")
+    used = [sample for step in sorted(undisturbed) for sample in undisturbed[step]]
+    assert all(sorted(used[start : start + SAMPLES]) == list(range(SAMPLES)) for start in range(0, len(used), SAMPLES))
+
+    for run in runs_in(lives, name):
+        windows = windows_used(run)
+        # SIGTERM may come when a window is done, and before it could be noted; then a checkpoint of it is there.
+        unnoted = set() if name == "SIGKILL" else {step for kind, step, *_ in entries(run) if kind == "resume"}
+        assert undisturbed.keys() - windows.keys() <= unnoted
+        assert all(windows[step] == undisturbed[step] for step in windows)
+
+
+def test_sigterm_ends_the_process_as_it_would_have_with_a_checkpoint_of_the_last_whole_window(lives):
+    terminations = seen_in(lives, "SIGTERM")
+    assert sum(done for done, _ in terminations) == 8  # each of them by the signal, which the script has looked at
+
+    resumed = 0
+    for run in runs_in(lives, "SIGTERM"):
+        noted = entries(run)
+        for before, entry in itertools.pairwise(noted):
+            if entry[0] == "resume":
+                assert entry[1] - before[1] in (0, 1)  # 1: it came before the window could be noted
+                resumed += 1
+    assert resumed > 0
+
+
+# --- stopped at a given moment ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, STEPS])
+def test_run_stopped_after_any_window_goes_on_as_if_nothing_had_happened(tmp_path, step):
+    _, _, result = assert_goes_on_as_if_nothing_had_happened(tmp_path, step)
+
+    assert result.steps == STEPS
+    assert result.samples == EPOCHS * SAMPLES
+    assert [report.step for report in result.history] == list(range(step + 1, STEPS + 1))
+    assert result.checkpoint == tmp_path / f"step-{STEPS:08d}.pt"
+
+
+def test_run_stopped_several_times_goes_on_as_if_nothing_had_happened(tmp_path):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, 2, 4, 9)
+
+
+def test_writing_checkpoints_changes_nothing(tmp_path):
+    whole = Run()
+    whole.fit()
+    often = Run(checkpoint=tmp_path, checkpoint_steps=1)
+
+    often.fit()
+
+    assert often.end == whole.end
+
+
+class FailOnce:
+    """Raises what it was given the n-th time it is called."""
+
+    def __init__(self, call, error):
+        self.left = call
+        self.error = error
+
+    def __call__(self):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+class FailingData(Noisy):
+    def __init__(self, fail):
+        super().__init__()
+        self.fail = fail
+
+    def __getitem__(self, index):
+        self.fail()
+        return super().__getitem__(index)
+
+
+class FailingEvents(autoaccum.Callback):
+    def __init__(self, event, fail):
+        setattr(self, event, lambda *_, **__: fail())
+
+
+def failing_run(place, error, folder):
+    """A run of which one part raises an error in the second epoch."""
+    fail = {
+        "loader": FailOnce(SAMPLES + 25, error),
+        "forward": FailOnce(23, error),
+        "metric": FailOnce(2, error),
+    }.get(place, FailOnce(2 if place.startswith(("on_epoch", "on_eval")) else 7, error))
+    run = Run(
+        checkpoint=folder, loader=lambda: loader_of(FailingData(fail)) if place == "loader" else loader_of(Noisy())
+    )
+    options = {}
+    if place == "forward":
+        run.model.last.register_forward_pre_hook(lambda module, _: fail() if module.training else None)
+    if place == "metric":
+        options["metrics"] = lambda outputs, batch: fail() or 0.0
+    return run, [FailingEvents(place, fail)] if place.startswith("on_") else [], options
+
+
+PLACES = ["loader", "forward", "metric", "on_step", "on_epoch_end", "on_evaluation"]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("place", PLACES)
+def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(tmp_path, undisturbed, place, error):
+    run, callbacks, options = failing_run(place, error, tmp_path)
+
+    with pytest.raises(type(error)) as caught:
+        run.fit(*callbacks, **options)
+
+    assert caught.value is error
+    assert any(entry.name == "__call__" for entry in caught.traceback)  # the line of the user's that raised it
+    assert not getattr(error, "__notes__", [])
+    again = Run(checkpoint=tmp_path)
+    result = again.fit()
+    assert result.resumed_from is not None
+    assert again.end == undisturbed
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    run = Run()
+    run.fit()
+    return run.end
+
+
+class Counting(Model):
+    """Counts its forward passes, evaluations included."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.passes += 1
+        return super().forward(inputs) * (1 + 0.01 * self.passes)
+
+
+def test_evaluation_that_is_interrupted_leaves_no_trace(tmp_path):
+    whole = Run(model=Counting)
+    whole.fit()
+    run = Run(model=Counting, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="mine"):
+        run.fit(metrics=lambda outputs, batch: FailOnce(1, ValueError("mine"))())
+    again = Run(model=Counting, checkpoint=tmp_path)
+
+    again.fit()
+
+    assert again.end == whole.end
+
+
+def test_error_leaves_no_worker_processes_behind(tmp_path):
+    loader = loader_of(Noisy(), num_workers=2)
+
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, loader=lambda: loader).fit(StopAt(2))
+
+    assert multiprocessing.active_children() == []
+
+
+def test_learning_rates_are_scaled_once_in_all(tmp_path):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, 4, 8, lr_scaling="linear", base_batch=4)
+
+
+def test_error_that_leaves_parameters_changed_leaves_no_checkpoint_of_them(tmp_path):
+    class WritesItself(Model):
+        def forward(self, inputs):
+            with torch.no_grad():
+                self.first.weight.clamp_(-0.2, 0.2)
+            return super().forward(inputs)
+
+    stopped_at(2, tmp_path, model=WritesItself)
+    before = checkpoints(tmp_path)
+    fail = FailOnce(2, ValueError("mine"))
+
+    def loss(outputs, batch):
+        if outputs.requires_grad:
+            fail()
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        Run(model=WritesItself, checkpoint=tmp_path).fit(loss=loss)
+
+    assert any("has written 1 of its parameters" in note for note in caught.value.__notes__)
+    assert checkpoints(tmp_path) == before
+
+
+def test_error_before_the_first_window_leaves_no_checkpoint(tmp_path):
+    run, _, _ = failing_run("loader", ValueError("mine"), tmp_path)
+    run.loader.dataset.fail.left = 3
+
+    with pytest.raises(ValueError, match="mine"):
+        run.fit()
+
+    assert checkpoints(tmp_path) == []
+
+
+def test_random_numbers_that_callbacks_draw_between_windows_are_kept_too(tmp_path):
+    class Draws(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            torch.rand(report.step)
+
+    whole = Run()
+    whole.fit(Draws())
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, checkpoint_steps=4).fit(Draws(), StopAt(8 + 1))  # the stop's own is beyond the last
+    (tmp_path / "step-00000009.pt").unlink()
+    last = Run(checkpoint=tmp_path)
+
+    last.fit(Draws())
+
+    assert last.end == whole.end
+
+
+def test_random_numbers_that_callbacks_drew_are_kept_where_an_error_in_a_later_window_leaves_the_checkpoint(tmp_path):
+    class Draws(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            torch.rand(report.step)
+
+    class Failing(Model):
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += self.training
+            if self.calls == 20:
+                raise StoppedError
+            return super().forward(inputs)
+
+    whole, last = Run(), Run(checkpoint=tmp_path)
+    whole.fit(Draws())
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, model=Failing).fit(Draws())
+
+    last.fit(Draws())
+
+    assert last.end == whole.end
+
+
+# --- what a run can be made of ----------------------------------------------------------------------------------------
+
+LR = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "LambdaLR": lambda it: LR.LambdaLR(it, lambda step: 0.9**step),
+    "OneCycleLR": lambda it: LR.OneCycleLR(it, 0.05, total_steps=STEPS),
+    "CosineAnnealingWarmRestarts": lambda it: LR.CosineAnnealingWarmRestarts(it, 4),
+    "SequentialLR": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4]),
+    "ReduceLROnPlateau": lambda it: LR.ReduceLROnPlateau(it, patience=0, factor=0.5, threshold=1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on(tmp_path, name):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, 7, scheduler=SCHEDULERS[name])
+
+
+@pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH])
+def test_scheduler_that_moves_with_epochs_moves_once_for_each(tmp_path, step):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, scheduler_interval="epoch")
+
+
+OPTIMIZERS = {
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
+    "AdamW in two groups": lambda parameters: torch.optim.AdamW(
+        [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}], amsgrad=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_go_on(tmp_path, name):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, 7, optimizer=OPTIMIZERS[name])
+
+
+class WiderMoments(torch.optim.Optimizer):
+    """Keeps its state in a wider type than its parameters, which torch's own load_state_dict narrows."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter, dtype=torch.float64))
+                mean.mul_(0.9).add_(parameter.grad.double(), alpha=0.1)
+                parameter.sub_(mean, alpha=group["lr"])
+
+
+def test_optimizer_state_wider_than_its_parameters_keeps_its_bits(tmp_path):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, 7, optimizer=WiderMoments)
+
+
+def test_gradient_scaler_goes_on_with_its_scale(tmp_path):
+    def large(outputs, batch):
+        return 30 * nn.functional.cross_entropy(outputs.float(), batch[1])
+
+    whole, _, result = assert_goes_on_as_if_nothing_had_happened(tmp_path, 8, precision="fp16", loss=large)
+
+    # The first scale is too large and is halved, window by window; a scaler that began anew would do so again.
+    skipped = [report.step for report in whole.result.history if report.skipped]
+    assert skipped[:3] == [1, 2, 3]
+    assert [report.step for report in result.history if report.skipped] == [step for step in skipped if step > 8]
+
+
+@pytest.mark.parametrize("step", [3, STEPS_PER_EPOCH, 8])
+def test_worker_processes_draw_again_what_they_drew(tmp_path, step):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=lambda: loader_of(Noisy(), num_workers=2))
+
+
+class Quiet(Noisy):
+    def __getitem__(self, index):
+        return self.inputs[index], index % 3, index
+
+
+@pytest.mark.parametrize("step", [3, STEPS_PER_EPOCH, 8])
+def test_order_goes_on_where_worker_processes_stay_from_epoch_to_epoch(tmp_path, step):
+    def loader():
+        # Without noise: the generators of such workers are nobody's to set.
+        return loader_of(Quiet(), num_workers=2, persistent_workers=True)
+
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=loader)
+
+
+def seeded():
+    return torch.Generator().manual_seed(11)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        data = Noisy()
+        for index in torch.randperm(SAMPLES).tolist():
+            yield data[index]
+
+
+def lists():
+    return list(loader_of(Noisy(), shuffle=False))
+
+
+LOADERS = {
+    "generator of the loader": lambda: loader_of(Noisy(), generator=seeded()),
+    "generator of the sampler": lambda: loader_of(
+        Noisy(), shuffle=False, sampler=RandomSampler(range(SAMPLES), generator=seeded())
+    ),
+    "generator behind a batch sampler": lambda: DataLoader(
+        Noisy(), batch_sampler=TorchBatchSampler(RandomSampler(range(SAMPLES), generator=seeded()), BATCH, False)
+    ),
+    "replacement": lambda: loader_of(
+        Noisy(), shuffle=False, sampler=RandomSampler(range(SAMPLES), replacement=True, generator=seeded())
+    ),
+    "iterable dataset": lambda: loader_of(Numbers(), shuffle=False),
+    "list of batches": lists,
+    "batches larger than a window": lambda: loader_of(Noisy(), batch_size=30),
+    "batches as large as a window": lambda: loader_of(Noisy(), batch_size=12),
+}
+
+
+@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, 8])
+@pytest.mark.parametrize("name", LOADERS)
+def test_loaders_are_wound_to_where_they_were(tmp_path, name, step):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=LOADERS[name])
+
+
+def test_last_window_that_is_left_out_stays_left_out(tmp_path):
+    _, last, _ = assert_goes_on_as_if_nothing_had_happened(tmp_path, 6, last_window="drop")
+
+    assert max(last.samples.windows) == 4 * EPOCHS
+
+
+def test_generator_that_can_be_read_once_goes_on_where_it_is_made_anew(tmp_path):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, 2, loader=lambda: iter(lists()))
+
+
+class CountedData(Noisy):
+    drawn = 0
+
+    def __getitem__(self, index):
+        CountedData.drawn += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("step", [1, 3, STEPS_PER_EPOCH, 7, 2 * STEPS_PER_EPOCH])
+def test_stateful_loader_is_set_to_its_state(tmp_path, step):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=lambda: loader_of(Noisy(), stateful))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stateful_loader_begins_the_epoch_that_it_would_have_begun(tmp_path, workers):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    options = {"loader": lambda: loader_of(Noisy(), stateful, num_workers=workers)}
+    whole = Run(**options)
+    whole.fit()
+    Run(checkpoint=tmp_path, **options).fit(epochs=1)
+    last = Run(checkpoint=tmp_path, **options)
+
+    result = last.fit()
+
+    assert result.resumed_from == STEPS_PER_EPOCH
+    assert last.end == whole.end
+
+
+def test_stateful_loader_is_not_wound(tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    options = {"loader": lambda: loader_of(CountedData(), stateful), "epochs": 1, "val_loader": None}
+    stopped_at(4, tmp_path, **options)
+    CountedData.drawn = 0
+
+    Run(checkpoint=tmp_path, **options).fit()
+
+    assert CountedData.drawn == SAMPLES - 4 * 12 + 6  # the rest, and the used part of the batch that window 4 began
+
+
+def test_stateful_loader_with_workers_gives_the_rest_of_the_epoch(tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    options = {"loader": lambda: loader_of(Noisy(), stateful, num_workers=2)}
+    whole = Run(**options)
+    whole.fit()
+    stopped_at(7, tmp_path, **options).loader._iterator = None  # else its workers live on beside the next ones
+    last = Run(checkpoint=tmp_path, **options)
+
+    last.fit()
+
+    windows = range(8, STEPS + 1)
+    assert [last.samples.windows[step] for step in windows] == [whole.samples.windows[step] for step in windows]
+
+
+def test_loader_that_gives_fewer_batches_than_were_used_is_an_error_and_changes_nothing(tmp_path):
+    stopped_at(4, tmp_path)
+    run = Run(checkpoint=tmp_path, loader=lambda: (batch for batch in loader_of(Noisy(20))))
+    before = run.state()
+
+    with pytest.raises(CheckpointError, match="after 7 batches of epoch 1, and now the loader gives only 3"):
+        run.fit()
+
+    assert run.state() == before
+
+
+def test_loader_whose_batches_became_smaller_is_an_error(tmp_path):
+    stopped_at(2, tmp_path)
+
+    with pytest.raises(CheckpointError, match="3 samples of batch 4 of epoch 1, and now that batch holds 2"):
+        Run(checkpoint=tmp_path, loader=lambda: iter(list(loader_of(Noisy(), batch_size=2)))).fit()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: loader_of(Noisy(), batch_size=6), "a loader of 8 batches an epoch, and this one has 9"),
+        (lambda: loader_of(Noisy(48), batch_size=6), "a loader of 7 samples a batch, and this one has 6"),
+        (lambda: lists()[1:], "a loader of 8 batches an epoch, and this one has 7"),
+    ],
+)
+def test_another_loader_over_the_same_data_is_refused_in_the_middle_of_an_epoch(tmp_path, other, message):
+    stopped_at(2, tmp_path)
+    run = Run(checkpoint=tmp_path, loader=other)
+    before = run.state()
+
+    with pytest.raises(CheckpointError, match=message):
+        run.fit()
+
+    assert run.state() == before
+
+
+def test_another_loader_may_begin_an_epoch(tmp_path):
+    Run(checkpoint=tmp_path).fit(epochs=1)
+
+    result = Run(checkpoint=tmp_path, loader=lambda: loader_of(Noisy(), batch_size=6)).fit()
+
+    assert result.resumed_from == STEPS_PER_EPOCH
+
+
+def test_error_of_the_loader_while_it_is_wound_arrives_unchanged(tmp_path):
+    stopped_at(4, tmp_path)
+    mine = ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        Run(checkpoint=tmp_path, loader=lambda: loader_of(FailingData(FailOnce(9, mine)))).fit()
+
+    assert caught.value is mine
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_finished_run_is_loaded_and_nothing_more_is_done(tmp_path, capsys):
+    first = Run(checkpoint=tmp_path)
+    first.fit()
+    files = checkpoints(tmp_path)
+    again = Run(checkpoint=tmp_path)
+
+    result = again.fit(progress="lines")
+
+    assert again.end == first.end
+    assert (result.steps, result.samples, result.history) == (STEPS, EPOCHS * SAMPLES, ())
+    assert result.resumed_from == STEPS
+    assert checkpoints(tmp_path) == files
+    assert "is finished: 15 steps are done" in capsys.readouterr().err
+
+
+def test_finished_run_goes_on_when_more_epochs_are_asked_for(tmp_path):
+    longer = Run(epochs=EPOCHS + 2)
+    longer.fit()
+    Run(checkpoint=tmp_path).fit()
+    more = Run(checkpoint=tmp_path, epochs=EPOCHS + 2)
+
+    result = more.fit()
+
+    assert more.end == longer.end
+    assert result.steps == (EPOCHS + 2) * STEPS_PER_EPOCH
+
+
+@pytest.mark.parametrize("stop", [3, STEPS_PER_EPOCH])
+def test_run_that_ended_at_max_steps_goes_on_within_its_epoch(tmp_path, stop):
+    whole = Run(max_steps=8)
+    whole.fit()
+    Run(checkpoint=tmp_path, max_steps=stop).fit()
+    more = Run(checkpoint=tmp_path, max_steps=8)
+
+    result = more.fit()
+
+    assert more.end == whole.end
+    assert result.resumed_from == stop
+    assert more.samples.windows == {step: whole.samples.windows[step] for step in range(stop + 1, 9)}
+
+
+def test_run_killed_before_its_last_evaluation_makes_it(tmp_path):
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, max_steps=3).fit(StopAt(3))
+
+    result = Run(checkpoint=tmp_path, max_steps=3).fit()
+
+    assert (result.resumed_from, result.steps, len(result.evaluations)) == (3, 3, 1)
+    assert Run(checkpoint=tmp_path, max_steps=3).fit().evaluations == ()
+
+
+def test_cut_is_taken_from_the_checkpoint_and_no_size_is_tried_again(tmp_path):
+    class Trials(autoaccum.Callback):
+        def __init__(self):
+            self.sizes = []
+            self.plans = []
+
+        def on_trial(self, trial):
+            self.sizes.append(trial.size)
+
+        def on_plan(self, plan, *, step, probe):
+            self.plans.append((step, plan.micro_batches))
+
+    first, second = Trials(), Trials()
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, micro_batch="auto").fit(first, StopAt(6))
+
+    result = Run(checkpoint=tmp_path, micro_batch="auto").fit(second)
+
+    assert first.sizes
+    assert second.sizes == []
+    assert second.plans == [(7, first.plans[-1][1])]
+    assert [step for step, _ in result.plans] == [step for step, _ in first.plans]
+
+
+def test_cut_that_is_asked_for_anew_is_used(tmp_path):
+    stopped_at(2, tmp_path)
+
+    result = Run(checkpoint=tmp_path, micro_batch=3).fit()
+
+    assert [(step, plan.micro_batch) for step, plan in result.plans] == [(1, 4), (3, 3)]
+
+
+def test_smaller_cut_after_memory_ran_out_is_kept_and_counted(tmp_path):
+    class RunOut(Model):
+        """Has no memory for more than three samples."""
+
+        def forward(self, inputs):
+            if self.training and len(inputs) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return super().forward(inputs)
+
+    stopped_at(2, tmp_path, model=RunOut)
+
+    result = Run(checkpoint=tmp_path, model=RunOut).fit()
+
+    assert result.oom_events == 1
+    assert {report.micro_batches for report in result.history if report.samples == 12} == {(3, 3, 3, 3)}
+    assert [plan.micro_batch for _, plan in result.plans] == [4, 3]

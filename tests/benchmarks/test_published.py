@@ -1,0 +1,66 @@
+"""Runs that others measured on real cards are predicted, without a card, as the library of models at hand allows."""
+
+import csv
+import sys
+
+import pytest
+
+from folders import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import published
+from published_jobs import IMAGE_MODELS, TEXT_MODELS
+
+with published.RUNS.open() as lines:
+    RUNS = {run["run"]: run for run in csv.DictReader(lines)}
+
+
+def test_every_run_has_a_model_a_card_and_a_size_that_the_card_has():
+    for run in RUNS.values():
+        assert run["model"] in IMAGE_MODELS or run["model"] in TEXT_MODELS
+        assert published.card_named(run["card"]).total_bytes == pytest.approx(int(run["total_bytes"]), rel=0.005)
+        assert 0 < int(run["nvml_bytes"]) < int(run["total_bytes"]) * 1.02
+        assert int(run["nvml_bytes"]) % 2**20 == 0
+
+
+# Versions of transformers differ by what their models keep, by up to some hundredths; cuDNN's choices by as much.
+@pytest.mark.parametrize(
+    ("run", "within"),
+    [
+        ("001-Anova/Transformer/001/distilbert-distilgpt2_Adam_30_1_10-124e", 0.02),
+        ("002-Monte Carlo/Transformer/001/facebook-opt-125m_AdamW_49_1_8-9eec", 0.02),
+        ("002-Monte Carlo/CNN/001/MobileNetV2_SGD_712_1_8889", 0.03),
+    ],
+)
+def test_what_a_run_took_of_a_real_card_is_predicted(run, within):
+    row = published.predicted(RUNS[run])
+
+    assert row["ours_bytes"] == pytest.approx(row["real_bytes"], rel=within)
+    assert not row["ours_runs_out"]
+
+
+def test_a_run_that_ran_out_of_memory_is_said_to():
+    row = published.predicted(RUNS["002-Monte Carlo/Transformer/001/facebook-opt-350m_AdamW_48_1_8-0036"])
+
+    assert row["ran_out"]
+    assert row["ours_runs_out"]
+
+
+def test_table_tells_every_predictor_of_each_kind():
+    rows = [
+        {
+            "model": "VGG16", "card": "t4", "ran_out": ran_out,
+            "real_bytes": 100, "ours_bytes": 99, "ours_runs_out": ran_out,
+            "xmem_bytes": 110, "xmem_runs_out": True, "dnnmem_bytes": 130, "schedtune_bytes": None, "llmem_bytes": None,
+        }
+        for ran_out in (False, True)
+    ]  # fmt: skip
+
+    table = published.markdown(rows)
+
+    assert "| images | autoaccum | 1 | 1.00% | 100% | 0 | -1.0% | -1.0% | 1 of 1 | 0 of 1 |" in table
+    assert "| images | xMem | 1 | 10.00% | 0% | 0 | +10.0% | +10.0% | 1 of 1 | 1 of 1 |" in table
+    assert "| images | DNNMem | 1 | 30.00% | 0% | 0 | +30.0% | +30.0% | - | - |" in table
+    assert "| VGG16 | t4 | 1 | -1.0% |" in table
+    assert "SchedTune" not in table

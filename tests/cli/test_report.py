@@ -1,0 +1,500 @@
+"""`autoaccum report`: what goes to which stream, into which file, and with which exit code the process ends."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from types import FunctionType
+
+import jsonschema
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import autoaccum
+from autoaccum._cli import app, report
+from autoaccum._cli.exit_codes import ExitCode
+from autoaccum._cli.report import verdict
+from autoaccum._report import oom_view
+from autoaccum._report.document import schema
+from autoaccum._report.table import plain_text
+from autoaccum.errors import DeviceLostError, InvalidInputError
+from folders import ROOT
+from report_examples import DEVICE, GIB, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
+
+REPORT_PAGE = ROOT / "docs" / "report.md"
+
+RECIPE = """
+import torch
+import autoaccum
+
+print("the recipe says hello")
+
+def job(**changes):
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 8), torch.randint(0, 2, (8,))) for _ in range(4)]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 2))
+    arguments = dict(model=model, device=autoaccum.Simulated("2MiB"), optimizer=torch.optim.SGD) | changes
+    return autoaccum.Job(loader=data, target_batch=64, **arguments)
+
+def small():
+    return job(device=autoaccum.Simulated("40KiB"))
+
+def on_host():
+    return job(device="cpu", memory_limit="64MiB")
+
+def without_loader():
+    return autoaccum.Job(torch.nn.Linear(2, 2), None, 64)
+
+def empty():
+    return autoaccum.Job(torch.nn.Linear(2, 2), [], 64)
+
+
+def busy():
+    def batches():
+        raise RuntimeError("the disk is busy or unavailable")
+        yield
+
+    return autoaccum.Job(torch.nn.Linear(8, 2), batches(), 10)
+
+def fixed():
+    return job(micro_batch=2)
+
+def other_width():
+    return job(model=torch.nn.Linear(5, 2))
+
+def other_loss():
+    return job(loss=lambda outputs, targets: outputs.mean() + "text")
+
+def loss_of_outputs():
+    return job(loss=lambda outputs: outputs.mean())
+
+def unmade():
+    def classifier():
+        raise KeyError("no such weights")
+    return job(model=classifier)
+
+def on_meta():
+    return job(model=lambda: torch.nn.Linear(8, int(torch.tensor(2))))
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+@pytest.fixture
+def invoke():
+    """Run the command line in this process."""
+
+    def invoke(*arguments):
+        return CliRunner().invoke(app.app, ["report", *(str(argument) for argument in arguments)])
+
+    return invoke
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Put a stand-in for `preflight` in place that keeps what it was given."""
+    arguments = {}
+
+    def keep(*positional, **named):
+        arguments.update(named, target_batch=positional[2])
+        return REPORT
+
+    monkeypatch.setattr(report, "preflight", keep)
+    return arguments
+
+
+def test_the_table_is_the_result_and_all_else_goes_to_stderr(invoke, recipe):
+    result = invoke(recipe)
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Pre-flight report: Sequential, target batch 64\n")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "the recipe says hello" in result.stderr
+    assert "trial of 2: fits" in result.stderr
+
+
+def test_quiet_shows_no_trials_on_the_way(invoke, recipe):
+    assert invoke(recipe, "--quiet").stderr == "the recipe says hello\n"
+
+
+def test_json_is_one_document_that_keeps_to_the_schema(invoke, recipe):
+    document = json.loads(invoke(recipe, "--json").stdout)
+
+    jsonschema.Draft202012Validator(schema()).validate(document)
+    assert document["subject"]["recipe"] == recipe
+    assert document["measured"]["trials"][0]["fits"] is True
+
+
+def test_files_are_written_beside_the_result(invoke, recipe, tmp_path):
+    result = invoke(recipe, "--html", tmp_path / "report.html", "--plot", tmp_path / "memory.png")
+
+    assert result.exit_code == 0
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (["--target-batch", "32"], "target_batch", 32),
+        (["--gpu", "l4", "--gpu", "t4"], "gpus", ["l4", "t4"]),
+        (["--device-memory", "24GiB"], "device_memory", "24GiB"),
+        (["--memory-limit", "1GiB"], "memory_limit", "1GiB"),
+        (["--device", "cuda:1"], "device", "cuda:1"),
+        (["--precision", "bf16"], "precision", "bf16"),
+        (["--strategy", "uniform"], "strategy", "uniform"),
+        (["--max-micro-batch", "9"], "max_micro_batch", 9),
+        (["--no-measure", "--gpu", "t4"], "measure", False),
+        ([], "measure", None),
+        (["--gpu", "t4", "--device", "cpu"], "measure", None),
+        ([], "max_micro_batch", None),
+        (["--require-micro-batch", "16"], "max_micro_batch", 64),
+        (["--require-micro-batch", "100"], "max_micro_batch", 100),
+    ],
+)
+def test_options_reach_preflight(invoke, recipe, given, options, name, value):
+    invoke(recipe, *options)
+
+    assert given[name] == value
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+@pytest.mark.parametrize(("given", "length"), [(["128"], 128), (["ids=128", "labels=8"], {"ids": 128, "labels": 8})])
+def test_lengths_are_one_number_or_numbers_by_name(given, length):
+    assert report._lengths(given) == length
+
+
+@pytest.mark.parametrize("given", [["long"], ["0"], ["-3"], ["ids="], ["128", "64"], ["ids=128", "64"]])
+def test_a_length_that_is_none_is_refused(given):
+    with pytest.raises(InvalidInputError, match="--length input_ids=512"):
+        report._lengths(given)
+
+
+@pytest.mark.parametrize("options", [[], ["--gpu", "t4", "--no-measure"]])
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("other_width", ["(Linear)", "RuntimeError: ", "0: (8, 8), 1: (8,)"]),
+        ("other_loss", ["(Sequential)", "TypeError: ", "0: (8, 8), 1: (8,)"]),
+        ("unmade", ["(classifier())", "KeyError: 'no such weights'"]),
+    ],
+)
+def test_a_recipe_whose_step_fails_exits_with_3_and_its_traceback(invoke, recipe, options, function, told):
+    result = invoke(f"{recipe}:{function}", *options)
+
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "Traceback (most recent call last)" in result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert all(text in last for text in told)
+    assert "meta device" not in last
+
+
+def test_a_recipe_whose_loss_takes_other_arguments_is_refused_with_what_it_is_called_with(invoke, recipe):
+    result = invoke(f"{recipe}:loss_of_outputs")
+
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "is called with (outputs, targets), and takes (outputs)" in result.stderr
+
+
+def test_a_model_that_is_made_of_values_is_made_on_the_cpu(invoke, recipe):
+    result = invoke(f"{recipe}:on_meta", "--gpu", "t4", "--no-measure", "--json")
+
+    assert result.exit_code == 0
+    assert any("made on the CPU" in note for note in json.loads(result.stdout)["notes"])
+
+
+def test_an_error_of_autoaccums_own_is_unexpected(invoke, recipe, monkeypatch):
+    broken = FunctionType((lambda *_, **__: len(3)).__code__, {"__name__": "autoaccum.broken"})
+    monkeypatch.setattr(report, "preflight", broken)
+
+    assert invoke(recipe).exit_code == ExitCode.UNEXPECTED
+
+
+@pytest.mark.parametrize("options", [["--gpu", "t4"], ["--device-memory", "24GiB"]])
+def test_on_a_machine_without_a_card_asking_about_one_measures_nothing(invoke, recipe, given, options):
+    invoke(recipe, *options)
+
+    assert given["measure"] is False
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+def test_cards_are_predicted_without_one(invoke, recipe):
+    result = invoke(recipe, "--gpu", "h100-80gb", "--gpu", "l4", "--json", "--require-micro-batch", "64")
+
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["measured"]) == (0, None)
+    assert [one["card"]["name"] for one in document["predicted"]] == ["h100-80gb", "l4"]
+    assert [one["micro_batch"] for one in document["predicted"]] == [64, 64]
+
+
+def test_a_file_that_cannot_be_written_after_all_does_not_cost_the_answer(invoke, recipe, tmp_path, monkeypatch):
+    def full(*_):
+        raise InvalidInputError("no space left")
+
+    monkeypatch.setattr(autoaccum.Report, "save_html", full)
+
+    result = invoke(recipe, "--html", tmp_path / "report.html")
+
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert result.stdout.startswith("Pre-flight report")
+
+
+def test_the_time_that_slurm_leaves_is_taken_where_none_is_given(invoke, recipe, given, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "17")
+
+    invoke(recipe)
+    assert given["time_limit"] == 0
+    invoke(recipe, "--time", "12h")
+    assert given["time_limit"] == 43200
+
+
+def test_a_jobs_own_micro_batch_is_the_largest_of_interest(invoke, recipe, given):
+    invoke(f"{recipe}:fixed")
+
+    assert given["max_micro_batch"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["{recipe}"], ExitCode.DONE),
+        (["{recipe}", "--require-micro-batch", "8", "--require-free", "1MiB"], ExitCode.DONE),
+        (["{recipe}", "--require-micro-batch", "64"], ExitCode.SMALLER),
+        (["{recipe}:small"], ExitCode.DOES_NOT_FIT),
+        (["{recipe}:small", "--require-micro-batch", "64"], ExitCode.DOES_NOT_FIT),
+        (["{recipe}", "--require-free", "20GiB"], ExitCode.NO_DEVICE),
+        (["{recipe}", "--device", "cuda:99"], ExitCode.NO_DEVICE),
+        (["{recipe}", "--device", "nonsense"], ExitCode.BAD_INPUT),
+    ],
+)
+def test_the_exit_code_answers(invoke, recipe, arguments, code):
+    result = invoke(*(argument.format(recipe=recipe) for argument in arguments))
+
+    assert result.exit_code == code
+    assert "Traceback" not in result.stderr
+    assert result.exit_code == 0 or "autoaccum: " in result.stderr
+
+
+FREE = replace(REPORT, measured=replace(MEASURED, device=replace(DEVICE, free_bytes=30 * GIB)))
+
+
+@pytest.mark.parametrize(
+    ("report", "micro_batch", "free_bytes", "code"),
+    [
+        (REPORT, None, None, ExitCode.DONE),
+        (REPORT, 145, None, ExitCode.DONE),
+        (REPORT, 146, None, ExitCode.SMALLER),
+        (PREDICTED_ONLY, 180, None, ExitCode.DONE),
+        (PREDICTED_ONLY, 181, None, ExitCode.SMALLER),
+        (NOTHING_FITS, None, None, ExitCode.DOES_NOT_FIT),
+        (REPORT, 999, 20 * GIB, ExitCode.NO_DEVICE),
+        (NOTHING_FITS, None, 20 * GIB, ExitCode.NO_DEVICE),
+        (PREDICTED_ONLY, None, 1, ExitCode.NO_DEVICE),
+        (FREE, None, 20 * GIB, ExitCode.DONE),
+    ],
+)
+def test_what_is_required_decides_in_this_order_device_fit_size(report, micro_batch, free_bytes, code):
+    found, why = verdict(report, require_micro_batch=micro_batch, require_free_bytes=free_bytes)
+
+    assert found is code
+    assert bool(why) is (code is not ExitCode.DONE)
+
+
+BUSY = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore")
+FULL = torch.OutOfMemoryError("CUDA error: out of memory\nmore")
+
+
+@pytest.mark.parametrize("error", [BUSY, FULL], ids=["busy", "full"])
+def test_a_device_that_another_process_has_to_itself_is_busy(invoke, recipe, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(report, "preflight", fail)
+
+    result = invoke(recipe)
+
+    assert result.exit_code == ExitCode.NO_DEVICE
+    assert result.stderr.endswith(f"error: {str(error).splitlines()[0]}\n")
+
+
+@pytest.mark.parametrize(("error", "code"), [(DeviceLostError("gone"), 5), (ZeroDivisionError("the recipe's"), 3)])
+def test_other_errors_end_as_those_of_fit(invoke, recipe, monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(report, "preflight", fail)
+
+    assert invoke(recipe).exit_code == code
+
+
+def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
+    done = invoke(f"{recipe}:busy")
+
+    assert done.exit_code == ExitCode.BAD_INPUT
+    assert "the recipe's loader raised RuntimeError: the disk is busy or unavailable" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no_such_file.py"], "does not exist"),
+        (["{recipe}:without_loader"], "has no loader"),
+        (["{recipe}:empty"], "has no batch"),
+        (["{recipe}", "--gpu", "h100-80tb"], "h100-80gb"),
+        (["{recipe}", "--device-memory", "lots"], "--device-memory='lots'"),
+        (["{recipe}", "--require-free", "much"], "--require-free"),
+        (["{recipe}", "--target-batch", "0"], "--target-batch must be at least 1"),
+        (["{recipe}", "--max-micro-batch", "-1"], "--max-micro-batch must be at least 1"),
+        (["{recipe}", "--require-micro-batch", "0"], "--require-micro-batch 0 asks for nothing"),
+        (["{recipe}", "--require-micro-batch", "-3"], "--require-micro-batch -3 asks for nothing"),
+        (["{recipe}", "--require-micro-batch", "9", "--max-micro-batch", "8"], "than --max-micro-batch 8 looks for"),
+        (["{recipe}", "--time", "soon"], "--time='soon' is no time"),
+        (["{recipe}", "--length", "long"], "--length long is no length"),
+        (["{recipe}", "--length", "512"], "--length 512: the batch holds no sequences"),
+        (["{recipe}", "--device", "gpu"], "--device 'gpu' is no device"),
+        (["{recipe}", "--memory-limit", "1e"], "--memory-limit '1e'"),
+        (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' leaves nothing"),
+        (["{recipe}", "--precision", "fp8"], "--precision 'fp8'"),
+        (["{recipe}", "--strategy", "smart"], "--strategy 'smart'"),
+        (["{recipe}", "--no-measure"], "nothing to report; name cards (--gpu h100-80gb)"),
+        (["{recipe}", "--plot", "memory.txt"], ".png"),
+        (["{recipe}", "--html", "no/such/folder/report.html"], "no such folder"),
+        (["--oom", "no_such_report.json"], "cannot be read"),
+    ],
+)
+def test_bad_input_exits_with_3_and_names_the_value_without_a_traceback(invoke, recipe, arguments, told):
+    result = invoke(*(argument.format(recipe=recipe) for argument in arguments))
+
+    assert (result.exit_code, result.stdout) == (ExitCode.BAD_INPUT, "")
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["--gpu", "h100-80tb"], ["--device-memory", "lots"], ["--device-memory", "1MiB"], ["--no-measure"]]
+)
+def test_cards_are_refused_before_the_recipe_is_loaded(invoke, recipe, options):
+    result = invoke(recipe, *options)
+
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "the recipe says hello" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["recipe.py", "--oom", "report.json"], ["recipe.py", "--no-such-option"]])
+def test_a_command_line_that_cannot_be_understood_exits_with_2(invoke, arguments):
+    assert invoke(*arguments).exit_code == ExitCode.USAGE
+
+
+def test_help_tells_every_exit_code(invoke):
+    text = invoke("--help").stdout
+
+    told = text[text.index("Exit codes") :]
+    assert all(f"{code.value} " in told for code in ExitCode)
+
+
+def test_the_page_tells_the_exit_codes_of_a_report():
+    told = re.findall(r"^\| (\d) \|", REPORT_PAGE.read_text(), re.MULTILINE)
+
+    codes = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.DOES_NOT_FIT, ExitCode.SMALLER, ExitCode.NO_DEVICE)
+    assert told == [str(code.value) for code in codes]
+
+
+def test_the_prologue_on_the_page_is_a_script_that_a_shell_can_read(tmp_path):
+    scripts = re.findall(r"```bash\n(.*?)```", REPORT_PAGE.read_text(), re.DOTALL)
+
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)  # noqa: S607 - whichever bash there is
+
+    assert len(scripts) == 2
+
+
+def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
+    command = [sys.executable, "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["measured"]["micro_batch"] == 64
+    assert "\x1b" not in done.stderr
+
+
+def test_where_the_oom_report_is_none_it_is_said(invoke, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+
+    result = invoke("--oom", path)
+
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "is no report of memory running out" in result.stderr
+
+
+ALIVE = {
+    "bytes": 1000,
+    "storages": 9,
+    "by_category": [
+        {"category": "activations", "bytes": 990, "storages": 3},
+        {"category": "inputs", "bytes": 6, "storages": 2},
+        {"category": "other", "bytes": 4, "storages": 4},
+    ],
+    "by_module": [{"module": "0", "kind": "Linear", "bytes": 990, "activations_bytes": 990, "storages": 3}],
+    "largest": [
+        {"bytes": 980, "shape": [49, 5], "dtype": "float32", "category": "activations", "name": None, "module": "0"}
+        | {"operator": "Addmm", "source": None},
+        {"bytes": 6, "shape": [], "dtype": "int64", "category": "inputs", "name": None, "module": None}
+        | {"operator": None, "source": None},
+    ],
+}
+
+
+@pytest.fixture
+def alive_tables():
+    """The lines of each table that is shown of what was alive."""
+    return {
+        show.__name__: [re.split(r"[│┃]", line)[1:-1] for line in plain_text(show(ALIVE)).splitlines()]
+        for show in (oom_view._categories, oom_view._modules, oom_view._largest)
+    }
+
+
+def cells(lines):
+    return [[cell.strip() for cell in line] for line in lines if line]
+
+
+def test_what_holds_little_of_what_was_alive_is_gathered_in_one_line(alive_tables):
+    assert cells(alive_tables["_categories"])[1:] == [
+        ["activations", "990 B", "99%", "3"],
+        ["others", "10 B", "1%", "6"],
+        ["all", "1000 B", "100%", "9"],
+    ]
+    assert cells(alive_tables["_modules"])[-1] == ["others", "10 B", "", "6"]
+    assert cells(alive_tables["_largest"])[-1][:2] == ["20 B", "8 others"]
+
+
+def test_a_column_in_which_nothing_stands_is_not_shown(alive_tables):
+    assert cells(alive_tables["_largest"])[0] == ["bytes", "shape", "dtype", "category", "made by"]
+
+
+def test_errors_of_bad_input_are_of_the_same_kind_for_every_command():
+    assert issubclass(report.DeviceMissingError, InvalidInputError)
+
+
+def test_what_was_alive_when_memory_ran_out_is_shown(invoke, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 2))
+    data = [(torch.randn(64, 8), torch.randint(0, 2, (64,)))]
+    device = autoaccum.Simulated("2MiB")
+    autoaccum.fit(model, data, 64, device=device, micro_batch=64, progress=False, oom_report=tmp_path)
+    (path,) = tmp_path.glob("*.json")
+
+    shown, document = invoke("--oom", path), invoke("--oom", path, "--json")
+
+    assert (shown.exit_code, document.exit_code) == (0, 0)
+    assert "out of memory in step 1" in shown.stdout
+    assert "activations" in shown.stdout
+    assert "more than the limit counts" in " ".join(shown.stdout.split())
+    assert json.loads(document.stdout) == json.loads(path.read_text())

@@ -1,0 +1,106 @@
+"""The recipes in examples/, each at a size for a test: they run, and show what their document is about."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+
+import autoaccum
+from autoaccum._launch import load_recipe
+from folders import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def recipe(name):
+    """Return the recipe's module, whose functions take sizes."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(name, function="job"):
+    """Return the job that the command line would run, with the same random numbers every time."""
+    torch.manual_seed(0)
+    return load_recipe(f"{EXAMPLES / name}.py:{function}")
+
+
+def run(job, **changes):
+    """Run the job on the CPU."""
+    arguments = dataclasses.replace(job, device="cpu", **changes).fit_arguments()
+    return autoaccum.fit(**arguments, progress=False)
+
+
+def keep(made, make):
+    """Return `make`, keeping in `made` what it makes."""
+
+    def keeping(*arguments):
+        made.append(make(*arguments))
+        return made[-1]
+
+    return keeping
+
+
+def test_every_example_is_tested_here():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+
+    assert names == {"digits", "resnet101", "document001", "document002", "document003", "document004"}
+
+
+def test_document_000_steps_its_last_window_too():
+    job = recipe("resnet101").job(images=6, side=32, target_batch=4)
+
+    result = run(job, micro_batch=2)
+
+    assert [(report.samples, report.micro_batches) for report in result.history] == [(4, (2, 2)), (2, (2,))]
+
+
+def test_document_001_makes_each_update_from_four_times_256():
+    result = run(load("document001"))
+
+    assert [report.micro_batches for report in result.history] == [(256,) * 4] * 5
+
+
+def test_document_002_trains_alike_with_a_mean_and_with_a_sum():
+    mean, summed = load("document002"), load("document002", "summed")
+
+    run(mean)
+    result = run(summed)
+
+    assert result.plan.micro_batches == (32,) * 4
+    for one, other in zip(mean.model.parameters(), summed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_document_003_adds_its_losses_and_scales_its_learning_rate():
+    job, optimizers = load("document003"), []
+
+    result = run(job, optimizer=keep(optimizers, job.optimizer))
+
+    assert [group["lr"] for group in optimizers[0].param_groups] == [pytest.approx(8 * 0.001)]
+    for report in result.history:
+        assert len(report.losses) == 2
+        assert report.loss == pytest.approx(sum(report.losses.values()))
+
+
+def test_document_004_computes_in_fp16_and_steps_its_last_window_too():
+    job, outputs = load("document004"), []
+    before = [parameter.clone() for parameter in job.model.parameters()]
+
+    result = run(job, micro_batch=16, forward=keep(outputs, job.forward))
+
+    assert {output.dtype for output in outputs if output.requires_grad} == {torch.float16}
+    assert [report.samples for report in result.history] == [32, 32, 16]
+    assert not any(report.skipped for report in result.history)
+    assert all(not torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
+
+
+def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
+    job = recipe("digits").job(side=32, epochs=2)
+
+    result = run(job, memory_limit=None, micro_batch=50)
+
+    assert result.evaluations[-1].metrics["accuracy"] >= 0.9
+    assert result.history[-1].loss < result.history[0].loss / 4

@@ -1,0 +1,267 @@
+"""Where not even one sample fits: keep less for backward, with the same gradients, and give the model back."""
+
+import copy
+import pickle
+import random
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+import transformers
+from torch import nn
+
+import autoaccum
+from autoaccum._engine.fallback import Fallbacks, check_fallback, checkpointed, offloaded, repeated_blocks
+from autoaccum._memory import Host, Simulated
+from fallback_models import Stack, Wide, data, seed
+from helpers import CPU
+
+
+def a_step(model):
+    """Gradients, buffers and the random state after one step."""
+    seed()
+    inputs, targets = torch.randn(16, 32), torch.randint(0, 4, (16,))
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    draws = torch.rand(3), torch.tensor([random.random(), np.random.rand()])  # noqa: NPY002, S311
+    return [*gradients, *(buffer.clone() for buffer in model.buffers()), *draws]
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "offload"])
+def test_gradients_buffers_and_random_state_are_bitwise_what_they_are_without(way):
+    plain, changed = Stack(), Stack()
+    fallbacks = Fallbacks([changed], [way], Simulated("1GiB"))
+
+    assert fallbacks.next()
+    for _ in range(2):
+        for expected, found in zip(a_step(plain), a_step(changed), strict=True):
+            assert torch.equal(expected, found)
+
+    fallbacks.end()
+    assert "forward" not in vars(changed)
+    assert all("forward" not in vars(block) for block in changed.blocks)
+
+
+@pytest.mark.parametrize("change", ["input", "list"])
+def test_block_that_changes_what_it_is_given_is_refused(change):
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, inputs, seen):
+            if change == "input":
+                inputs.add_(1.0)
+            else:
+                seen.append(inputs)
+            return self.linear(inputs) * len(seen)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Changing(), Changing()])
+
+        def forward(self, inputs):
+            seen = [1]
+            for block in self.blocks:
+                inputs = block(inputs * 1.0, seen)
+            return inputs
+
+    model = Model()
+
+    with (
+        checkpointed([model], CPU),
+        pytest.raises(autoaccum.InvalidInputError, match="a Changing changes in place what it is given"),
+    ):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_that_are_made_meanwhile_are_plain(how):
+    model = Stack()
+
+    with checkpointed([model], CPU), offloaded([model], Simulated("1GiB")):
+        copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))  # noqa: S301 - ours
+
+    assert all(not {"forward", "__getstate__"} & set(vars(part)) for part in copied.modules())
+    for expected, found in zip(a_step(model), a_step(copied), strict=True):
+        assert torch.equal(expected, found)
+
+
+def peak_of(model, *contexts):
+    memory = Simulated("1GiB")
+    seed()
+    with memory.limited(None), ExitStack() as changed:
+        inputs, targets = torch.randn(512, 32), torch.randint(0, 4, (512,))
+        for context in contexts:
+            changed.enter_context(context(memory))
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        return memory.peak_bytes()
+
+
+def test_each_way_takes_less_memory_and_both_less_than_checkpointing():
+    def by_checkpoint(memory):
+        return checkpointed([model], CPU)
+
+    def by_offload(memory):
+        return offloaded([model], memory)
+
+    model = Stack(depth=12)
+    plain = peak_of(model)
+    model = Stack(depth=12)
+    less = peak_of(model, by_checkpoint)
+    model = Stack(depth=12)
+    on_host = peak_of(model, by_offload)
+    model = Stack(depth=12)
+    both = peak_of(model, by_checkpoint, by_offload)
+
+    assert max(less, on_host) < plain
+    assert both < less
+
+
+def built(kind, config, **options):
+    return kind(config(**options))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "count"),
+    [
+        (lambda: torchvision.models.resnet50(weights=None), "Bottleneck", 16),
+        (lambda: torchvision.models.vit_b_32(weights=None), "EncoderBlock", 12),
+        (lambda: torchvision.models.mobilenet_v3_small(weights=None), "InvertedResidual", 11),
+        (lambda: torchvision.models.swin_t(weights=None), "SwinTransformerBlock", 12),
+        (lambda: nn.Transformer(32, 2, 3, 3, 64, batch_first=True), "TransformerEncoderLayer", 3),
+        (Stack, "Block", 6),
+        (lambda: nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]), "Sequential", 3),
+    ],
+)
+def test_blocks_are_what_a_model_is_a_stack_of(make, name, count):
+    with torch.device("meta"):
+        blocks = repeated_blocks(make())
+
+    assert [type(block).__name__ for block in blocks].count(name) == count
+
+
+def test_model_without_repeated_blocks_has_none():
+    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
+
+
+def test_transformers_models_checkpoint_themselves_and_no_more_afterwards():
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+
+    with checkpointed([model], CPU) as said:
+        assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+        assert said == "GPT2LMHeadModel by its own"
+    assert not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
+def fit(capacity, **options):
+    model = Wide()
+    seed()
+    options = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
+        "progress": "lines",
+        "cache": False,
+    } | options
+    result = autoaccum.fit(model, data(), 16, device=Simulated(capacity), **options)
+    return model, result
+
+
+@pytest.mark.parametrize("probe", ["inline", "before", "off"])
+def test_fit_falls_back_where_not_one_sample_fits_and_says_so(probe, capsys):
+    with pytest.raises(autoaccum.DoesNotFitError):
+        fit("2MiB", probe=probe)
+
+    model, result = fit("2MiB", fallback="checkpoint", probe=probe)
+
+    said = capsys.readouterr().err
+    assert "not even one sample fits; from now on activation checkpointing of 8 Feed blocks" in said
+    assert result.steps == 3
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+def test_training_after_a_fallback_is_bitwise_training_with_the_same_cut_and_memory_for_all():
+    model, result = fit("2MiB", fallback="checkpoint")
+    assert len({report.micro_batches for report in result.history}) <= 2
+
+    other = Wide()
+    seed()
+    runner = autoaccum.Runner(
+        other, torch.optim.SGD(other.parameters(), lr=0.1), result.plan, device="cpu", precision="fp32"
+    )
+    for window, report in zip(autoaccum.windows(data(), 16), result.history, strict=True):
+        runner.plan = autoaccum.Plan(16, report.micro_batches)
+        runner.step(window)
+
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_ways_are_taken_in_order_until_one_sample_fits(capsys):
+    _, result = fit("1700KiB", fallback=("checkpoint", "offload"))
+
+    said = capsys.readouterr().err
+    assert said.index("checkpointing of 8 Feed") < said.index("kept in the host's memory")
+    assert result.steps == 3
+
+
+def test_error_names_what_does_not_fit_where_no_way_is_left():
+    with pytest.raises(autoaccum.DoesNotFitError, match="micro_batch=1") as caught:
+        fit("800KiB", fallback=("checkpoint", "offload"))
+
+    (note,) = caught.value.__notes__
+    assert note.startswith("autoaccum: in force already: activation checkpointing of 8 Feed blocks; what backward")
+
+
+def test_error_names_what_is_not_in_force_yet():
+    with pytest.raises(autoaccum.DoesNotFitError) as neither:
+        fit("800KiB")
+    with pytest.raises(autoaccum.DoesNotFitError) as one:
+        fit("800KiB", fallback="checkpoint")
+    with pytest.raises(autoaccum.DoesNotFitError) as both:
+        fit("800KiB", fallback=("checkpoint", "offload"))
+
+    assert "fallback='checkpoint') (activation checkpointing of 8 Feed blocks)" in str(neither.value)
+    assert "fallback='offload'" in str(neither.value)
+    assert "fallback='checkpoint'" not in str(one.value)
+    assert "fallback='offload'" in str(one.value)
+    assert "fallback=" not in str(both.value)
+    assert "less state" not in str(neither.value)  # SGD has none
+
+
+def test_error_names_no_way_that_would_change_nothing():
+    model = nn.Linear(32, 4)
+
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        autoaccum.find_micro_batch(model, data()[0], device=Simulated("1200B"), optimizer=torch.optim.AdamW)
+
+    assert "fallback='checkpoint'" not in str(caught.value)
+    assert "an optimizer with less state than AdamW" in str(caught.value)
+
+
+def test_model_without_blocks_is_said_to_have_none(capsys):
+    model = nn.Linear(32, 4)
+
+    with pytest.raises(autoaccum.DoesNotFitError):
+        autoaccum.fit(model, data(), 16, device=Simulated("700B"), fallback="checkpoint", cache=False)
+
+    assert "no repeated blocks to checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fallback", ["checkpoints", ("offload", 3)])
+def test_unknown_way_is_refused(fallback):
+    with pytest.raises(autoaccum.InvalidInputError, match="choose from 'checkpoint', 'offload'"):
+        check_fallback(fallback, Simulated("1MiB"), compiles=False)
+
+
+def test_offloading_from_the_host_to_the_host_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="where on host memory they are already"):
+        check_fallback("offload", Host(), compiles=False)
+
+
+def test_fallback_beside_compilation_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="choose one"):
+        check_fallback("checkpoint", Host(), compiles=True)

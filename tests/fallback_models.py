@@ -1,0 +1,71 @@
+"""Models that keep much for the backward pass, for the tests of fallbacks."""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """Has everything that computing it again could get wrong."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.times = 0
+        self.body = nn.Sequential(nn.Linear(width, 4 * width), nn.BatchNorm1d(4 * width), nn.GELU(), nn.Dropout(0.3))
+        self.head = nn.Linear(4 * width, width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.times += 1
+        noise = random.random() + float(np.random.rand())  # noqa: NPY002, S311 - what it is for
+        return inputs + self.head(self.body(inputs)) * self.calls / self.times + 0.1 * noise
+
+
+class Stack(nn.Module):
+    def __init__(self, width=32, depth=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.last(inputs)
+
+
+def seed():
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+
+
+def data():
+    torch.manual_seed(2)
+    return [(torch.randn(8, 32), torch.randint(0, 4, (8,))) for _ in range(6)]
+
+
+class Feed(nn.Module):
+    """Keeps much for backward, and moves nothing that a cut could change."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+
+    def forward(self, inputs):
+        return inputs + self.inner(inputs)
+
+
+class Wide(Stack):
+    """Takes each sample many times over, in its blocks."""
+
+    def __init__(self):
+        super().__init__(depth=0)
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Feed() for _ in range(8)])
+
+    def forward(self, inputs):
+        return super().forward(inputs.unsqueeze(1).repeat(1, 512, 1)).mean(1)

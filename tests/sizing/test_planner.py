@@ -1,0 +1,278 @@
+"""The planner: plain numbers in, plain numbers out."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autoaccum
+from autoaccum._records import Plan, Trial
+from autoaccum._sizing.planner import STRATEGIES, balanced, cut, plan, shrink
+
+SIZES = st.integers(min_value=1, max_value=5000)
+SMALL = st.integers(min_value=1, max_value=18)  # for brute force
+
+
+def test_balanced_cut_of_100_with_at_most_37_is_even():
+    made = autoaccum.plan(100, 37)
+
+    assert made == Plan(100, (34, 33, 33))
+    assert (made.micro_batch, made.accum_steps) == (34, 3)
+
+
+@given(SIZES, SIZES)
+def test_balanced_cut_sums_up_is_even_and_has_the_fewest_steps(samples, most):
+    cut = balanced(samples, most)
+
+    assert sum(cut) == samples
+    assert max(cut) <= most
+    assert max(cut) - min(cut) <= 1
+    assert list(cut) == sorted(cut, reverse=True)
+    assert len(cut) == -(-samples // most)
+
+
+@given(SIZES, SIZES)
+def test_shrinking_ends_at_one_sample_in_few_steps(samples, size):
+    tried = 0
+    while size is not None:
+        smaller = shrink(samples, size)
+        assert smaller is None or 1 <= smaller < size
+        size, tried = smaller, tried + 1
+
+    assert tried < 60
+
+
+def test_first_failure_of_a_full_window_halves_it_and_the_next_takes_a_third():
+    assert shrink(100, 100) == 50
+    assert shrink(100, 50) == 34
+    assert shrink(100, 34) == 25
+
+
+def test_plan_avoids_sizes_that_a_trial_showed_to_fail():
+    trials = (Trial(8, True, None, 0.1), Trial(30, False, None, 0.1))
+
+    assert plan(100, 40, trials=trials).micro_batch == 25
+
+
+@pytest.mark.parametrize("target", [0, -3, 2.5, True, "100", None])
+def test_target_that_is_no_positive_int_is_refused_with_its_value(target):
+    with pytest.raises(autoaccum.InvalidInputError, match="target_batch") as caught:
+        plan(target, 10)
+
+    assert repr(target) in str(caught.value)
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, False])
+def test_limit_that_is_no_positive_int_is_refused(most):
+    with pytest.raises(autoaccum.InvalidInputError, match="max_micro_batch"):
+        plan(10, most)
+
+
+def test_unknown_strategy_is_refused_with_the_known_ones():
+    with pytest.raises(autoaccum.InvalidInputError, match=r"'best'.*'balanced', 'uniform', 'greedy', 'fastest'"):
+        plan(10, 5, strategy="best")
+    with pytest.raises(autoaccum.InvalidInputError, match="'best'"):
+        cut(10, 5, "best")
+
+
+@pytest.mark.parametrize("multiple", [0, -8, 1.5, True, None])
+def test_multiple_that_is_no_positive_int_is_refused_with_its_value(multiple):
+    with pytest.raises(autoaccum.InvalidInputError, match="multiple_of") as caught:
+        plan(10, 5, multiple_of=multiple)
+
+    assert repr(multiple) in str(caught.value)
+
+
+def test_plan_where_one_sample_failed_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="one sample"):
+        plan(10, 5, trials=[Trial(1, False, None, 0.1)])
+
+
+@pytest.mark.parametrize("sizes", [(50, 49), (50, 0, 50), (100.0,), ()])
+def test_hand_made_plan_that_does_not_add_up_is_refused(sizes):
+    with pytest.raises(autoaccum.InvalidInputError):
+        Plan(target_batch=100, micro_batches=sizes)
+
+
+def test_hand_made_plan_may_be_uneven():
+    assert Plan(target_batch=10, micro_batches=[7, 3]).micro_batch == 7
+
+
+def timed(seconds, *, failed=()):
+    """Return trials of the sizes that took so long, after a first one that warmed up the device."""
+    fitting = [Trial(size, True, None, taken) for size, taken in seconds.items()]
+    return (Trial(1, True, None, 60.0), *fitting, *(Trial(size, False, None, 0.1) for size in failed))
+
+
+def cuts_of(samples, most, steps):
+    """Return every cut into `steps` sizes of at most `most`, the larger first."""
+    sizes = itertools.combinations_with_replacement(range(most, 0, -1), steps)
+    return [found for found in sizes if sum(found) == samples]
+
+
+@given(SIZES, SIZES, st.sampled_from(STRATEGIES), st.integers(min_value=1, max_value=70))
+def test_every_strategy_sums_up_stays_within_the_limit_and_puts_the_largest_first(samples, most, strategy, multiple):
+    found = cut(samples, most, strategy, multiple)
+
+    assert sum(found) == samples
+    assert max(found) <= most
+    assert list(found) == sorted(found, reverse=True)
+    assert min(found) >= 1
+    if strategy != "uniform":
+        assert len(found) == -(-samples // most)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_window_that_fits_at_once_is_one_micro_batch(strategy):
+    assert cut(100, 100, strategy, 8) == (100,)
+    assert plan(100, 400, strategy=strategy, trials=timed({50: 1.0, 100: 1.1})).micro_batches == (100,)
+
+
+def test_fastest_without_trials_is_balanced():
+    assert cut(100, 37, "fastest") == (34, 33, 33)
+    assert plan(100, 37, strategy="fastest").micro_batches == (34, 33, 33)
+
+
+def test_uniform_cut_of_100_with_at_most_37_has_one_size():
+    assert plan(100, 37, strategy="uniform").micro_batches == (25, 25, 25, 25)
+
+
+def test_uniform_cut_of_a_prime_has_a_shorter_last_one():
+    assert plan(101, 50, strategy="uniform").micro_batches == (34, 34, 33)
+
+
+@given(SIZES, SIZES)
+def test_uniform_cut_has_one_size_where_that_takes_at_most_twice_the_fewest_steps(samples, most):
+    fewest = -(-samples // most)
+    equal = [steps for steps in range(fewest, 2 * fewest + 1) if samples % steps == 0]
+
+    found = cut(samples, most, "uniform")
+
+    assert len(found) == (equal[0] if equal else fewest)
+    assert len(set(found[:-1])) <= 1
+    assert len(set(found)) == (1 if equal else 2)
+
+
+@given(SMALL, SMALL)
+def test_uniform_cut_with_a_shorter_last_one_leaves_it_as_long_as_can_be(samples, most):
+    found = cut(samples, most, "uniform")
+
+    alike = [other for other in cuts_of(samples, most, len(found)) if len(set(other[:-1])) <= 1]
+    assert found[-1] == max(other[-1] for other in alike)
+
+
+def test_uniform_cut_prefers_a_multiple_for_the_equal_ones():
+    assert plan(101, 50, strategy="uniform", multiple_of=8).micro_batches == (40, 40, 21)
+    assert plan(100, 37, strategy="uniform", multiple_of=8).micro_batches == (25, 25, 25, 25)
+
+
+def test_greedy_cut_of_100_with_at_most_37_takes_the_largest_first():
+    assert plan(100, 37, strategy="greedy").micro_batches == (37, 37, 26)
+
+
+@given(SMALL, SMALL)
+def test_greedy_cut_is_the_one_whose_early_sizes_are_largest(samples, most):
+    found = cut(samples, most, "greedy")
+
+    assert found == max(cuts_of(samples, most, len(found)))
+
+
+def test_greedy_cut_is_rounded_down_only_where_no_step_is_added():
+    assert cut(90, 37, "greedy", 8) == (32, 32, 26)
+    assert cut(100, 37, "greedy", 8) == (37, 37, 26)
+
+
+def test_balanced_cut_takes_multiples_where_they_add_no_step():
+    assert plan(100, 60, multiple_of=8).micro_batches == (52, 48)
+    assert plan(100, 37, multiple_of=8).micro_batches == (36, 32, 32)
+    assert plan(100, 50, multiple_of=8).micro_batches == (50, 50)
+    assert plan(96, 37, multiple_of=8).micro_batches == (32, 32, 32)
+    assert plan(7, 3, multiple_of=8).micro_batches == (3, 2, 2)
+
+
+@given(SMALL, SMALL, st.integers(min_value=2, max_value=6))
+def test_balanced_cut_has_as_many_multiples_as_can_be_and_is_then_as_even_as_can_be(samples, most, multiple):
+    def merit(sizes):
+        return sum(size % multiple == 0 for size in sizes), -max(sizes), min(sizes)
+
+    found = cut(samples, most, "balanced", multiple)
+
+    assert merit(found) == max(merit(other) for other in cuts_of(samples, most, len(found)))
+
+
+@given(SIZES, SIZES)
+def test_multiples_of_one_change_nothing(samples, most):
+    assert cut(samples, most, "balanced", 1) == balanced(samples, most)
+
+
+def test_fastest_takes_smaller_ones_where_a_sample_is_cheaper_there():
+    trials = timed({8: 0.010, 16: 0.016, 32: 0.040, 64: 0.100})
+
+    assert plan(64, 64, strategy="fastest", trials=trials).micro_batches == (16, 16, 16, 16)
+
+
+def test_fastest_takes_the_largest_where_each_step_costs_the_same():
+    trials = timed({8: 0.11, 16: 0.12, 32: 0.14, 64: 0.18}, failed=[80])
+
+    assert plan(160, 128, strategy="fastest", trials=trials).micro_batches == (54, 53, 53)
+
+
+def test_fastest_takes_the_least_memory_where_a_sample_costs_the_same_everywhere():
+    trials = timed({10: 1.0, 20: 2.0, 40: 4.005})
+
+    assert plan(80, 40, strategy="fastest", trials=trials).micro_batch == 10
+
+
+def test_fastest_ignores_how_long_the_first_trial_took():
+    trials = (Trial(40, True, None, 9.0), Trial(10, True, None, 1.3), Trial(20, True, None, 1.6))
+
+    assert plan(80, 40, strategy="fastest", trials=trials).micro_batches == (40, 40)
+
+
+def test_fastest_takes_the_quickest_of_several_trials_of_a_size():
+    trials = timed({10: 1.0, 20: 9.0, 40: 4.0}) + timed({20: 1.2})
+
+    assert plan(40, 40, strategy="fastest", trials=trials).micro_batches == (20, 20)
+
+
+@pytest.mark.parametrize("seconds", [{}, {20: 1.0}, {20: 0.0, 40: float("nan")}])
+def test_fastest_without_two_sizes_that_were_timed_is_balanced(seconds):
+    trials = timed(seconds, failed=[50])[1:]
+
+    assert plan(100, 60, strategy="fastest", trials=trials).micro_batches == (34, 33, 33)
+
+
+def test_fastest_takes_multiples_as_balanced_does():
+    trials = timed({8: 0.11, 16: 0.12, 32: 0.14, 64: 0.18})
+
+    assert plan(160, 60, strategy="fastest", trials=trials, multiple_of=8).micro_batches == (56, 56, 48)
+
+
+@given(st.integers(min_value=1, max_value=300), st.data())
+def test_fastest_is_within_one_percent_of_every_even_cut_of_timed_sizes(samples, data):
+    sizes = data.draw(st.lists(st.integers(1, 100), min_size=3, max_size=7, unique=True).map(sorted))
+    steps = data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(sizes), max_size=len(sizes)))
+    known = dict(zip(sizes, itertools.accumulate(steps), strict=True))
+
+    def seconds(found):
+        """Return what a cut takes; None where a size lies below those timed."""
+        total = 0.0
+        for size in found:
+            right = next((index for index, timed in enumerate(sizes) if timed >= size), None)
+            if right is None or size < sizes[0]:
+                return None
+            left = sizes[max(0, right - 1)]
+            share = 1.0 if left == sizes[right] else (size - left) / (sizes[right] - left)
+            total += known[left] + share * (known[sizes[right]] - known[left])
+        return total
+
+    found = plan(samples, sizes[-1], strategy="fastest", trials=timed(known)).micro_batches
+
+    cuts = []
+    for steps in range(-(-samples // sizes[-1]), samples + 1):
+        small, larger_ones = divmod(samples, steps)
+        cuts.append((small + 1,) * larger_ones + (small,) * (steps - larger_ones))
+    taken = [seconds(other) for other in cuts]
+    if seconds(found) is not None:
+        assert seconds(found) <= min(second for second in taken if second is not None) * 1.0101

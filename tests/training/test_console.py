@@ -1,0 +1,455 @@
+"""Progress: what is drawn, where, and how rarely the device is waited for."""
+
+import dataclasses
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from autoaccum._callbacks import Callback
+from autoaccum._records import Trial
+from autoaccum._sizing.planner import format_cut
+from autoaccum._training import console as progress_module
+from autoaccum._training.console import LineProgress, RichProgress, progress_for
+from autoaccum.errors import InvalidInputError
+from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves by hand."""
+
+    class Clock:
+        now = 1000.0
+
+        def __call__(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(progress_module.time, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def lines():
+    """A LineProgress at the start of a run of 3 epochs of 15 steps, and what it wrote."""
+    file = io.StringIO()
+    shown = LineProgress(file=file)
+    shown.on_fit_start(epochs=3, max_steps=None, steps_per_epoch=15)
+    return shown, file
+
+
+@pytest.fixture
+def bar():
+    """A RichProgress in a run of 3 epochs of 15 steps on a terminal 120 wide, and what it drew."""
+    file = io.StringIO()
+    shown = RichProgress(Console(file=file, force_terminal=True, width=120))
+    shown.on_fit_start(epochs=3, max_steps=None, steps_per_epoch=15)
+    yield shown, file
+    shown.on_fit_end(None)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def plain(file):
+    """What was drawn, without its escape codes."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_auto_draws_a_bar_where_stderr_is_a_terminal(monkeypatch, asked):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+
+    assert isinstance(progress_for(asked), RichProgress)
+
+
+def test_auto_writes_lines_where_stderr_is_a_file_even_if_colour_is_forced(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    assert isinstance(progress_for("auto"), LineProgress)
+
+
+def test_auto_writes_lines_on_a_terminal_that_cannot_move_its_cursor(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+
+    assert isinstance(progress_for("auto"), LineProgress)
+
+
+def test_bar_and_lines_can_be_asked_for_by_name():
+    assert isinstance(progress_for("bar"), RichProgress)
+    assert isinstance(progress_for("lines"), LineProgress)
+
+
+def test_false_shows_nothing():
+    assert type(progress_for(False)) is Callback
+
+
+def test_a_callback_of_the_users_own_is_returned_as_it_is():
+    own = LineProgress(every_s=1.0)
+
+    assert progress_for(own) is own
+
+
+@pytest.mark.parametrize("asked", ["loud", None, 3])
+def test_unknown_progress_is_refused_by_its_value(asked):
+    with pytest.raises(InvalidInputError, match=re.escape(f"progress={asked!r}")):
+        progress_for(asked)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((100,), "100"),
+        ((34, 33, 33), "34+33+33"),
+        ((256, 256, 256, 256), "256+256+256+256"),
+        ((26, 26, 25, 25, 25), "2x26+3x25"),
+        ((1,) * 100, "100x1"),
+    ],
+)
+def test_a_cut_is_spelled_out_while_short_and_told_in_runs_when_long(sizes, text):
+    assert format_cut(sizes) == text
+
+
+def test_lines_tell_each_trial_with_its_verdict(lines):
+    shown, file = lines
+
+    for trial in TRIALS:
+        shown.on_trial(trial)
+
+    assert file.getvalue() == (
+        "autoaccum: trial of 100: does not fit, 0.5 s\nautoaccum: trial of 37: fits, peak 500.0 MiB, 0.25 s\n"
+    )
+
+
+def test_lines_tell_the_plan_and_the_probe_behind_it(lines):
+    shown, file = lines
+
+    shown.on_plan(PLAN, step=1, probe=PROBE)
+
+    assert file.getvalue() == (
+        "autoaccum: plan from step 1: target batch 100; cut 34+33+33; "
+        "largest that fits 37, found in 2 trials; memory limit 600.0 MiB; "
+        "memory needed 120.0 MiB and 10.0 MiB a sample\n"
+    )
+
+
+def test_lines_tell_a_plan_that_no_probe_led_to(lines):
+    shown, file = lines
+
+    shown.on_plan(PLAN, step=7, probe=None)
+
+    assert file.getvalue() == "autoaccum: plan from step 7: target batch 100; cut 34+33+33\n"
+
+
+def test_lines_tell_a_step_only_when_the_last_line_is_long_enough_ago(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=10.0, file=file)
+    shown.on_fit_start(epochs=3, max_steps=None, steps_per_epoch=15)
+
+    for step in range(1, 31):
+        clock.now += 1.0
+        shown.on_step(step_report(step), epoch=1 + (step - 1) // 15)
+
+    assert [line.partition(":")[2].partition(":")[0] for line in file.getvalue().splitlines()] == [
+        " epoch 1/3, step 10/45",
+        " epoch 2/3, step 20/45",
+        " epoch 2/3, step 30/45",
+    ]
+
+
+def test_a_step_line_tells_loss_speed_cut_peak_and_oom(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=None, max_steps=None, steps_per_epoch=None)
+    clock.now += 2.0
+
+    shown.on_step(step_report(1, samples=100), epoch=1)
+
+    assert file.getvalue() == (
+        "autoaccum: epoch 1, step 1: loss 0.25, 50 samples/s, cut 34+33+33, peak 512.0 MiB, 0 oom\n"
+    )
+
+
+def test_lines_wait_for_the_device_only_for_a_line_that_is_written(clock):
+    shown = LineProgress(every_s=10.0, file=io.StringIO())
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    losses = [CountingScalar(0.5) for _ in range(20)]
+
+    for step, loss in enumerate(losses, start=1):
+        clock.now += 1.0
+        shown.on_step(step_report(step, loss=loss), epoch=1)
+
+    assert [step for step, loss in enumerate(losses, start=1) if loss.reads] == [10, 20]
+
+
+def test_the_time_of_the_probe_does_not_count_as_slow_training(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    clock.now += 1000.0
+    shown.on_plan(PLAN, step=1, probe=PROBE)
+    clock.now += 1.0
+
+    shown.on_step(step_report(1, samples=100), epoch=1)
+
+    assert "100 samples/s" in file.getvalue()
+
+
+def test_the_window_that_ended_the_search_has_a_speed_of_its_own(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    clock.now += 0.5
+    shown.on_plan(PLAN, step=2, probe=PROBE)
+
+    shown.on_step(step_report(1, samples=100, elapsed_s=0.5), epoch=1)
+
+    assert " 200 samples/s" in file.getvalue()
+
+
+def test_a_short_last_window_does_not_hide_the_cut(lines):
+    shown, file = lines
+    shown.on_step(step_report(1, samples=100), epoch=1)
+    shown.on_step(step_report(2, samples=12, micro_batches=(12,)), epoch=1)
+
+    shown.on_epoch_end(1)
+
+    assert "cut 34+33+33" in file.getvalue()
+
+
+def test_a_size_that_fitted_before_is_said_to_fit_no_longer(lines):
+    shown, file = lines
+
+    shown.on_trial(Trial(49, fits=True, peak_bytes=None, elapsed_s=0.25))
+    shown.on_trial(Trial(49, fits=False, peak_bytes=None, elapsed_s=0.25))
+
+    assert file.getvalue().splitlines()[-1] == "autoaccum: trial of 49: fits no longer, 0.25 s"
+
+
+@pytest.mark.parametrize(("samples", "text"), [(7, "7 samples/s"), (31, "31 samples/s"), (12345, "12345 samples/s")])
+def test_a_speed_is_written_out_however_large(clock, samples, text):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    clock.now += 1.0
+
+    shown.on_step(step_report(1, samples=samples), epoch=1)
+
+    assert f" {text}" in file.getvalue()
+
+
+def test_the_last_picture_keeps_the_speed_that_the_evaluation_interrupted(clock, bar):
+    shown, file = bar
+    clock.now += 2.0
+    shown.on_step(step_report(1, samples=100), epoch=1)
+    shown.on_epoch_end(1)
+    clock.now += 50.0
+    shown.on_evaluation(EVALUATION, epoch=1, step=1)
+
+    shown.on_fit_end(fit_result())
+
+    assert re.findall(r"([\d.]+) samples/s", plain(file))[-1] == "50"
+
+
+def test_lines_tell_where_memory_ran_out_and_count_it(lines):
+    shown, file = lines
+
+    shown.on_oom(OOM, step=3)
+    shown.on_step(step_report(3), epoch=1)
+    shown.on_epoch_end(1)
+
+    oom_line, epoch_line = file.getvalue().splitlines()
+    assert oom_line == "autoaccum: out of memory in step 3, backward of 34 samples: CUDA out of memory."
+    assert epoch_line.endswith("1 oom")
+
+
+def test_lines_tell_the_epoch_and_the_evaluation(lines):
+    shown, file = lines
+    shown.on_step(step_report(15), epoch=1)
+
+    shown.on_epoch_end(1)
+    shown.on_evaluation(EVALUATION, epoch=1, step=15)
+
+    epoch_line, evaluation_line = file.getvalue().splitlines()
+    assert epoch_line.startswith("autoaccum: epoch 1 done, step 15/45: loss 0.25, ")
+    assert evaluation_line == ("autoaccum: evaluation after epoch 1: loss 0.5, accuracy 0.9375 (360 samples, 1.5 s)")
+
+
+def test_a_skipped_update_is_told(lines):
+    shown, file = lines
+    shown.on_step(step_report(1, skipped=True), epoch=1)
+
+    shown.on_epoch_end(1)
+
+    assert "loss 0.25 (update skipped)" in file.getvalue()
+
+
+def test_lines_end_with_a_summary(lines):
+    shown, file = lines
+
+    shown.on_fit_end(fit_result())
+
+    assert file.getvalue() == (
+        "autoaccum: done: 2 steps, 200 samples in 12.5 s, cut 34+33+33, 1 oom, last loss 0.25, accuracy 0.9375\n"
+    )
+
+
+@pytest.mark.parametrize("shown", [LineProgress(), RichProgress(Console(stderr=True, force_terminal=True))])
+def test_after_an_error_no_summary_is_written_and_no_loss_is_read(shown, capsys):
+    loss = CountingScalar(0.5)
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    shown._last_draw = float("inf")  # no picture for the step, so that only the end could read it
+    shown.on_step(step_report(1, loss=loss), epoch=1)
+
+    shown.on_fit_end(None)
+
+    assert "done" not in capsys.readouterr().err
+    assert loss.reads == 0
+
+
+def test_lines_go_to_stderr_without_escape_codes(capsys):
+    shown = LineProgress()
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    shown.on_trial(TRIALS[0])
+
+    shown.on_fit_end(fit_result())
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "\x1b" not in err
+    assert len(err.splitlines()) == 2
+
+
+def test_the_bar_shows_epoch_windows_and_figures(bar):
+    shown, file = bar
+
+    shown.on_step(step_report(16), epoch=2)
+
+    text = plain(file)
+    assert "epoch 2/3" in text
+    assert "16/45" in text
+    assert "loss 0.25" in text
+    assert "cut 34+33+33, peak 512.0 MiB, 0 oom" in text
+
+
+def test_the_bar_counts_to_max_steps_where_that_comes_first():
+    file = io.StringIO()
+    shown = RichProgress(Console(file=file, force_terminal=True, width=120))
+    shown.on_fit_start(epochs=3, max_steps=20, steps_per_epoch=15)
+
+    shown.on_step(step_report(16), epoch=2)
+    shown.on_fit_end(None)
+
+    assert "16/20" in plain(file)
+
+
+def test_the_bar_shows_trials_plan_and_memory_above_it(bar):
+    shown, file = bar
+
+    shown.on_trial(TRIALS[1])
+    shown.on_plan(PLAN, step=1, probe=PROBE)
+    shown.on_oom(OOM, step=3)
+    shown.on_evaluation(EVALUATION, epoch=1, step=15)
+
+    text = plain(file)
+    assert "trial of 37: fits" in text
+    assert "plan from step 1" in text
+    assert "37, found in 2 trials" in text
+    assert "out of memory in step 3, backward of 34 samples" in text
+    assert "accuracy 0.9375" in text
+
+
+def test_the_bar_is_drawn_and_the_device_waited_for_at_most_five_times_a_second(clock):
+    shown = RichProgress(Console(file=io.StringIO(), force_terminal=True, width=120))
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+    losses = [CountingScalar(0.5) for _ in range(100)]
+
+    for step, loss in enumerate(losses, start=1):
+        clock.now += 0.0101
+        shown.on_step(step_report(step, loss=loss), epoch=1)
+    shown.on_fit_end(None)
+
+    assert 1 <= sum(bool(loss.reads) for loss in losses) <= 6
+
+
+def test_the_bar_leaves_stdout_alone_where_stdout_is_no_terminal(capsys):
+    shown = RichProgress(Console(stderr=True, force_terminal=True))
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+
+    print("a result")  # noqa: T201 - what a user's script does
+    shown.on_fit_end(None)
+
+    assert capsys.readouterr().out == "a result\n"
+
+
+def test_the_bar_gives_stderr_and_the_cursor_back_after_an_error():
+    file = io.StringIO()
+    before = sys.stderr
+    shown = RichProgress(Console(file=file, force_terminal=True))
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+
+    shown.on_fit_end(None)
+
+    assert sys.stderr is before
+    assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")
+
+
+def test_the_bar_ends_with_a_summary(bar):
+    shown, file = bar
+    shown.on_step(step_report(1), epoch=1)
+
+    shown.on_fit_end(fit_result())
+
+    assert "done: 2 steps, 200 samples in 12.5 s" in plain(file)
+
+
+def test_lines_say_which_step_is_saved(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=None, max_steps=None, steps_per_epoch=None)
+    shown.on_checkpoint(Path("run/step-00000020.pt"), step=20)
+    clock.now += 2.0
+
+    shown.on_step(step_report(21), epoch=1)
+
+    assert file.getvalue().endswith(", 0 oom, saved at step 20\n")
+
+
+def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it(lines):
+    shown, file = lines
+    shown.on_step(step_report(33), epoch=3)
+
+    shown.on_resume(Path("run/step-00000020.pt"), step=20, epoch=2)
+    shown.on_epoch_end(2)
+    shown._every_s = 0.0
+    shown.on_step(step_report(21), epoch=2)
+
+    assert [line.partition(":")[2].partition(":")[0] for line in file.getvalue().splitlines()] == [
+        " epoch 2/3, step 21/45"
+    ]
+
+
+def test_bar_stands_where_a_checkpoint_was_taken(bar):
+    shown, file = bar
+
+    shown.on_resume(Path("run/step-00000020.pt"), step=20, epoch=2)
+    shown._live.refresh()
+
+    assert "20/45" in plain(file)
+
+
+def test_summary_names_the_checkpoint(lines):
+    shown, file = lines
+
+    shown.on_fit_end(dataclasses.replace(fit_result(), checkpoint=Path("run/step-00000045.pt")))
+
+    assert file.getvalue().endswith(", checkpoint run/step-00000045.pt\n")

@@ -1,0 +1,346 @@
+"""The logs: every event kept, in order, without holding training up for a loss."""
+
+import builtins
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoaccum._records import DeviceScalar
+from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+from autoaccum.errors import InvalidInputError
+from record_examples import (
+    EVALUATION,
+    MIB,
+    OOM,
+    PLAN,
+    PROBE,
+    TRIALS,
+    CountingScalar,
+    LostScalar,
+    fit_result,
+    step_report,
+)
+
+
+def started(log):
+    log.on_fit_start(epochs=2, max_steps=None, steps_per_epoch=15)
+    return log
+
+
+def events(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_time(event):
+    return {key: value for key, value in event.items() if key != "time"}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "log.jsonl"
+
+
+@pytest.fixture
+def log(path):
+    """A log of a run that has begun, and that ends with the test."""
+    log = started(JSONLinesLog(path))
+    yield log
+    log.on_fit_end(None)
+
+
+def test_every_event_becomes_one_line_in_the_order_in_which_it_happened(path, log):
+    log.on_trial(TRIALS[0])
+    log.on_plan(PLAN, step=1, probe=PROBE)
+    log.on_step(step_report(1), epoch=1)
+    log.on_oom(OOM, step=2)
+    log.on_step(step_report(2), epoch=1)
+    log.on_epoch_end(1)
+    log.on_evaluation(EVALUATION, epoch=1, step=2)
+
+    log.on_fit_end(fit_result())
+
+    names = ["fit_start", "trial", "plan", "step", "oom", "step", "epoch_end", "evaluation", "fit_end"]
+    assert [event["event"] for event in events(path)] == names
+
+
+def test_the_keys_of_each_event_are_the_documented_ones(path, log):
+    log.on_trial(TRIALS[1])
+    log.on_plan(PLAN, step=1, probe=PROBE)
+    log.on_step(step_report(1, loss=0.25), epoch=1)
+    log.on_oom(OOM, step=2)
+    log.on_epoch_end(1)
+    log.on_evaluation(EVALUATION, epoch=1, step=1)
+
+    log.on_fit_end(fit_result())
+
+    assert [without_time(event) for event in events(path)] == [
+        {"event": "fit_start", "epochs": 2, "max_steps": None, "steps_per_epoch": 15},
+        {"event": "trial", "size": 37, "fits": True, "peak_bytes": 500 * MIB, "elapsed_s": 0.25},
+        {
+            "event": "plan",
+            "step": 1,
+            "target_batch": 100,
+            "micro_batches": [34, 33, 33],
+            "micro_batch": 34,
+            "accum_steps": 3,
+            "probe": {
+                "micro_batch": 37,
+                "limit_bytes": 600 * MIB,
+                "fixed_bytes": 120 * MIB,
+                "bytes_per_sample": 10 * MIB,
+            },
+        },
+        {
+            "event": "step",
+            "epoch": 1,
+            "step": 1,
+            "samples": 100,
+            "loss": 0.25,
+            "losses": {"loss": 0.25},
+            "micro_batches": [34, 33, 33],
+            "oom_events": 0,
+            "elapsed_s": 0.5,
+            "peak_bytes": 512 * MIB,
+            "grad_norm": None,
+            "skipped": False,
+        },
+        {"event": "oom", "step": 2, "phase": "backward", "size": 34, "message": "CUDA out of memory."},
+        {"event": "epoch_end", "epoch": 1},
+        {
+            "event": "evaluation",
+            "epoch": 1,
+            "step": 1,
+            "loss": 0.5,
+            "losses": {},
+            "metrics": {"accuracy": 0.9375},
+            "samples": 360,
+            "elapsed_s": 1.5,
+        },
+        {
+            "event": "fit_end",
+            "completed": True,
+            "steps": 2,
+            "samples": 200,
+            "oom_events": 1,
+            "elapsed_s": 12.5,
+        },
+    ]
+
+
+def test_a_plan_that_no_probe_led_to_says_so(path, log):
+    log.on_plan(PLAN, step=5, probe=None)
+
+    assert events(path)[-1]["probe"] is None
+
+
+def test_a_steps_loss_is_read_when_the_next_step_is_done_and_not_before(log):
+    losses = [CountingScalar(0.5), CountingScalar(0.25)]
+
+    reads = []
+    for step, loss in enumerate(losses, start=1):
+        log.on_step(step_report(step, loss=loss), epoch=1)
+        reads.append([bool(loss.reads) for loss in losses])
+
+    assert reads == [[False, False], [True, False]]
+
+
+def test_a_steps_time_is_when_it_was_done_not_when_it_was_written(path, log, monkeypatch):
+    now = 10.0
+    monkeypatch.setattr("autoaccum._training.loggers.time.time", lambda: now)
+    log.on_step(step_report(1), epoch=1)
+    now = 20.0
+
+    log.on_epoch_end(1)
+
+    assert [event["time"] for event in events(path)][1:] == [10.0, 20.0]
+
+
+def test_each_line_can_be_read_while_training_goes_on(path, log):
+    log.on_trial(TRIALS[0])
+
+    assert events(path)[-1]["event"] == "trial"
+
+
+def test_a_second_run_is_appended_to_the_first(path):
+    started(JSONLinesLog(path)).on_fit_end(None)
+
+    started(JSONLinesLog(path)).on_fit_end(None)
+
+    assert [event["event"] for event in events(path)] == ["fit_start", "fit_end"] * 2
+
+
+def test_one_log_can_be_used_for_two_runs(path):
+    log = started(JSONLinesLog(path))
+    log.on_fit_end(None)
+
+    started(log).on_fit_end(fit_result())
+
+    assert [event.get("completed") for event in events(path)] == [None, False, None, True]
+
+
+def test_a_run_that_raised_keeps_its_last_step_and_says_that_it_did_not_complete(path, log):
+    log.on_step(step_report(1), epoch=1)
+
+    log.on_fit_end(None)
+
+    assert [without_time(event) for event in events(path)][-1] == {"event": "fit_end", "completed": False}
+    assert events(path)[-2]["step"] == 1
+
+
+def test_a_step_whose_device_is_lost_does_not_hide_the_error_that_ends_the_run(path, log):
+    log.on_step(step_report(1, loss=LostScalar(0.0)), epoch=1)
+
+    log.on_fit_end(None)
+
+    assert [event["event"] for event in events(path)] == ["fit_start", "fit_end"]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_null_and_the_line_stays_json(path, log, number):
+    log.on_step(step_report(1, loss=number, device_grad_norm=DeviceScalar(number)), epoch=1)
+
+    log.on_epoch_end(1)
+
+    step = events(path)[1]
+    assert (step["loss"], step["losses"], step["grad_norm"]) == (None, {"loss": None}, None)
+
+
+def test_a_missing_folder_is_made(tmp_path):
+    path = tmp_path / "runs" / "today" / "log.jsonl"
+
+    started(JSONLinesLog(path)).on_fit_end(None)
+
+    assert path.is_file()
+
+
+def test_a_log_that_cannot_be_opened_is_refused_by_its_path(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"cannot be opened for writing \(Is a directory\)"):
+        started(JSONLinesLog(tmp_path))
+
+
+def test_a_log_that_never_started_can_end(path):
+    JSONLinesLog(path).on_fit_end(None)
+
+    assert not path.exists()
+
+
+def scalars(log_dir):
+    """The scalars in the event files of a folder, as {name: [(step, value), ...]}."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = accumulator.EventAccumulator(str(log_dir)).Reload()
+    return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+
+
+def test_tensorboard_gets_the_scalars_that_are_documented(tmp_path):
+    log = started(TensorBoardLog(tmp_path))
+    log.on_plan(PLAN, step=1, probe=None)
+    log.on_step(step_report(1, loss=0.5, device_grad_norm=DeviceScalar(2.0)), epoch=1)
+    log.on_oom(OOM, step=2)
+    log.on_step(step_report(2, loss=0.25), epoch=1)
+    log.on_evaluation(EVALUATION, epoch=1, step=2)
+
+    log.on_fit_end(fit_result())
+
+    assert scalars(tmp_path) == {
+        "plan/micro_batch": [(1, 34.0)],
+        "train/loss": [(1, 0.5), (2, 0.25)],
+        "train/grad_norm": [(1, 2.0)],
+        "train/samples_per_s": [(1, 200.0), (2, 200.0)],
+        "memory/peak_bytes": [(1, 512.0 * MIB), (2, 512.0 * MIB)],
+        "memory/oom_events": [(2, 1.0)],
+        "evaluation/loss": [(2, 0.5)],
+        "evaluation/accuracy": [(2, 0.9375)],
+    }
+
+
+def test_logs_get_the_losses_of_an_evaluation_by_name(tmp_path, path, log):
+    evaluation = replace(EVALUATION, losses={"loss": 0.5, "box": 0.25})
+    board = started(TensorBoardLog(tmp_path))
+
+    log.on_evaluation(evaluation, epoch=1, step=2)
+    board.on_evaluation(evaluation, epoch=1, step=2)
+    board.on_fit_end(None)
+
+    assert events(path)[-1]["losses"] == {"loss": 0.5, "box": 0.25}
+    assert scalars(tmp_path)["evaluation/loss/box"] == [(2, 0.25)]
+
+
+def test_tensorboard_gets_several_losses_by_name(tmp_path):
+    log = started(TensorBoardLog(tmp_path))
+    losses = {"box": DeviceScalar(0.5), "class": DeviceScalar(0.25)}
+    log.on_step(step_report(1, device_losses=losses), epoch=1)
+
+    log.on_fit_end(None)
+
+    found = scalars(tmp_path)
+    assert (found["train/loss"], found["train/loss/box"], found["train/loss/class"]) == (
+        [(1, 0.75)],
+        [(1, 0.5)],
+        [(1, 0.25)],
+    )
+
+
+def test_without_tensorboard_the_remedy_is_named(monkeypatch, tmp_path):
+    real_import = builtins.__import__
+
+    def import_without_tensorboard(name, *args, **kwargs):
+        if name.split(".")[0] == "tensorboard":
+            raise ImportError(f"No module named {name!r}")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setattr(builtins, "__import__", import_without_tensorboard)
+
+    with pytest.raises(InvalidInputError, match=r'pip install "autoaccum\[tensorboard\]"'):
+        TensorBoardLog(tmp_path)
+
+
+def test_checkpoints_and_going_on_from_one_are_logged(path, log):
+    log.on_checkpoint(Path("run/step-00000002.pt"), step=2)
+
+    log.on_resume(Path("run/step-00000002.pt"), step=2, epoch=1)
+
+    assert [without_time(event) for event in events(path)][1:] == [
+        {"event": "checkpoint", "step": 2, "path": "run/step-00000002.pt"},
+        {"event": "resume", "step": 2, "epoch": 1, "path": "run/step-00000002.pt"},
+    ]
+
+
+def test_line_that_a_killed_process_left_cut_short_spoils_no_other(path):
+    path.write_text('{"event": "fit_start"}\n{"event": "st')
+
+    started(JSONLinesLog(path)).on_fit_end(None)
+
+    lines = path.read_text().splitlines()
+    assert lines[1] == '{"event": "st'
+    assert [json.loads(line)["event"] for line in lines[2:]] == ["fit_start", "fit_end"]
+
+
+def test_tensorboard_hides_what_was_beyond_the_checkpoint(tmp_path):
+    killed = started(TensorBoardLog(tmp_path))
+    for step in (1, 2, 3, 4):
+        killed.on_step(step_report(step, loss=float(step)), epoch=1)
+    killed.on_fit_end(None)
+    log = started(TensorBoardLog(tmp_path))
+    log.on_resume(Path("run/step-00000002.pt"), step=2, epoch=1)
+    log.on_step(step_report(3, loss=30.0), epoch=1)
+
+    log.on_fit_end(None)
+
+    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_tensorboard_hides_it_within_a_call_that_goes_back_too(tmp_path):
+    log = started(TensorBoardLog(tmp_path))
+    for step in (1, 2, 3):
+        log.on_step(step_report(step, loss=float(step)), epoch=1)
+    log.on_resume(Path("run/step-00000001.pt"), step=1, epoch=1)
+    log.on_step(step_report(2, loss=20.0), epoch=1)
+
+    log.on_fit_end(None)
+
+    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 20.0)]
