@@ -10,7 +10,7 @@ import autoaccum
 import overlap_training
 import rank_training
 from autoaccum._distributed.process_group import Ranks
-from autoaccum._engine.runner import Runner
+from autoaccum._engine.runner import WindowRunner
 from faults import FailAt
 from rank_training import DataLoader
 
@@ -93,7 +93,7 @@ def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd",
     windows = Windows(mode)
     with ExitStack() as patches:
         sends = patches.enter_context(overlap_training.watched())
-        for owner, name in ((Runner, "step_with_others"), *((Ranks, name) for name in TALK)):
+        for owner, name in ((WindowRunner, "step"), *((Ranks, name) for name in TALK)):
             method = mode.while_called(getattr(owner, name), is_talking=owner is Ranks)
             patches.enter_context(mock.patch.object(owner, name, method))
         patches.enter_context(mode)

@@ -231,7 +231,7 @@ def test_a_fault_in_the_first_optimizer_step_takes_back_the_state_it_had_begun_t
         def on_oom(self, event, *, step):
             undone.append((event.phase, differences(state_of(model, runner.optimizer), before)))
 
-    runner._callbacks = (Watch(),)
+    runner._events._callbacks = (Watch(),)
     with fault:
         report = runner.step(window)
 

@@ -8,8 +8,8 @@ import torch
 
 from autoaccum import _oom
 from autoaccum._data.batches import Window
-from autoaccum._engine.accumulator import Accumulation
 from autoaccum._engine.aside import Aside
+from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.optimizer_step import _Written
 from autoaccum._engine.step import TrainingStep
 from autoaccum._snapshot import Mark, OptimizerSnapshot, RandomState
@@ -131,18 +131,18 @@ SABOTAGES = {
     "random state is not put back": (RICH, Mark, "put_back", _without_random_state, {"memory": 20}),
     "no generator is put back": (RICH, RandomState, "put_back", _nothing, {"memory": 20}),
     "buffers are not put back": (RICH, Mark, "put_back", _without_buffers, {"memory": 20}),
-    "a micro-batch is not put back": (RICH, Accumulation, "_put_back_micro_batch", _nothing, {"memory": 20}),
+    "a micro-batch is not put back": (RICH, MicroBatches, "_put_back_micro_batch", _nothing, {"memory": 20}),
     "a micro-batch goes back too far": (RICH, Mark, "take", _mark_of_the_first, {"memory": 20}),
     "micro-batches overlap": (PLAIN, Window, "cut", _overlapping, {"memory": 20}),
     "gradients are not cleared": (RICH, TrainingStep, "abandon", _half_abandoned, {"memory": 20}),
     "the scaler keeps its stage": (RICH, TrainingStep, "abandon", _stage_kept, {"errors": 40}),
-    "half-added gradients pass for whole": (RICH, Accumulation, "_is_intact", lambda _: True, {"memory": 40}),
+    "half-added gradients pass for whole": (RICH, MicroBatches, "_is_intact", lambda _: True, {"memory": 40}),
     "hooks stay behind": (RICH, Aside, "drop", _hooks_kept, {"troubled": 10}),
     "the first update is not taken back": (PLAIN, OptimizerSnapshot, "undo", lambda _: True, {"first": 60}),
     "half an update passes for none": (PLAIN, _Written, "undo", lambda _: True, {"memory": 60}),
     "errors are kept with their frames": (PLAIN, _oom, "let_go", _kept_errors.append, {"counted": 20}),
     "interrupts are not held": (PLAIN, signals, "held", nullcontext, {"interrupts": 60}),
-    "damage is told of what is whole": (PLAIN, Accumulation, "_refuse_written_parameters", _damage, {"memory": 20}),
+    "damage is told of what is whole": (PLAIN, MicroBatches, "_refuse_written_parameters", _damage, {"memory": 20}),
 }
 
 

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.runner import Runner
+from autoaccum._data.batches import as_window
 from autoaccum._engine.step import TrainingStep
 from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.fake_step import FakePrecision
 from autoaccum._loss.objective import Objective
 from autoaccum._system.notices import Notices
+from helpers import runner_of
 from launches import CARD, Launches, WaitsError, fake_card
 
 SAMPLES, SIZES, WIDTH = 16, (4, 4, 4, 4), 32
@@ -82,10 +83,10 @@ def _runner(model, optimizer, precision, clip):
     objective = Objective(model, nn.MSELoss(), forward=None, loss_reduction=None, notices=notices)
     memory = autoaccum.Simulated(2**40, CARD)
     step = TrainingStep(objective, optimizer, precision, memory, clip_grad_norm=clip)
-    runner = Runner.of(step, autoaccum.Plan(SAMPLES, SIZES), callbacks=(), notices=notices)
+    runner = runner_of(step, autoaccum.Plan(SAMPLES, SIZES), notices=notices)
 
     def run(model, optimizer, precision, window, clip):
-        report = runner.step(window)
+        report = runner.step(as_window(window))
         assert report.micro_batches == SIZES
         assert report.oom_events == 0
 

@@ -5,12 +5,15 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine import accumulator
+from autoaccum._data.batches import as_window
+from autoaccum._engine import micro_batches
 from autoaccum._memory.host import Host
 from autoaccum._records import MemoryReading
 from autoaccum._sizing.backoff import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
+from autoaccum._sizing.controller import Cutting
 from autoaccum._system.notices import Notices
 from faults import differences, state_of
+from helpers import runner_of
 
 SAMPLES = 24
 LACK = torch.OutOfMemoryError("CUDA out of memory.")
@@ -224,11 +227,12 @@ def test_sizes_do_not_grow_where_no_memory_is_free():
 def test_plan_that_an_earlier_run_had_shrunk_to_grows_back_too():
     _, runner = made()
     planned = runner.plan
-    runner.shrink_to(autoaccum.plan(SAMPLES, 4))
-    first = runner.step(window(2))
+    step = runner._step
+    runner = runner_of(step, planned, cutting=Cutting(autoaccum.plan(SAMPLES, 4), planned))
+    first = runner.step(as_window(window(2)))
 
     for _ in range(FIRST_WAIT_WINDOWS + 2 * CLEAN_WINDOWS):
-        runner.step(window(2))
+        runner.step(as_window(window(2)))
 
     assert first.micro_batches == (4, 4, 4, 4, 4, 4)
     assert runner.plan is planned
@@ -378,7 +382,9 @@ def test_error_of_the_users_own_tells_where_parameters_that_the_model_writes_are
     assert caught.value is mine
     lost = differences(state_of(model, runner.optimizer), before)
     assert [("teacher.weight" in each) for each in lost] == [True] * (window_number == 1)
-    assert ["1 of its parameters" in note for note in getattr(mine, "__notes__", ())] == [True] * (window_number == 1)
+    assert ["modified 1 of the model's parameters" in note for note in getattr(mine, "__notes__", ())] == [True] * (
+        window_number == 1
+    )
     assert runner.has_lost_parameters == (window_number == 1)
 
 
@@ -493,7 +499,7 @@ def test_what_tells_whether_a_frozen_parameter_moved_is_summed_in_little_memory(
     frozen = torch.randn(shape).mT if len(shape) == 2 else torch.randn(shape)
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        total = accumulator._sum(frozen)
+        total = micro_batches._sum(frozen)
 
     assert total.item() == pytest.approx(frozen.double().sum().item(), abs=1e-6)
     assert max(event.cpu_memory_usage for event in profile.events()) <= 2 * 2**20

@@ -8,6 +8,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.phases import Stage
 from autoaccum._memory._storages import Transients
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
@@ -38,7 +39,7 @@ def one_parameter():
 
 
 def updates_of(model, optimizer, memory, scaler=None):
-    return Updates(optimizer, scaler, memory, clip_grad_norm=None, entering=lambda _: None)
+    return Updates(optimizer, scaler, memory, clip_grad_norm=None, stage=Stage())
 
 
 def test_what_a_piece_of_work_takes_is_told_apart_from_what_it_leaves():

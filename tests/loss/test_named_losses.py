@@ -6,10 +6,11 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum._data.batches import as_window
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from helpers import batches_of, training_step
+from helpers import batches_of, runner_of, training_step
 
 SAMPLES = 12
 CUTS = [(12,), (5, 4, 3)]
@@ -339,7 +340,7 @@ def test_losses_in_a_container_are_refused_and_never_left_out(wrap, model, batch
 def test_evaluation_adds_what_training_adds(loss, trained, model, batch):
     step = training_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0))
     if trained:
-        autoaccum.Runner.of(step, autoaccum.plan(12, 5), callbacks=(), notices=Notices(silent=True)).step(batch)
+        runner_of(step, autoaccum.plan(12, 5)).step(as_window(batch))
     expected = exact(loss, model, batch)
 
     found = Evaluator(step).run(batches_of(batch, 5, 4, 3))
@@ -351,7 +352,7 @@ def test_evaluation_adds_what_training_adds(loss, trained, model, batch):
 @pytest.mark.parametrize("sizes", [(12,), (5, 4, 3), (7, 5)])
 def test_evaluation_of_a_sum_reports_a_plain_number_a_sample_however_it_is_cut(sizes, model, batch):
     step = training_step(model, summed, torch.optim.SGD(model.parameters(), lr=0.0))
-    autoaccum.Runner.of(step, autoaccum.plan(12, 5), callbacks=(), notices=Notices(silent=True)).step(batch)
+    runner_of(step, autoaccum.plan(12, 5)).step(as_window(batch))
     expected = {name: value / 12 for name, value in exact(summed, model, batch).items()}
 
     found = Evaluator(step).run(batches_of(batch, *sizes))

@@ -19,11 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._distributed.overlap import SHARED, Overlap
+from autoaccum._engine.gradients import Reduced
+from autoaccum._engine.phases import Phase
 from autoaccum._loss.objective import PAIR, SUM
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.weighting import in_full
-from autoaccum._oom import is_oom
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
+from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.overlap import Weight
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.accumulator import Accumulation, Given
+    from autoaccum._engine.gradients import Given
+    from autoaccum._engine.optimizer_step import Update
+    from autoaccum._engine.peers import BeforeUpdate, Work
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.weighting import Weighting
@@ -41,8 +45,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # So often what parts weigh is asked for.
 _TRIES = 4
-# The phase of a failure that was told of another rank.
-ELSEWHERE = "on another rank"
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -86,36 +88,43 @@ class Joint:
     Args:
         ranks: All of them.
         step: This one's training step.
+        wishes: Returns what this rank wishes to happen after the present window: bits, of which all learn.
+        note: Returns what else this rank has to say with every window.
+        look: Given what all ranks have said so, before an update is made; may refuse it, on every rank alike.
+        is_timed: Whether it matters how long the device of each rank has worked, which is then waited for.
         room: In which all gradients can be on their way at once; None where they go when all have worked.
         say: Tells the user what has become of that.
 
     Attributes:
         parts: What each rank has said of its part of the present window, by rank.
-        wishes: Returns what this rank wishes to happen after the present window: bits, of which all learn.
-        note: Returns what else this rank has to say with every window.
-        look: Given what all ranks have said so, before an update is made; may refuse it, on every rank alike.
-        seconds: How long this rank has worked on its part.
-        is_timed: Whether that is to be how long its device has worked, which is waited for.
         share: What the parts of the present window weigh together, where they cannot be added up afterwards.
-        sizing: How this rank cuts its parts; to be set before the first window.
         overlap: Sends gradients while the last are made; None where that is not done.
+        is_decided: As `Peers` has it.
     """
 
-    sizing: Sizing
-
+    is_part = True
     # Whether gradients are added up here, or by the model itself.
     adds_up_gradients = True
 
     def __init__(
-        self, ranks: Ranks, step: TrainingStep, room: Buckets | None = None, say: Callable[[str], None] = lambda _: None
+        self,
+        ranks: Ranks,
+        step: TrainingStep,
+        *,
+        wishes: Callable[[], int] = lambda: 0,
+        note: Callable[[], int] = lambda: 0,
+        look: Callable[[Sequence[int]], None] = lambda _: None,
+        is_timed: bool = False,
+        room: Buckets | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
-        self.wishes: Callable[[], int] = lambda: 0
-        self.note: Callable[[], int] = lambda: 0
-        self.look: Callable[[Sequence[int]], None] = lambda _: None
-        self.seconds = 0.0
-        self.is_timed = False
+        self.is_decided = False
+        self._wishes = wishes
+        self._note = note
+        self._look = look
+        self._is_timed = is_timed
         self._step = step
         self._trained = trained(step)
         self._gradients = room or Buckets(self._trained if self.adds_up_gradients else [])
@@ -160,12 +169,19 @@ class Joint:
                 "gradients of those they began with; end this call of fit, and go on with the changed model in another"
             )
 
-    def begin(self, window: Window) -> Share | None:
+    @property
+    def sending(self) -> Overlap | None:
+        """Sends gradients while the last micro-batch is made; None where that is not done."""
+        return self.overlap
+
+    def begin(self, window: Window, sizing: Sizing) -> Share | None:
         """Begin a window; return what its parts weigh together, where they cannot be added up afterwards.
 
         Args:
             window: This rank's part.
+            sizing: How this rank cuts it.
         """
+        self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
         if self._begun is window:
             return self.share  # a second attempt of this rank alone
@@ -182,26 +198,83 @@ class Joint:
             self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
 
-    def prepare(self, window: Window) -> None:
-        """Make ready for an attempt at a window; nothing to do where each rank makes its passes by itself."""
+    def prepare(self) -> None:
+        """Make ready for an attempt at the window; nothing to do where each rank makes its passes by itself."""
 
-    def failed(self, error: Exception, work: Accumulation | None) -> None:
-        """See what a failure on this rank means; nothing but for itself where the others do not wait for its passes."""
+    def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
+        """See what a failure on this rank means for the others.
 
-    def synchronize(self) -> None:
+        Raises:
+            StartAgainError: This rank lacks memory where the others make the update.
+        """
+        if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
+            raise _left_behind(error, self.ranks.rank, number) from error
+
+    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
+        """Agree with the other ranks and add up what all have; None where the attempt has to be made again."""
+        if not self.agree(given, work):
+            return None
+        if not self.samples:
+            return Reduced()
+        outcome = self.add_up(given)
+        outcome.run(lambda: before_update(outcome.losses, self.samples))
+        # From here on this rank cannot know whether the others have heard from it and make the update. Where the
+        # model adds up gradients they all meet once more.
+        self.is_decided = self.adds_up_gradients
+        if not self.all_ready(outcome):
+            self.is_decided = False
+            if outcome.failure is not None:
+                raise outcome.failure
+            work.start_over(self.share)
+            return None
+        self.is_decided = True
+        return Reduced(outcome.losses, outcome.reported, self.samples, outcome.norm)
+
+    def commit(self, reduced: Reduced) -> Update:
+        """Step the optimizer, as all others do now: where memory lacks for it, once more, with the caches released.
+
+        Raises:
+            DoesNotFitError: It lacks again; the others have made the update, so the window cannot be made again.
+        """
+        updates, memory = self._step.updates, self._step.memory
+        before = updates.made
+        try:
+            return updates.commit(reduced.grad_norm)
+        except Exception as error:
+            if updates.made != before or not is_oom(error) or is_device_lost(error):
+                raise
+            let_go(error)
+        memory.release()
+        try:
+            return updates.commit(reduced.grad_norm)
+        except Exception as error:
+            if updates.made != before or not is_oom(error) or is_device_lost(error):
+                raise
+            raise DoesNotFitError(
+                f"the optimizer's step does not fit on {memory.name} ({first_line(error)}); try an optimizer "
+                "with less state, foreach=False, or a smaller model"
+            ) from error
+
+    def _synchronize(self) -> None:
         """Wait until the device has done what this rank had to do, and not for what other ranks do."""
         if self.overlap is None or self._step.memory.device.type == "cpu":
             self._step.memory.synchronize()
         else:
             torch.accelerator.current_stream(self._step.memory.device).synchronize()
 
-    def agree(self, window: Window, work: Accumulation, given: Given) -> bool:
+    def _seconds(self) -> float:
+        """Return how long this rank has worked on its part."""
+        if not self._window.samples:
+            return 0.0
+        return self._sizing.wait(is_timed=self._is_timed, synchronize=self._synchronize)
+
+    def agree(self, given: Given, work: Work) -> bool:
         """See that all ranks have done their parts; return False where some have to do theirs again.
 
         Raises:
             RankFailedError: Another rank cannot go on.
         """
-        objective = self._step.objective
+        window, objective, seconds = self._window, self._step.objective, self._seconds()
         if self.overlap is not None:
             self.overlap.flush()
         mine = Part(
@@ -210,9 +283,9 @@ class Joint:
             known=self._known(given.slots),
             gradients=sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None),
             buffers=self._buffers.written(),
-            seconds=self.seconds,
-            wishes=self.wishes(),
-            note=self.note(),
+            seconds=seconds,
+            wishes=self._wishes(),
+            note=self._note(),
             has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
         )
         # Made anew for every window, since the last one's are read later, and before the others wait for it.
@@ -222,7 +295,7 @@ class Joint:
         was_shared, is_shared = self.share is not None, objective.common_weight is None
         goes_on = agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before)
         self._look_what_is_on_its_way(goes_on=goes_on)
-        self.look([part.note for part in self.parts])
+        self._look([part.note for part in self.parts])
         if goes_on:
             return True
         if not agree:
@@ -253,7 +326,7 @@ class Joint:
     def _wanted(self) -> list[bool]:
         return [bool(self._present >> number & 1) for number in range(len(self._trained))]
 
-    def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> Alone:
+    def add_up(self, given: Given) -> Outcome:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
 
         Whatever fails on this rank alone, it sends what the others wait for to the end, and what it holds then is of no
@@ -261,7 +334,6 @@ class Joint:
 
         Args:
             given: What this rank's part has given.
-            check: Called with the window's losses.
 
         Returns:
             What came of it; still to be told to the others.
@@ -270,42 +342,41 @@ class Joint:
             InvalidInputError: Nothing counts in the whole window; on every rank.
             RankFailedError: Another rank is gone.
         """
-        self._step.phase = "reduce"
-        alone = Alone()
-        factor = self._factor(given, alone)
+        self._step.stage.phase = Phase.REDUCE
+        outcome = Outcome()
+        factor = self._factor(given, outcome)
         self._present = self._bits()
         wanted = self._wanted()
-        alone.run(lambda: self._make_gradients(wanted))
+        outcome.run(lambda: self._make_gradients(wanted))
         if self.overlap is not None and self._is_on_its_way:
-            alone.note(self.overlap.take())
+            outcome.note(self.overlap.take())
         else:
             gradients = [parameter.grad for parameter in self._trained]
-            alone.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
-        alone.run(lambda: self._fill_losses(given, factor))
+            outcome.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
+        outcome.run(lambda: self._fill_losses(given, factor))
         self.ranks.add_up(self._values)
-        alone.note(self._buffers.exchange(self.ranks, self.parts))
-        alone.run(lambda: self._read_values(alone))
-        self._unscale_and_clip(alone)
-        alone.run(lambda: check(alone.losses))
-        return alone
+        outcome.note(self._buffers.exchange(self.ranks, self.parts))
+        outcome.run(lambda: self._read_values(outcome))
+        self._unscale_and_clip(outcome)
+        return outcome
 
-    def _unscale_and_clip(self, alone: Alone) -> None:
+    def _unscale_and_clip(self, outcome: Outcome) -> None:
         """Bring the gradients to what the optimizers are to be given, by the same norm on every rank."""
         updates = self._step.updates
-        norm = alone.run(updates.norm)
+        norm = outcome.run(updates.norm)
         if not updates.clips:
             return
         if norm is not None:
-            alone.run(lambda: self._norm.fill_(norm))
+            outcome.run(lambda: self._norm.fill_(norm))
         # Other kinds of devices, and other numbers of threads, may sum in another order.
         self.ranks.spread(self._norm, 0)
         if norm is not None:
-            alone.run(lambda: updates.clip(norm.copy_(self._norm)))
-        alone.norm = norm
+            outcome.run(lambda: updates.clip(norm.copy_(self._norm)))
+        outcome.norm = norm
 
-    def all_ready(self, alone: Alone) -> bool:
+    def all_ready(self, outcome: Outcome) -> bool:
         """Whether every rank holds the same gradients, unscaled and clipped."""
-        are_ready = not any(self.ranks.exchange("update", alone.failure is not None))
+        are_ready = not any(self.ranks.exchange("update", outcome.failure is not None))
         if are_ready:
             self._begun = None
         return are_ready
@@ -325,14 +396,14 @@ class Joint:
     def _weights_of_all(self, window: Window) -> list[dict[str, float]]:
         """Return what each part weighs; where one rank lacks memory to find out, all try once more."""
         for _ in range(_TRIES):
-            alone = Alone()
-            own = alone.run(lambda: self._step.objective.weights(window))
+            outcome = Outcome()
+            own = outcome.run(lambda: self._step.objective.weights(window))
             said = self.ranks.exchange("weights", own)
             if None not in said:
                 return said
-            if alone.failure is not None and not is_oom(alone.failure):
-                raise alone.failure
-            alone.failure = None
+            if outcome.failure is not None and not is_oom(outcome.failure):
+                raise outcome.failure
+            outcome.failure = None
             self._step.memory.release()
         raise DoesNotFitError("some rank has no memory left to find out what its part of a window weighs")
 
@@ -358,24 +429,24 @@ class Joint:
             self._weighed = known, self._step.objective.weights(window).get(common, 0.0)
         return self._weighed[1]
 
-    def _factor(self, given: Given, alone: Alone) -> float | Tensor:
+    def _factor(self, given: Given, outcome: Outcome) -> float | Tensor:
         """Return by what this rank's gradients and losses are multiplied, so that those of all add up."""
         common = self._step.objective.common_weight
         if self.share is not None or common == SUM:
             return 1.0
         if common == PAIR:
-            return self._factor_of_pair(given, alone)
+            return self._factor_of_pair(given, outcome)
         own, total = self.parts[self.ranks.rank].weight or 0.0, sum(part.weight or 0.0 for part in self.parts)
         if total == 0.0:
             raise nothing_counts()
         return own / total
 
-    def _factor_of_pair(self, given: Given, alone: Alone) -> float | Tensor:
+    def _factor_of_pair(self, given: Given, outcome: Outcome) -> float | Tensor:
         weight = 0.0 if given.pair_weight is None else given.pair_weight
-        alone.run(lambda: self._pair.fill_(weight))
+        outcome.run(lambda: self._pair.fill_(weight))
         self.ranks.add_up(self._pair)
-        alone.run(self._check_pair)
-        factor = alone.run(lambda: given.samples / self._pair)
+        outcome.run(self._check_pair)
+        factor = outcome.run(lambda: given.samples / self._pair)
         return 1.0 if factor is None else factor
 
     def _check_pair(self) -> None:
@@ -421,15 +492,24 @@ class Joint:
         # The rest comes with weights of its own.
         self._values[: sum(kind <= WEIGHT for kind, _ in self._slots)].mul_(factor)
 
-    def _read_values(self, alone: Alone) -> None:
+    def _read_values(self, outcome: Outcome) -> None:
         found = dict(zip(self._slots, self._values.unbind(), strict=True))
-        alone.losses = {name: value for (kind, name), value in found.items() if kind == LOSS}
-        alone.reported = means(found)
+        outcome.losses = {name: value for (kind, name), value in found.items() if kind == LOSS}
+        outcome.reported = means(found)
 
 
 def trained(step: TrainingStep) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order in which ranks speak of them."""
     return [parameter for parameter in step.parameters if parameter.requires_grad]
+
+
+def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
+    """Return what is raised where one rank lacked memory while the others began to make an update."""
+    return StartAgainError(
+        f"rank {rank} ran out of memory ({first_line(error)}) where the others make update {number}, and it cannot "
+        "make it after them; every process has to be started again, as torchrun does with --max-restarts, and goes on "
+        "from the last checkpoint where fit has a checkpoint="
+    )
 
 
 def nothing_counts() -> InvalidInputError:
@@ -447,7 +527,7 @@ def pairs_weigh_nothing() -> InvalidInputError:
     )
 
 
-class Alone:
+class Outcome:
     """What one rank does by itself while others wait for what it sends: until something fails, then nothing more.
 
     Attributes:

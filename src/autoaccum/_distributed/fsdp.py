@@ -16,15 +16,15 @@ from torch import distributed
 
 from autoaccum._data.batches import Window, copied
 from autoaccum._distributed.data_parallel import (
-    ELSEWHERE,
-    Alone,
     Joint,
+    Outcome,
     Part,
     Share,
     nothing_counts,
     pairs_weigh_nothing,
 )
 from autoaccum._engine.dtensor import least_size
+from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.step import Accumulated
 from autoaccum._loss.objective import SAMPLES, Factors
@@ -40,11 +40,11 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.accumulator import Accumulation, Given
+    from autoaccum._engine.gradients import Given
+    from autoaccum._engine.peers import Work
     from autoaccum._engine.step import TrainingStep
+    from autoaccum._sizing.controller import Sizing
 
 # A pass of a rank that has no sample left is made with these, and gives nothing.
 _NOTHING = Factors(0.0, 0.0, alone=False)
@@ -71,12 +71,13 @@ class ShardedJoint(Joint):
         ranks: All of them.
         step: This one's training step.
         grows_to: The largest size that is wanted, where sizes grow by what is seen; None where they are set.
+        said: As for `Joint`.
     """
 
     adds_up_gradients = False
 
-    def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None) -> None:
-        super().__init__(ranks, step)
+    def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None, **said: Any) -> None:
+        super().__init__(ranks, step, **said)
         self._mark = Mark(step.objective.modules, step.memory.device)
         self._growth = None if grows_to is None else Growth(grows_to)
         self._larger: int | None = None
@@ -90,32 +91,36 @@ class ShardedJoint(Joint):
         step.passes = self
         step.objective.may_look = False  # a pass of this rank alone would wait for the others
 
-    def begin(self, window: Window) -> Share:
+    def begin(self, window: Window, sizing: Sizing) -> Share:
         """Begin a window; return what its parts weigh together."""
+        self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
         if self._begun is not window or self.share is None:
             self._begun = window
             try:
                 self._ask(window)
             except Exception as error:
-                self.failed(error, None)
+                if self.ranks.is_in_pass:
+                    self._end(error, sizing.plan.micro_batch)
                 raise
             self.share = self._share_of(window)
         return self.share
 
-    def prepare(self, window: Window) -> None:
+    def prepare(self) -> None:
         """Agree on how many passes this attempt takes."""
-        if self._larger is not None and self._larger > self.sizing.plan.micro_batch:
-            self.sizing.grow_to(self._larger)
+        sizing = self._sizing
+        if self._larger is not None and self._larger > sizing.plan.micro_batch:
+            sizing.grow_to(self._larger)
         self._larger = None
-        self._passes = max(self.ranks.exchange("passes", len(self.sizing.cut(0)) if window.samples else 0))
+        self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if self._window.samples else 0))
         memory = self._step.memory
         if self._growth is not None and self._step.optimizer.state:
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
-    def agree(self, window: Window, work: Accumulation, given: Given) -> bool:
+    def agree(self, given: Given, work: Work) -> bool:
         """Make the passes that others still have to make, and see that all have got through."""
+        window, seconds = self._window, self._seconds()
         for _ in range(self._passes - len(work.sizes)):
             self._pass_with_nothing()
         self._slots = sorted({*self._slots, *given.slots})
@@ -127,65 +132,66 @@ class ShardedJoint(Joint):
             known=repr(self._slots).encode(),
             gradients=0,
             buffers=self._buffers.written(),
-            seconds=self.seconds,
-            wishes=self.wishes(),
-            note=self.note(),
+            seconds=seconds,
+            wishes=self._wishes(),
+            note=self._note(),
             larger=self._wished_size() if window.samples else None,
         )
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
-        self.look([part.note for part in self.parts])
+        self._look([part.note for part in self.parts])
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no sample knows of no loss
             said = self.ranks.exchange("losses", self._slots)
             self._slots = sorted({slot for slots in said for slot in slots})
         return True
 
-    def add_up(self, given: Given, check: Callable[[dict[str, Tensor]], None]) -> Alone:
+    def add_up(self, given: Given) -> Outcome:
         """Add up losses and buffers; the gradients of all have been, pass by pass."""
-        self._step.phase = "reduce"
-        alone = Alone()
+        self._step.stage.phase = Phase.REDUCE
+        outcome = Outcome()
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
-        alone.run(lambda: self._fill_losses(given, correction / self.ranks.size))
+        outcome.run(lambda: self._fill_losses(given, correction / self.ranks.size))
         self.ranks.add_up(self._values)
-        alone.note(self._buffers.exchange(self.ranks, self.parts))
+        outcome.note(self._buffers.exchange(self.ranks, self.parts))
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-            alone.run(lambda: torch._foreach_mul_(gradients, correction))
-        alone.run(lambda: self._read_values(alone))
-        alone.run(lambda: check(alone.losses))
-        return alone
+            outcome.run(lambda: torch._foreach_mul_(gradients, correction))
+        outcome.run(lambda: self._read_values(outcome))
+        return outcome
 
-    def all_ready(self, alone: Alone) -> bool:
+    def all_ready(self, outcome: Outcome) -> bool:
         """Whether every rank holds its part of the gradients; then they are unscaled and clipped."""
-        are_ready = super().all_ready(alone)
-        self._is_told = not are_ready and alone.failure is not None  # which is on its way to `failed` now
+        are_ready = super().all_ready(outcome)
+        self._is_told = not are_ready and outcome.failure is not None  # which is on its way to `failed` now
         if are_ready and self._step.updates.clips:
             # The norm over all parts is added up by all ranks.
             self.begin_pass()
             norm = self._step.updates.norm()
             assert norm is not None
             self._step.updates.clip(norm)
-            alone.norm = norm.full_tensor()  # type: ignore[attr-defined]
+            outcome.norm = norm.full_tensor()  # type: ignore[attr-defined]
             self.end_pass()
         return are_ready
 
-    def failed(self, error: Exception, work: Accumulation | None) -> None:
-        """See what a failure means: all begin the window anew, or all end.
+    def failed(self, error: Exception, work: Work, number: int) -> None:
+        """See what a failure means: all restart the window, or all end.
 
         Args:
             error: What failed here, or what was told of another rank.
-            work: Of the window; None before it has begun.
+            work: The micro-batches of the window.
+            number: The number of the update.
 
         Raises:
             StartAgainError: Memory ran out within a pass.
             DoesNotFitError: It did with a single sample.
             RankFailedError: Another rank has gone within a pass.
         """
+        super().failed(error, work, number)
         if self.ranks.is_in_pass:
-            self._end(error, (None if work is None else work.size) or self.sizing.plan.micro_batch)
+            self._end(error, work.size or self._sizing.plan.micro_batch)
             return
-        if work is None or not (is_oom(error) or is_too_large(error)):
+        if not (is_oom(error) or is_too_large(error)):
             return
         if self._is_told:
             self._is_told = False
@@ -251,7 +257,7 @@ class ShardedJoint(Joint):
             StartAgainError: As `failed`.
         """
         if self.ranks.is_in_pass:
-            self._end(error, size or self.sizing.plan.micro_batch)
+            self._end(error, size or self._sizing.plan.micro_batch)
 
     def _tell_lack(self, lack: _Lack | None) -> None:
         """Say whether this rank lacks memory, and hear what the others say."""
@@ -259,7 +265,7 @@ class ShardedJoint(Joint):
         self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
         if self._lacking and lack is None:
             who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._lacking.items())
-            self._step.phase = ELSEWHERE
+            self._step.stage.phase = Phase.ELSEWHERE
             raise LackElsewhereError(who)
 
     def _pass_with_nothing(self) -> None:
@@ -297,10 +303,10 @@ class ShardedJoint(Joint):
         asked = Window([self.ranks.tell(mine, source)])
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         # At least in two, since uncut nothing matters; no more go through the model at once than half of the larger.
-        sizes = balanced(asked.samples, min(self.sizing.plan.micro_batch, math.ceil(asked.samples / 2)))
+        sizes = balanced(asked.samples, min(self._sizing.plan.micro_batch, math.ceil(asked.samples / 2)))
         place, autocast = self._step.transfer.place, self._step.precision.autocast
         self.begin_pass()
-        self._step.phase = "weigh"
+        self._step.stage.phase = Phase.WEIGH
         self._step.objective.settle(asked, sizes, place, self._mark, autocast)
         self.end_pass()
 
@@ -331,7 +337,7 @@ class ShardedJoint(Joint):
 
     def _wished_size(self) -> int:
         """Return the size that this rank would take in the next window."""
-        memory, size = self._step.memory, self.sizing.plan.micro_batch
+        memory, size = self._step.memory, self._sizing.plan.micro_batch
         peak = memory.peak_bytes()
         if self._growth is None or self._held_bytes is None or peak is None:
             return size

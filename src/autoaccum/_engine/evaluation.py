@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.batches import Window, copied, map_tensors
 from autoaccum._engine.holdings import Holdings
+from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.counting import is_pair, target_tensors
@@ -31,7 +32,7 @@ from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
-    from autoaccum._distributed.process_group import Ranks
+    from autoaccum._engine.peers import Talk
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.terms import Term
 
@@ -76,7 +77,7 @@ class Evaluator:
         on_oom: Callable[[MemoryEvent], None] = lambda _: None,
         *,
         loss_scope: str = "micro_batch",
-        ranks: Ranks | None = None,
+        ranks: Talk | None = None,
     ) -> None:
         self._step = step
         self._ranks = ranks
@@ -209,7 +210,7 @@ class Evaluator:
             if not (is_oom(error) or is_too_large(error)):
                 raise
             if self._step.witness is not None:
-                self._step.witness.see(error, phase="evaluate", size=size)
+                self._step.witness.see(error, phase=Phase.EVALUATE, size=size)
             failure = MemoryEvent("evaluate", size, first_line(error))
             let_go(error)
         # The handler has ended: inside it the traceback would still pin the activations.
@@ -396,7 +397,7 @@ class _Averaged:
         self._sum = self._sum + value * samples
         self._samples += samples
 
-    def result(self, ranks: Ranks | None) -> dict[str, float]:
+    def result(self, ranks: Talk | None) -> dict[str, float]:
         mine = float(self._sum), self._samples
         said = [mine] if ranks is None else ranks.exchange("metric", mine)
         return {self._name: sum(total for total, _ in said) / sum(samples for _, samples in said)}
@@ -418,7 +419,7 @@ class _Averaged:
 class _Stateful:
     """An object that keeps its own count, as torchmetrics' do."""
 
-    def __init__(self, name: str, metric: Any, device: torch.device, ranks: Ranks | None) -> None:
+    def __init__(self, name: str, metric: Any, device: torch.device, ranks: Talk | None) -> None:
         self._name = name
         self._metric = metric.to(device) if hasattr(metric, "to") else metric
         # A collection of metrics, or one around another: each keeps a count of its own.
@@ -432,7 +433,7 @@ class _Stateful:
     def update(self, outputs: Any, targets: Any, samples: int) -> None:  # noqa: ARG002 - it counts for itself
         self._metric.update(outputs, targets)
 
-    def result(self, ranks: Ranks | None) -> dict[str, float]:
+    def result(self, ranks: Talk | None) -> dict[str, float]:
         if ranks is None:
             return self._named(self._metric.compute())
         value = self._of_all_states(ranks) if _is_torchmetrics(self._metric) else self._merged(ranks).compute()
@@ -473,7 +474,7 @@ class _Stateful:
                         "targets), which is averaged over the samples"
                     )
 
-    def _of_all_states(self, ranks: Ranks) -> Any:
+    def _of_all_states(self, ranks: Talk) -> Any:
         """Return the value of what all ranks have counted together.
 
         States are put together as torchmetrics says that they are. Its own exchange is not used: one rank that fails on
@@ -499,7 +500,7 @@ class _Stateful:
                 vars(part).clear()
                 vars(part).update(attributes)
 
-    def _merged(self, ranks: Ranks) -> Any:
+    def _merged(self, ranks: Talk) -> Any:
         """Return a metric, on the host, that has counted what those of all ranks have."""
         own = copy.deepcopy(self._metric)
         first, *others = ranks.exchange_tensors("metrics", own.to("cpu") if hasattr(own, "to") else own)
@@ -588,7 +589,7 @@ def _is_stateful(metric: Any) -> bool:
     return all(hasattr(metric, method) for method in ("update", "compute", "reset"))
 
 
-def _counted(name: str, metric: Any, device: torch.device, ranks: Ranks | None) -> _Averaged | _Stateful:
+def _counted(name: str, metric: Any, device: torch.device, ranks: Talk | None) -> _Averaged | _Stateful:
     _check_metric(name, metric)
     if _is_stateful(metric):
         return _Stateful(name, metric, device, ranks)

@@ -19,17 +19,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from autoaccum._engine.phases import Phase, Stage
 from autoaccum._memory._storages import Transients
 from autoaccum._oom import first_line, is_oom
 from autoaccum._snapshot import OptimizerSnapshot
 from autoaccum.errors import StateDamagedError, UpdateCompleteError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from autoaccum._memory.base import MemoryBackend
-
-RESERVE = "reserve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class Updates:
         memory: The device.
         clip_grad_norm: Norm to which the gradient is clipped, of all parameters that the optimizer holds; None leaves
             it. Others are not its to step: the scaler does not unscale them, and they do not count.
-        entering: Called with the name of each phase as it begins: "reserve", "unscale", "clip" or "optimizer".
+        stage: Where it is noted what is being done.
 
     Attributes:
         made: Updates made so far. It rises as soon as the optimizer has stepped, whatever fails after that: a window
@@ -106,13 +105,13 @@ class Updates:
         memory: MemoryBackend,
         *,
         clip_grad_norm: float | None,
-        entering: Callable[[str], None],
+        stage: Stage,
     ) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
         self._memory = memory
         self._clip_grad_norm = clip_grad_norm
-        self._entering = entering
+        self._stage = stage
         self._need: _Need | None = None
         self._ready: _Ready | None = None
         self.made = 0
@@ -135,18 +134,20 @@ class Updates:
             UpdateCompleteError: It has stepped, and a hook that the user gave it failed.
         """
         try:
-            self.reserve(len(self._gradients()))
+            self.reserve()
             return self.commit(self.prepare(correction))
         finally:
             self._ready = None
 
-    def reserve(self, gradients: int) -> None:
+    def reserve(self, gradients: int | None = None) -> None:
         """See that the optimizer's step will have what it takes, and touch nothing.
 
         Args:
-            gradients: How many parameters will have a gradient.
+            gradients: How many parameters will have a gradient; None for as many as have one now.
         """
-        self._entering(RESERVE)
+        if gradients is None:
+            gradients = len(self._gradients())
+        self._stage.phase = Phase.RESERVE
         self._ready = None
         need = self._need if self._need is not None and self._need.is_of(gradients, self._held()) else None
         makes_state = need is not None and need.keeps_state and not self._optimizer.state
@@ -165,7 +166,7 @@ class Updates:
             Their norm before clipping, on the device; None where they are not clipped.
         """
         if not isinstance(correction, float) or correction != 1.0:
-            self._entering("unscale")
+            self._stage.phase = Phase.UNSCALE
             if gradients := self._gradients():
                 torch._foreach_mul_(gradients, correction)
         norm = self.norm()
@@ -183,15 +184,15 @@ class Updates:
         if self._clip_grad_norm is None:
             return None
         if self._scaler is not None:
-            self._entering("unscale")
+            self._stage.phase = Phase.UNSCALE
             self._scaler.unscale_(self._optimizer)
-        self._entering("clip")
+        self._stage.phase = Phase.CLIP
         return nn.utils.get_total_norm(self._gradients()).detach()
 
     def clip(self, norm: Tensor) -> None:
         """Clip the gradients, of which this is the norm."""
         assert self._clip_grad_norm is not None
-        self._entering("clip")
+        self._stage.phase = Phase.CLIP
         nn.utils.clip_grads_with_norm_(self._held(), self._clip_grad_norm, norm)
 
     def commit(self, norm: Tensor | None) -> Update:
@@ -205,7 +206,7 @@ class Updates:
             UpdateCompleteError: It has stepped, and a hook that the user gave it failed; this must not be tried again.
         """
         assert self._ready is not None
-        self._entering("optimizer")
+        self._stage.phase = Phase.OPTIMIZER
         ready, device = self._ready, self._memory.device.type
         watch = Transients(device) if ready.is_measured else nullcontext()
         written = _Written(self._optimizer) if ready.copy is None else ready.copy

@@ -20,6 +20,7 @@ from autoaccum._engine import devices, optimizers, precision
 from autoaccum._engine.dtensor import is_sharded, refuse_sharded
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.parameters import Inventory
+from autoaccum._engine.phases import Phase, Stage
 from autoaccum._loss import reported
 from autoaccum._loss.objective import Objective, check_graph
 from autoaccum._loss.weighting import Over
@@ -95,18 +96,6 @@ class Accumulated:
             self.reported.setdefault(slot, []).extend(numbers)
 
 
-class _Phase:
-    """What is being done, apart from the step, so that its parts can say so without holding all of it."""
-
-    __slots__ = ("name",)
-
-    def __init__(self) -> None:
-        self.name = "transfer"
-
-    def enter(self, name: str) -> None:
-        self.name = name
-
-
 class TrainingStep:
     """A model, what to minimise, an optimizer and a precision on one device.
 
@@ -121,6 +110,7 @@ class TrainingStep:
         parameters: Every parameter of the objective's modules and of the optimizer, as of the last `look`.
         has_added: Whether gradients may have been added to since this was last set to False.
         sources_left: Losses with forward passes of their own that the present micro-batch has yet to go through.
+        stage: Says what is being done.
         updates: Makes updates from the gradients that accumulate here.
         witness: Is shown the first lack of memory before it is let go of; None where nobody asked.
         passes: Is told of each pass; None where the model talks to nobody in it.
@@ -147,19 +137,13 @@ class TrainingStep:
         modules = objective.modules
         self._inventory = Inventory(modules, optimizer, is_fixed=is_sharded(modules))
         self.parameters = self._inventory.parameters
-        self._at = _Phase()
-        self.updates = Updates(
-            optimizer, precision.scaler, memory, clip_grad_norm=clip_grad_norm, entering=self._at.enter
-        )
+        self.stage = Stage()
+        self.updates = Updates(optimizer, precision.scaler, memory, clip_grad_norm=clip_grad_norm, stage=self.stage)
 
     @property
-    def phase(self) -> str:
-        """What is being done: "transfer", "forward", "backward", "reserve", "unscale", "clip" or "optimizer"."""
-        return self._at.name
-
-    @phase.setter
-    def phase(self, name: str) -> None:
-        self._at.name = name
+    def phase(self) -> Phase:
+        """What is being done."""
+        return self.stage.phase
 
     def look(self) -> bool:
         """See which parameters there are now; return whether anything has changed since the last look."""
@@ -215,7 +199,7 @@ class TrainingStep:
     def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one forward pass and the backward pass of what came out."""
         scaler = self.precision.scaler
-        self.phase = "forward"
+        self.stage.phase = Phase.FORWARD
         with self.precision.autocast():
             # Without the outputs, which a loss seldom needs for its gradient.
             terms = self.objective.terms(source, batch, samples)[0]
@@ -232,7 +216,7 @@ class TrainingStep:
             return
         total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
         check_graph(total, (term.name for term in losses))
-        self.phase = "backward"
+        self.stage.phase = Phase.BACKWARD
         self.has_added = True
         (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Piece, Window, copied, map_tensors, repeated
+from autoaccum._engine.phases import Phase
 from autoaccum._engine.step import check_weight
 from autoaccum._loss import reported
 from autoaccum._loss.counting import is_pair
@@ -180,7 +181,7 @@ class WholeWindow:
         states: list[tuple[Any, ...]] = []
         with closing(feed(window, sizes)) as batches:
             parts = [self._look(batches, size, entering, states) for size in sizes]
-        self._step.phase = "forward"
+        self._step.stage.phase = Phase.FORWARD
         entering(None)
         joined = _Representations(self._loss.join(parts))
         parts.clear()
@@ -266,7 +267,7 @@ class WholeWindow:
         outputs = tensors_of(self._loss.outputs(batch, size))
         shares = joined.next_shares(outputs, size, compare=not self._compared)
         self._after_forward.take()
-        self._step.phase = "backward"
+        self._step.stage.phase = Phase.BACKWARD
         self._step.has_added = True
         if shares:
             torch.autograd.backward([output for output, _ in shares], [share for _, share in shares])
@@ -274,10 +275,10 @@ class WholeWindow:
         self._after_forward.put_back()
 
     def _begin(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> Any:
-        self._step.phase = "transfer"
+        self._step.stage.phase = Phase.TRANSFER
         entering(size)
         batch = next(batches)
-        self._step.phase = "forward"
+        self._step.stage.phase = Phase.FORWARD
         return batch
 
     def _backward(self, terms: Sequence[Term], samples: int) -> dict[str, Tensor]:
@@ -287,7 +288,7 @@ class WholeWindow:
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
         check_graph(total, values)
         scaler = self._step.precision.scaler
-        self._step.phase = "backward"
+        self._step.stage.phase = Phase.BACKWARD
         self._step.has_added = True
         (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
         return {name: value.detach() for name, value in values.items()}

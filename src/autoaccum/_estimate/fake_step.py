@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._data.batches import Piece, copied
+from autoaccum._engine.phases import Phase
 from autoaccum._engine.precision import Precision
 from autoaccum._engine.step import Accumulated
 from autoaccum._estimate import cuda_dispatch
@@ -129,11 +130,11 @@ class Rehearsal:
         if following is not None:
             ledger.hold(Piece(following).tensors(), Category.INPUTS)
         ledger.enter("forward")
-        step.phase = "forward"
+        step.stage.phase = Phase.FORWARD
         is_cuda = self._device.type == "cuda"
         with without_driver() if is_cuda else nullcontext(), CudaCalls() if is_cuda else nullcontext(), ledger:
             step.accumulate(batch, size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
-            step.phase = "optimizer"
+            step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
             self._make_update(ledger.timeline)
         for watch in watches:

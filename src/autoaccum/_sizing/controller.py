@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
@@ -21,7 +21,7 @@ from autoaccum._sizing.online_search import Learning
 from autoaccum._sizing.planner import plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -63,17 +63,46 @@ class Wanted:
     most: int | None = None
 
 
-class Told:
-    """What is told by a `Sizing`; every method does nothing, so override what matters."""
+@dataclass(frozen=True)
+class Cutting:
+    """How windows are cut: what one runner hands on to the next, and a checkpoint to the run that resumes from it.
+
+    Attributes:
+        plan: The plan in force.
+        grows_to: The plan that was set or found, to which sizes grow back after failures.
+        bytes_per_sample: Memory that a sample takes while it is worked on, where that is known.
+        sample_bytes: Bytes of the inputs of a sample such as the plan counts; None where all samples count the same.
+        is_found: Whether the first windows have shown what fits.
+        is_timed: Whether autotuning has finished.
+    """
+
+    plan: Plan
+    grows_to: Plan
+    bytes_per_sample: int | None = None
+    sample_bytes: int | None = None
+    is_found: bool = False
+    is_timed: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Cutting:
+        """Return how windows are cut by a plan of which nothing else is known."""
+        return cls(plan, plan)
+
+
+class Watcher(Protocol):
+    """Hears what a `Sizing` does."""
 
     def trial(self, trial: Trial) -> None:
         """A micro-batch was run to learn from it."""
 
-    def planned(self, plan: Plan, probe: ProbeResult | None) -> None:
-        """Another plan holds from the next window on; `probe` is set where learning led to it."""
+    def planned(self, plan: Plan, probe: ProbeResult | None, *, is_proven: bool = False) -> None:
+        """Another plan is in force.
 
-    def settled(self, plan: Plan) -> None:
-        """The clock has chosen."""
+        Args:
+            plan: The plan.
+            probe: What was learned, where that led to it.
+            is_proven: Whether the window that was just made was cut by it already.
+        """
 
 
 class Sizing:
@@ -82,12 +111,10 @@ class Sizing:
     Args:
         memory: The device.
         parameters: Returns the parameters that are trained now.
-        plan: The plan to begin with.
-        wanted: What is asked of the cut.
-        bytes_per_sample: What a sample takes while it is worked on, if known: then memory is asked for before each
+        cutting: How windows are cut at first. Where it has `bytes_per_sample`, that memory is asked for before each
             micro-batch on devices that cannot fail cleanly.
-        sample_bytes: Bytes of the inputs of a sample such as the plan counts; None for the largest in the first window.
-        told: Is told what changes.
+        wanted: What is asked of the cut.
+        watcher: Hears of trials and plans.
 
     Attributes:
         plan: The plan in force.
@@ -96,27 +123,27 @@ class Sizing:
         sample_bytes: As the argument, or those of the largest in the first window; None where all count the same.
         peak_bytes: While learning, the highest peak of the window.
         probe: What was learned; None before.
+        fastest: The plan that autotuning has chosen; None before.
     """
 
     def __init__(
         self,
         memory: MemoryBackend,
         parameters: Callable[[], Iterable[Tensor]],
-        plan: Plan,
+        cutting: Cutting,
         wanted: Wanted,
-        *,
-        bytes_per_sample: int | None,
-        sample_bytes: int | None,
-        told: Told,
+        watcher: Watcher,
     ) -> None:
-        self.bytes_per_sample = bytes_per_sample
+        plan = cutting.grows_to
+        self.bytes_per_sample = cutting.bytes_per_sample
+        self.sample_bytes = cutting.sample_bytes
         self.probe: ProbeResult | None = None
+        self.fastest: Plan | None = None
         self.plan = self.set_plan = plan
         self._memory = memory
         self._parameters = parameters
         self._wanted = wanted
-        self._told = told
-        self.sample_bytes = sample_bytes
+        self._watcher = watcher
         self._relative: list[float] = []
         self._learning: Learning | None = None
         self._is_to_learn = wanted.learns
@@ -132,6 +159,17 @@ class Sizing:
         self._times_after = wanted.times_after if wanted.strategy == "fastest" else None
         self._tempo: Tempo | None = None
         self._timed: Plan | None = None  # the plan that is being timed
+        if cutting.plan.micro_batch < plan.micro_batch:  # failures had led there
+            self.plan, self._times_after = cutting.plan, None
+            self._pace.grow(cutting.plan.micro_batch)
+            self._pace.stay()
+
+    @property
+    def cutting(self) -> Cutting:
+        """How windows are cut now."""
+        return Cutting(
+            self.plan, self.set_plan, self.bytes_per_sample, self.sample_bytes, not self.is_learning, self.is_timed
+        )
 
     @property
     def is_learning(self) -> bool:
@@ -157,14 +195,7 @@ class Sizing:
     def grow_to(self, size: int) -> None:
         """Take a larger size that was chosen elsewhere, and tell of it."""
         self.set(self._plan_of(size))
-        self._told.planned(self.plan, None)
-
-    def shrink_to(self, plan: Plan) -> None:
-        """Begin with a plan that an earlier run had come to by failures; the one that was set stays to be reached."""
-        if plan.micro_batch < self.plan.micro_batch:
-            self.plan, self._tempo, self._times_after = plan, None, None
-            self._pace.grow(plan.micro_batch)
-            self._pace.stay()
+        self._watcher.planned(self.plan, None)
 
     # --- one window ---------------------------------------------------------------------------------------------------
 
@@ -279,10 +310,11 @@ class Sizing:
         """Take smaller sizes before memory runs out; return whether there are any."""
         return self._learning is None and self._shrink(self._pace.size)
 
-    def end(self, *, is_clean: bool, has_room: Callable[[int], bool]) -> None:
+    def end(self, sizes: Sequence[int], *, is_clean: bool, has_room: Callable[[int], bool]) -> None:
         """Note that a window has become an update, and choose the sizes of the next.
 
         Args:
+            sizes: The micro-batches that it was made of.
             is_clean: Whether memory did not run out.
             has_room: Whether so many bytes more than before could be had.
         """
@@ -292,7 +324,7 @@ class Sizing:
             # What fitted before the optimizer's state was there is no proof beside it.
             self._before_state = self._before_state or len(self._trials)
             if self._learning.is_done:
-                self._conclude(self._learning)
+                self._conclude(self._learning, sizes)
             else:
                 self.plan = self.set_plan = self._plan_of(self._learning.so_far)
             return
@@ -339,9 +371,9 @@ class Sizing:
         is_answer = self._learning is not None and trial.fits and trial.size == self._learning.largest
         if not is_told and (fits < trial.size < failed or is_answer or not trial.fits):
             self._trials.append(trial)
-            self._told.trial(trial)
+            self._watcher.trial(trial)
 
-    def _conclude(self, learning: Learning) -> None:
+    def _conclude(self, learning: Learning, sizes: Sequence[int]) -> None:
         line = learning.line
         self._learning = None
         self.bytes_per_sample = None if line is None else int(line.bytes_per_sample)
@@ -356,7 +388,7 @@ class Sizing:
         self._fits = learning.largest
         if learning.has_failed and line is not None:
             self._hope(self._plan_of(line.largest_within(self._free_beside_gradients())))
-        self._told.planned(self.plan, self.probe)
+        self._watcher.planned(self.plan, self.probe, is_proven=self.plan.micro_batches == tuple(sizes))
 
     def _hope(self, larger: Plan) -> None:
         """Try later for a plan that should fit by all that is known, of which something failed all the same."""
@@ -393,7 +425,7 @@ class Sizing:
         self._fits = 0
         whole = self._pace.size == self.set_plan.micro_batch
         self.plan = self.set_plan if whole else self._plan_of(self._pace.size)
-        self._told.planned(self.plan, None)
+        self._watcher.planned(self.plan, None)
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
@@ -421,8 +453,8 @@ class Sizing:
         before = self.plan
         self._begin_with(self._plan_of(tempo.size))
         if self.plan != before:
-            self._told.planned(self.plan, None)
-        self._told.settled(self.plan)
+            self._watcher.planned(self.plan, None)
+        self.fastest = self.plan
 
     # --- samples of different size ------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
+    from autoaccum._records import Plan
 
 # Asking for the peak and the allocator's retries costs as much as a small micro-step: not more often than this.
 _LOOK_INTERVAL_S = 0.25
@@ -28,12 +29,16 @@ class Room:
     def __init__(self, memory: MemoryBackend) -> None:
         self.peak_bytes: int | None = None
         self._memory = memory
+        self._plan: Plan | None = None
         self._looked_at = -math.inf
         self._retries: int | None = None
         self._thrashing = 0
 
-    def begin_anew(self) -> None:
-        """Forget the peak: windows are cut another way from now on."""
+    def follow(self, plan: Plan) -> None:
+        """Forget the peak where windows are cut by another plan from now on."""
+        if plan is self._plan:
+            return
+        self._plan = plan
         self._memory.reset_peak()
         self.peak_bytes = None
         self._looked_at = -math.inf

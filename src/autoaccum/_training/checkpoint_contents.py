@@ -23,6 +23,7 @@ from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum._records import Plan
+from autoaccum._sizing.controller import Cutting
 from autoaccum._training import checkpoint_schema, checkpoint_trial
 from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed
 from autoaccum.errors import CheckpointError
@@ -62,30 +63,20 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """How windows are cut, and how that came about.
+class Kept:
+    """What a checkpoint keeps of how windows are cut.
 
     Attributes:
-        plan: The plan in force.
-        largest: The plan to grow back to.
+        cutting: How they are cut now.
         plans: Every plan so far, each with the step from which it held.
         asked: The user's `micro_batch`.
-        bytes_per_sample: What a probe found that a sample takes.
         oom_events: How often memory has run out.
-        sample_bytes: The size of the samples in which sizes are counted; None where all count the same.
-        is_found: Whether the first windows had taught what fits, or did not have to.
-        is_timed: Whether nothing about the cut was left to the clock.
     """
 
-    plan: Plan
-    largest: Plan
+    cutting: Cutting
     plans: tuple[tuple[int, Plan], ...]
     asked: int | str
-    bytes_per_sample: int | None
     oom_events: int
-    sample_bytes: int | None = None
-    is_found: bool = True
-    is_timed: bool = True
 
 
 class Contents:
@@ -120,7 +111,7 @@ class Contents:
     def take(
         self,
         moment: Moment,
-        cutting: Cutting,
+        kept: Kept,
         ranks: Sequence[Mapping[str, Any]] | None = None,
         files: tuple[str, dcp.Files] | None = None,
     ) -> dict[str, Any]:
@@ -128,7 +119,7 @@ class Contents:
 
         Args:
             moment: The moment.
-            cutting: How windows are cut.
+            kept: How windows are cut.
             ranks: `part` of each rank, where there are several.
             files: The folder with the tensors that are spread over ranks, and what is in it.
         """
@@ -149,24 +140,25 @@ class Contents:
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
             "scaler": None if scaler is None else scaler.state_dict(),
             "device": self._step.memory.device.type,
-            **self.part(moment, cutting),
+            **self.part(moment, kept),
         }
 
-    def part(self, moment: Moment, cutting: Cutting) -> dict[str, Any]:
+    def part(self, moment: Moment, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
+        now = kept.cutting
         return {
             "random": moment.random,
             "position": {field.name: getattr(moment.position, field.name) for field in fields(Position)},
             "cutting": {
-                "plan": list(cutting.plan.micro_batches),
-                "largest": list(cutting.largest.micro_batches),
-                "plans": [[since, list(plan.micro_batches)] for since, plan in cutting.plans],
-                "asked": cutting.asked,
-                "bytes_per_sample": cutting.bytes_per_sample,
-                "oom_events": cutting.oom_events,
-                "sample_bytes": cutting.sample_bytes,
-                "is_found": cutting.is_found,
-                "is_timed": cutting.is_timed,
+                "plan": list(now.plan.micro_batches),
+                "largest": list(now.grows_to.micro_batches),
+                "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
+                "asked": kept.asked,
+                "bytes_per_sample": now.bytes_per_sample,
+                "oom_events": kept.oom_events,
+                "sample_bytes": now.sample_bytes,
+                "is_found": now.is_found,
+                "is_timed": now.is_timed,
             },
         }
 
@@ -239,20 +231,19 @@ class Contents:
             )
         return Moment(content["windows"], content["samples"], position, random)
 
-    def cutting(self, content: Mapping[str, Any]) -> Cutting:
+    def kept(self, content: Mapping[str, Any]) -> Kept:
         """Return how windows were cut; `content` as for `moment`, or its part."""
         saved = content["cutting"]
-        return Cutting(
+        cutting = Cutting(
             _plan(saved["plan"]),
             _plan(saved["largest"]),
-            tuple((since, _plan(sizes)) for since, sizes in saved["plans"]),
-            saved["asked"],
             saved["bytes_per_sample"],
-            saved["oom_events"],
             saved.get("sample_bytes"),
             saved.get("is_found", True),
             saved.get("is_timed", True),
         )
+        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
+        return Kept(cutting, plans, saved["asked"], saved["oom_events"])
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.finiteness import Finiteness
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_contents import Contents, Cutting
+    from autoaccum._training.checkpoint_contents import Contents, Kept
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.plan_lifecycle import Runners
     from autoaccum._training.progress import Course
@@ -95,7 +95,7 @@ class Keeping:
         """
         # No part of what training takes.
         with self._memory.lifted():
-            kept = self.contents.take(self._course.moment, self._runners.cutting(), None)
+            kept = self.contents.take(self._course.moment, self._runners.kept, None)
             check_that_it_can_be_kept(without_tensors(kept))
 
     def write(self) -> Path | None:
@@ -129,11 +129,11 @@ class Keeping:
 
     def _written(self, parts: list[dict[str, Any]] | None = None, files: tuple[str, Files] | None = None) -> Path:
         moment = self._course.moment
-        return self.saver.write(self.contents.take(moment, self._runners.cutting(), parts, files), moment)
+        return self.saver.write(self.contents.take(moment, self._runners.kept, parts, files), moment)
 
     def _written_with_others(self, company: Company) -> Path:
         moment = self._course.moment
-        parts = company.parts_of_all(self.contents.part(moment, self._runners.cutting()))
+        parts = company.parts_of_all(self.contents.part(moment, self._runners.kept))
         files = None
         if self.contents.is_sharded:
             files = company.write_shards(self.saver, moment, self.contents.spread())
@@ -143,7 +143,7 @@ class Keeping:
             self.saver.remove_others()
         return path
 
-    def take_up(self, path: Path, content: dict[str, Any]) -> Cutting | None:
+    def take_up(self, path: Path, content: dict[str, Any]) -> Kept | None:
         """Become what a checkpoint holds; return how windows were cut, where it was this process that cut them.
 
         Raises:
@@ -172,7 +172,7 @@ class Keeping:
         )
         for callback in self._runners.callbacks:
             callback.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
-        return None if part is None else self.contents.cutting(part)
+        return None if part is None else self.contents.kept(part)
 
     def _part_of(self, content: dict[str, Any], path: Path) -> Mapping[str, Any] | None:
         if self._company is not None:

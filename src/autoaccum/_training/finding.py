@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.step import TrainingStep
     from autoaccum._records import Plan, ProbeResult, Trial
+    from autoaccum._sizing.controller import Cutting
 
 # To be timed, cuts take windows; where there are few, the largest that fits has to do. Where it is not known how many
 # there will be, so many go before.
@@ -150,13 +151,12 @@ class Finding:
         """Return the plan of an earlier run, or one that the cap allows where that does not."""
         return earlier if self._cap is None or earlier.micro_batch <= self._cap else self.plan()
 
-    def wanted(self, windows_ahead: int | None, *, is_found: bool, is_timed: bool) -> Wanted:
+    def wanted(self, windows_ahead: int | None, cutting: Cutting) -> Wanted:
         """Return what is asked of the cut from now on.
 
         Args:
             windows_ahead: Windows that are to come, where that is known.
-            is_found: Whether an earlier call has found what fits.
-            is_timed: Whether an earlier call has left nothing to the clock.
+            cutting: How windows are cut at first.
         """
         remembered = self._remembered
         line = None
@@ -164,13 +164,17 @@ class Finding:
             line = Line(0.0, remembered.bytes_per_sample)  # what was held then is not what is held now
         fastest = None if remembered is None else remembered.fastest
         times_after = None
-        if not is_timed and fastest is None and (windows_ahead is None or windows_ahead >= _WINDOWS_WORTH_TIMING):
+        if (
+            not cutting.is_timed
+            and fastest is None
+            and (windows_ahead is None or windows_ahead >= _WINDOWS_WORTH_TIMING)
+        ):
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return Wanted(
             strategy=self._strategy,
             multiple_of=self._multiple_of,
             by_bytes=self._is_auto and self._probe != "off",
-            learns=not is_found and self._is_auto and self._probe == "inline",
+            learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,
             fits=0 if remembered is None or self._probe != "before" else remembered.micro_batch,
             fitted_before=0 if remembered is None else remembered.micro_batch,

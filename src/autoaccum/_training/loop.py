@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
-    from autoaccum._records import Evaluation, MemoryEvent, Plan, ProbeResult, StepReport
+    from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
+    from autoaccum._sizing.controller import Cutting
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.finding import Finding
@@ -188,7 +189,7 @@ class Training:
                     if self._keeping is not None:
                         self._keeping.check()
                         self._finiteness.begin()
-                    self._runners.tell_beginning(begins_with, probed)
+                    self._runners.tell_beginning(begins_with.plan, probed)
                     self._supervision.run(self._train, self._went_back)
                 result = self._result(started)
             finally:
@@ -225,8 +226,8 @@ class Training:
         for callback in self._callbacks:
             callback.on_fit_start(**self._length)
 
-    def _begin(self, scheduler: Any, interval: str) -> tuple[Plan, ProbeResult | None]:
-        """Find the plan to begin with: in a checkpoint, or for the first window."""
+    def _begin(self, scheduler: Any, interval: str) -> tuple[Cutting, ProbeResult | None]:
+        """Find how windows are cut at first: in a checkpoint, or by the first window."""
         found = self._found()
         if found is None:
             if self._validation is not None:  # before anything is drawn from the loader, which may be the same one
@@ -249,17 +250,17 @@ class Training:
             self._company.check_that_all_found(None)
         return None
 
-    def _resume(self, path: Path, content: dict[str, Any]) -> Plan:
-        """Go on from a checkpoint that another call of `fit` wrote; return the plan to begin with."""
+    def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
+        """Resume from a checkpoint that another call of `fit` wrote; return how windows are cut."""
         assert self._keeping is not None
-        cutting = self._keeping.take_up(path, content)
+        kept = self._keeping.take_up(path, content)
         self._resumed_from = windows = self._course.moment.windows
-        if cutting is not None and self._course.is_over:
+        if kept is not None and self._course.is_over:
             self._notices.say(
                 f"the run in {path.parent} is finished: {windows} steps are done, so there is nothing to "
                 "do; more epochs= or max_steps= go on with it"
             )
-        return self._runners.take_up(cutting)
+        return self._runners.take_up(kept)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
-from autoaccum._engine.runner import Runner
-from autoaccum._training.checkpoint_contents import Cutting
+from autoaccum._engine.events import Events
+from autoaccum._engine.runner import WindowRunner
+from autoaccum._sizing.controller import Cutting, Sizing
+from autoaccum._training.checkpoint_contents import Kept
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -30,17 +33,15 @@ class _Noting(Callback):
     Args:
         finding: Keeps what was found for the next run.
         compiling: Compiles the model when sizes are known; None where that is not asked for.
-        notices: Where choices made for the user are said.
 
     Attributes:
         plans: Every plan so far, each with the step from which on it holds.
     """
 
-    def __init__(self, finding: Finding, compiling: Compiling | None, notices: Notices) -> None:
+    def __init__(self, finding: Finding, compiling: Compiling | None) -> None:
         self.plans: list[tuple[int, Plan]] = []
         self._finding = finding
         self._compiling = compiling
-        self._notices = notices
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Note the plan."""
@@ -52,11 +53,6 @@ class _Noting(Callback):
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
         """Forget a plan that does not hold."""
         self._finding.forget()
-
-    def note_fastest(self, fastest: Plan) -> None:
-        """Note the plan that the clock has chosen."""
-        self._finding.note_fastest(fastest)
-        self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
 
     def compile(self) -> None:
         """Compile the model, now that the sizes are known."""
@@ -84,7 +80,7 @@ class Runners:
         current: The runner in force, from `begin` on.
     """
 
-    current: Runner
+    current: WindowRunner
 
     def __init__(
         self,
@@ -100,7 +96,7 @@ class Runners:
         loss_scope: str,
         batchnorm: str,
     ) -> None:
-        self._noting = _Noting(finding, compiling, notices)
+        self._noting = _Noting(finding, compiling)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
         self._course = course
@@ -111,12 +107,8 @@ class Runners:
         self._company = company
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
-        self._largest: Plan | None = None  # to grow back to, where a runner begins with a smaller plan
-        # Whether an earlier runner has found how windows are to be cut.
-        self._is_found = self._is_timed = False
-        self._bytes_per_sample: int | None = None
-        self._sample_bytes: int | None = None
         self._earlier_oom_events = 0
+        self._fastest: Plan | None = None  # that was noted already
 
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
@@ -130,8 +122,8 @@ class Runners:
 
     # --- the plan to begin with ---------------------------------------------------------------------------------------
 
-    def find(self, first: Window) -> tuple[Plan, ProbeResult | None]:
-        """Return the plan to begin with, and by what it was found where that was done beforehand.
+    def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
+        """Return how windows are cut at first, and by what that was found where that was done beforehand.
 
         Args:
             first: This process's part of the first window.
@@ -142,45 +134,41 @@ class Runners:
         probed = self._probe(first) if first.samples else None
         if self._company is not None:
             self._company.tell_plans(None if probed is None else self._finding.plan(probed))
-        self._bytes_per_sample = None if probed is None else probed.bytes_per_sample
-        return self._finding.plan(probed), probed
+        plan = self._finding.plan(probed)
+        return Cutting(plan, plan, None if probed is None else probed.bytes_per_sample), probed
 
-    def take_up(self, cutting: Cutting | None) -> Plan:
-        """Return the plan to go on with.
+    def take_up(self, kept: Kept | None) -> Cutting:
+        """Return how windows are cut from now on.
 
         Args:
-            cutting: How windows were cut in an earlier call; None where other processes cut them.
+            kept: What a checkpoint of an earlier call says of that; None where other processes wrote it.
         """
-        if cutting is None:
-            return self._finding.plan()
-        self._noting.plans, self._earlier_oom_events = list(cutting.plans), cutting.oom_events
-        self._bytes_per_sample, self._sample_bytes = cutting.bytes_per_sample, cutting.sample_bytes
-        self._is_found, self._is_timed = cutting.is_found, cutting.is_timed
-        if self._finding.asked not in ("auto", cutting.asked):
-            return self._noted(self._finding.plan())
-        self._largest = self._finding.within_cap(cutting.largest)
-        plan = self._finding.within_cap(cutting.plan)
-        return plan if plan == cutting.plan else self._noted(plan)
+        if kept is None:
+            return Cutting.of(self._finding.plan())
+        self._noting.plans, self._earlier_oom_events = list(kept.plans), kept.oom_events
+        if self._finding.asked not in ("auto", kept.asked):
+            plan = self._noted(self._finding.plan())
+            return replace(kept.cutting, plan=plan, grows_to=plan)
+        plan = self._finding.within_cap(kept.cutting.plan)
+        if plan != kept.cutting.plan:
+            self._noted(plan)
+        return replace(kept.cutting, plan=plan, grows_to=self._finding.within_cap(kept.cutting.grows_to))
 
-    def begin(self, plan: Plan) -> None:
-        """Make a runner that begins with a plan."""
-        self.current = Runner.of(
-            self._step,
-            self._largest or plan,
-            callbacks=self.callbacks,
-            notices=self._notices,
+    def begin(self, cutting: Cutting) -> None:
+        """Make the runner that cuts windows so."""
+        step, windows_done = self._step, self._course.moment.windows
+        wanted = self._finding.wanted(self._course.windows_ahead, cutting)
+        events = Events(self.callbacks, windows=windows_done)
+        self.current = WindowRunner(
+            step,
+            Sizing(step.memory, lambda: step.parameters, cutting, wanted, events),
+            events,
+            self._notices,
+            peers=None if self._company is None else self._company.joint,
+            commit=self._course,
             loss_scope=self._loss_scope,
             batchnorm=self._batchnorm,
-            wanted=self._finding.wanted(self._course.windows_ahead, is_found=self._is_found, is_timed=self._is_timed),
-            bytes_per_sample=self._bytes_per_sample,
-            sample_bytes=self._sample_bytes,
-            before_update=self._course.before_update,
-            after_update=self._course.after_update,
-            on_settled=self._noting.note_fastest,
-            windows_done=self._course.moment.windows,
-            joint=None if self._company is None else self._company.joint,
         )
-        self.current.shrink_to(plan)
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:
         """Tell of the plan that training begins with, unless the first windows are to find a better one."""
@@ -215,45 +203,44 @@ class Runners:
             What was done; None where no process has a sample of it.
         """
         try:
-            return self.current.step(part) if self._company is None else self.current.step_with_others(part)
+            report = self.current.step(part)
         except DoesNotFitError as error:
             # Of an update that is made, here or by the others, there is nothing left to try with less memory.
             if self.current.is_past_return or not self._falls_back(error):
                 raise
             _oom.let_go(error)
+        else:
+            self._note_fastest()
+            return report
         # After the handler: inside it the traceback still pins the activations.
         self._step.memory.release()
         self._earlier_oom_events += self.current.oom_events
-        self._is_found, self._bytes_per_sample, self._largest = False, None, None
-        self.begin(self._finding.plan())
+        plan, is_timed = self._finding.plan(), self.current.cutting.is_timed
+        self.begin(Cutting(plan, plan, is_timed=is_timed))
         return self.step(part)
 
-    def cutting(self) -> Cutting:
-        """Return how windows are cut now, for a checkpoint."""
-        return Cutting(
-            self.current.plan,
-            self.current.set_plan,
-            tuple(self._noting.plans),
-            self._finding.asked,
-            self.current.bytes_per_sample,
-            self.oom_events,
-            self.current.sample_bytes,
-            not self.current.is_learning,
-            self.current.is_timed,
-        )
+    def _note_fastest(self) -> None:
+        """Note the plan that autotuning has chosen, once."""
+        fastest = self.current.fastest
+        if fastest is not None and fastest is not self._fastest:
+            self._fastest = fastest
+            self._finding.note_fastest(fastest)
+            self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
+
+    @property
+    def kept(self) -> Kept:
+        """How windows are cut now, for a checkpoint."""
+        return Kept(self.current.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events)
 
     def begin_anew(self) -> None:
         """Make another runner that cuts as the present one does, where training has gone back to an earlier moment."""
-        former = self.current
-        self._earlier_oom_events += former.oom_events
-        self._largest = former.set_plan
-        self._is_found, self._is_timed = not former.is_learning, former.is_timed
-        self._bytes_per_sample, self._sample_bytes = former.bytes_per_sample, former.sample_bytes
+        former = self.current.cutting
+        self._earlier_oom_events += self.current.oom_events
         next_step = self._course.moment.windows + 1
         self._noting.plans = [(since, earlier) for since, earlier in self._noting.plans if since <= next_step]
         if not self._noting.plans or self._noting.plans[-1][1] != former.plan:
             self._noted(former.plan)
-        self.begin(former.plan)
+        self.begin(former)
 
     def end(self) -> None:
         """Give the model back as it was written."""

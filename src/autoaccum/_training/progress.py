@@ -1,7 +1,7 @@
 """Where a training stands: a loader's epochs in, windows and the moment after each of them out.
 
 The moment is the one after the last whole window. What moves with an update moves inside it, while interrupts are held
-back (`after_update`); what follows an epoch moves together at its end. That state is what a checkpoint holds, and where
+back (`update_made`); what follows an epoch moves together at its end. That state is what a checkpoint holds, and where
 a run that goes on begins.
 """
 
@@ -79,7 +79,7 @@ class Course:
         self.is_whole = True
         self._windows: Iterator[Window] | None = None
         self._first: Window | None = None
-        self._coming: tuple[int, Position] = (0, self.moment.position)
+        self._coming: Position = self.moment.position
         self._next = self.moment
         self._has_begun = False  # the epoch, as far as other processes are asked
 
@@ -148,7 +148,7 @@ class Course:
 
     def part_to_make(self, window: Window) -> Window | None:
         """Return this process's part of a window of which an update is to be made; None where it is to be left out."""
-        self._coming = window.samples, self._track.after(window)
+        self._coming = self._track.after(window)
         if self._company is None:
             return window
         part = self._company.part(window)
@@ -186,15 +186,16 @@ class Course:
 
     # --- the moment ---------------------------------------------------------------------------------------------------
 
-    def before_update(self) -> None:
-        """Make the moment that an update leads to, while it can still be given up: later there may be no memory."""
-        samples, position = self._coming
-        if self._company is not None and self._company.joint is not None:
-            samples = self._company.joint.samples
-        now = self.moment
-        self._next = Moment(now.windows + 1, now.samples + samples, position, now.random)
+    def prepare(self, samples: int) -> None:
+        """Make the moment that an update leads to, while it can still be given up: later there may be no memory.
 
-    def after_update(self, skipped: bool) -> None:
+        Args:
+            samples: Samples of the window, over all processes.
+        """
+        now = self.moment
+        self._next = Moment(now.windows + 1, now.samples + samples, self._coming, now.random)
+
+    def update_made(self, *, skipped: bool) -> None:
         """Move everything that moves with an update; interrupts are held back meanwhile.
 
         Only the user's scheduler can fail here. What an optimizer or a scheduler may have drawn is read last; where no

@@ -32,7 +32,7 @@ from autoaccum._training.checkpoint_files import SHARDS
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -146,20 +146,19 @@ class Company:
             wishes: Returns what this rank wishes to happen after a window.
             grows_to: The largest micro-batch that is wanted of a model that is spread over ranks, where sizes grow.
         """
-        self.joint = self._joint_of(step, grows_to)
-        self.joint.wishes = wishes
-        self.joint.note = self._reached
-        if self._gone_through is not None:
-            self.joint.look = self._gone_through.check
-        self.joint.is_timed = self._shares.by_speed
-
-    def _joint_of(self, step: TrainingStep, grows_to: int | None) -> Joint:
+        said: dict[str, Any] = {
+            "wishes": wishes,
+            "note": self._reached,
+            "look": _accept if self._gone_through is None else self._gone_through.check,
+            "is_timed": self._shares.by_speed,
+        }
         if is_sharded(step.objective.modules):
-            return ShardedJoint(self.ranks, step, grows_to)
+            self.joint = ShardedJoint(self.ranks, step, grows_to, **said)
+            return
         room = None
         if self._overlap:
             room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
-        return Joint(self.ranks, step, room, self._notices.say)
+        self.joint = Joint(self.ranks, step, room=room, say=self._notices.say, **said)
 
     # --- whose samples are whose --------------------------------------------------------------------------------------
 
@@ -383,6 +382,10 @@ class Company:
         """
         path = write() if self.ranks.rank == 0 else None
         return Path(self.ranks.exchange("written", None if path is None else str(path))[0])
+
+
+def _accept(_: Sequence[int]) -> None:
+    """Accept whatever ranks say of their loaders, where each has samples of its own."""
 
 
 def part_of(

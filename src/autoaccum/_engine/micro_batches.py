@@ -8,17 +8,16 @@ does the window begin anew. Every way leaves, bit for bit, what the same cut lea
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from autoaccum._engine.aside import Aside
-from autoaccum._engine.optimizer_step import RESERVE
+from autoaccum._engine.gradients import Given
+from autoaccum._engine.phases import Phase
 from autoaccum._engine.step import Accumulated, check_weight
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
-from autoaccum._loss.reported import LOSS
 from autoaccum._loss.weighting import in_full
 from autoaccum._snapshot import Mark
 from autoaccum._system import signals
@@ -30,83 +29,26 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
+    from autoaccum._engine.peers import Peers, SharedWeights
     from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
     from autoaccum._sizing.controller import Sizing
 
 
-class SharedWeights(Protocol):
-    """What a process is told of what the whole window weighs before it works on its part."""
-
-    totals: Mapping[str, float]
-    # By what all losses are multiplied, where what adds up the gradients divides them.
-    multiplier: float
-
-    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Return what (sum, weight) pairs weigh in the whole window, given what they weigh in this part."""
-
-
-class Sending(Protocol):
-    """What sends a window's gradients to other processes while the last micro-batch still makes others."""
-
-    def offer(self) -> None:
-        """Called before a window's micro-batches, when what they weigh is known."""
-
-    def last(self) -> AbstractContextManager[None]:
-        """Return a context for the last micro-batch."""
-
-    def spoil(self) -> None:
-        """Called when gradients are given up."""
-
-
 # Numbers of a frozen parameter that are summed at once: their copies in double precision take 2 MiB.
 _SUMMED_AT_ONCE = 2**18
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a window's micro-batches have given.
-
-    Attributes:
-        losses: The window's losses by name, on the device.
-        pair_weight: Of a (sum, weight) pair, by whose weight gradients and losses are still to be divided, which have
-            been divided by the number of samples; None where nothing is left to do.
-        samples: Samples of the window.
-        reported: What is reported beside the losses: sums and weights, as `reported.means` takes them.
-    """
-
-    losses: dict[str, Tensor]
-    pair_weight: float | Tensor | None
-    samples: int
-    reported: dict[Slot, Any] = field(default_factory=dict)
-
-    @property
-    def slots(self) -> dict[Slot, Any]:
-        """The losses and what is reported beside them, as `reported.means` takes them."""
-        return {(LOSS, name): loss for name, loss in self.losses.items()} | self.reported
-
-    @property
-    def correction(self) -> float | Tensor:
-        """By what gradients and losses are to be multiplied, where these samples are the whole window."""
-        return 1.0 if self.pair_weight is None else self.samples / self.pair_weight
-
-    def corrected_losses(self) -> dict[str, Tensor]:
-        """The losses of these samples alone."""
-        correction = self.correction
-        return self.losses if self.pair_weight is None else {n: loss * correction for n, loss in self.losses.items()}
-
-
-class Accumulation:
-    """Accumulates the gradients of one window after the other.
+class MicroBatches:
+    """Runs the micro-batches of one window after the other and leaves their gradient in `.grad`.
 
     Args:
         step: The training step.
         sizing: Cuts the windows.
         loss_scope: "micro_batch", or "window" for a loss that is taken over the whole window at once.
         norms: The step's BatchNorm layers.
-        is_part: Whether other processes have other parts of the same windows.
-        sending: What sends them gradients; None where that is done when the window has been worked on.
+        peers: The processes of the training; None for this one alone.
 
     Raises:
         InvalidInputError: `loss_scope` is unknown, or the loss cannot be taken in that way.
@@ -124,12 +66,11 @@ class Accumulation:
         *,
         loss_scope: str,
         norms: BatchNorms,
-        is_part: bool = False,
-        sending: Sending | None = None,
+        peers: Peers | None = None,
     ) -> None:
         check_loss_scope(loss_scope)
-        self._is_part = is_part
-        self._sending = sending
+        self._is_part = peers is not None and peers.is_part
+        self._sending = None if peers is None else peers.sending
         self._step = step
         self._norms = norms
         self._sizing = sizing
@@ -212,7 +153,7 @@ class Accumulation:
                 "memory ran out after the model had changed its input in place, so the window cannot be done again "
                 "from the same data; let the model work on a copy (inputs.clone())"
             )
-        if self._step.phase == RESERVE:
+        if self._step.phase is Phase.RESERVE:
             return  # nothing was touched
         with signals.held():
             if self.size is None or not self._is_intact():
@@ -265,7 +206,7 @@ class Accumulation:
     def _set_aside(self) -> None:
         if self._marked:
             return
-        self._step.phase, self.size = "set aside", None
+        self._step.stage.phase, self.size = Phase.SET_ASIDE, None
         self._at_window.take()
         self._versions = [parameter._version for parameter in self._watched]
         if self._is_first:
@@ -275,7 +216,7 @@ class Accumulation:
     def _plan(self) -> None:
         """Cut what is not done, and see that what is done has the weight that it has in this cut."""
         step = self._step
-        step.phase, self.size = "weigh", None
+        step.stage.phase, self.size = Phase.WEIGH, None
         while True:
             done = self.sizes[: self._done]
             rest = self._sizing.cut(sum(done))
@@ -339,12 +280,12 @@ class Accumulation:
         self.size = size
         self._moved = step.has_added = False
         self._adding = None
-        step.phase = "set aside"
+        step.stage.phase = Phase.SET_ASIDE
         if not first:
             self._at_micro_batch.take()
         self._moved = True
         self._enter(size)
-        step.phase = "transfer"
+        step.stage.phase = Phase.TRANSFER
         batch = next(feed)
         given = Accumulated()
         if aside and not first:

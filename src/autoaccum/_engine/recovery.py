@@ -1,0 +1,168 @@
+"""What happens to a window when memory runs out, and when it is given up.
+
+Memory ran out: what has to be done again is put back (`put_back`), the caches are released, and the rest of the window
+is cut smaller (`cut_smaller`). Everything else ends the window, with model, optimizer and random state as they were
+before it (`give_up`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from autoaccum import _oom
+from autoaccum._engine import devices
+from autoaccum._engine.phases import Phase
+from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._records import MemoryEvent
+from autoaccum.errors import DoesNotFitError
+
+if TYPE_CHECKING:
+    from autoaccum._data.batches import Window
+    from autoaccum._engine.batchnorm import BatchNorms
+    from autoaccum._engine.events import Events
+    from autoaccum._engine.micro_batches import MicroBatches
+    from autoaccum._engine.step import TrainingStep
+    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.headroom import Room
+
+# So often what the loss runs over is asked for; it takes many small steps, of which each can fail.
+_TRIES_TO_WEIGH = 4
+_TRIES = 2
+
+# What fails in these phases where no micro-batch is at work.
+_WITHOUT_SIZE = {
+    Phase.RESERVE: "memory for the optimizer's step",
+    Phase.WEIGH: "finding out what the loss runs over",
+    Phase.FORWARD: "the loss over the whole window",
+    Phase.BACKWARD: "the loss over the whole window",
+}
+
+
+class Recovery:
+    """Recovers the windows of one run from lack of memory.
+
+    Args:
+        step: The training step.
+        work: The micro-batches of the window.
+        sizing: Cuts the window.
+        room: What room windows leave.
+        events: Told when memory runs out.
+        norms: The step's BatchNorm layers.
+
+    Attributes:
+        lacks: Where memory ran out in the present window, trials left out.
+        has_lost_parameters: Whether a window that was given up has left parameters changed, which its error says.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        work: MicroBatches,
+        sizing: Sizing,
+        room: Room,
+        events: Events,
+        norms: BatchNorms,
+    ) -> None:
+        self.lacks: list[MemoryEvent] = []
+        self.has_lost_parameters = False
+        self._step = step
+        self._work = work
+        self._sizing = sizing
+        self._room = room
+        self._events = events
+        self._norms = norms
+        self._has_failed = False
+
+    def begin(self) -> None:
+        """Begin a window."""
+        self.lacks = []
+        self._has_failed = False
+
+    def put_back(self, error: Exception) -> MemoryEvent:
+        """Put back what has to be done again; call this where the error was caught.
+
+        Returns:
+            What happened, once the error holds nothing any more.
+
+        Raises:
+            Exception: The error itself, unless it is lack of memory that a smaller cut can mend.
+        """
+        step, work = self._step, self._work
+        if not (_oom.is_oom(error) or _oom.is_too_large(error)) or _oom.is_device_lost(error):
+            raise  # noqa: PLE0704 - the error that is being handled
+        if step.witness is not None:
+            number, is_trial = self._events.windows + 1, self._sizing.is_learning
+            step.witness.see(error, phase=step.phase, size=work.size, step=number, is_trial=is_trial)
+        work.keep()
+        event = MemoryEvent(step.phase.value, work.size, _oom.first_line(error))
+        _oom.let_go(error)
+        return event
+
+    def cut_smaller(self, event: MemoryEvent) -> None:
+        """Release the caches and cut the rest of the window smaller.
+
+        Call this after the handler of the error: inside it the traceback still pins the activations.
+
+        Raises:
+            DoesNotFitError: There is no smaller cut, or a smaller cut is no help.
+        """
+        self._step.memory.release()
+        self._has_failed = True
+        if event.size is None or not self._sizing.is_learning:  # a trial may fail: it is no lack of memory to speak of
+            self.lacks.append(event)
+            self._events.ran_out(event)
+        if event.size is None:
+            self._refuse_to_try_for_ever(event)
+        elif not self._sizing.fail(event.size):
+            raise DoesNotFitError(does_not_fit_text(self._step, None, event.message))
+        self._room.follow(self._sizing.plan)
+
+    def _refuse_to_try_for_ever(self, event: MemoryEvent) -> None:
+        """Give up what lacks memory again while no micro-batch is at work.
+
+        Unscaling, clipping and the optimizer do not depend on the cut, so they are tried once more, with the caches
+        released.
+        """
+        tries = _TRIES_TO_WEIGH if event.phase == Phase.WEIGH else _TRIES
+        in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.lacks))
+        # What another rank lacks ends its own tries, and so this training.
+        if event.phase != Phase.ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:
+            what = _WITHOUT_SIZE.get(Phase(event.phase), f"the {event.phase} step")
+            raise DoesNotFitError(
+                f"{what} does not fit on {self._step.memory.name} even with no activations alive ({event.message}); "
+                "try an optimizer with less state, foreach=False, or a smaller model"
+            )
+
+    def give_up(self, error: BaseException, window: Window) -> None:
+        """Put everything back as it was before the window, and note on the error what it does not say.
+
+        Raises:
+            DeviceLostError: The device can no longer be used by this process.
+            DoesNotFitError: Not even one sample at a time fits.
+        """
+        if _oom.is_device_lost(error):
+            raise devices.lost(self._step.memory, error) from error
+        if lost := self._work.undo():
+            self.has_lost_parameters = True
+            error.add_note(
+                f"autoaccum: in this window forward() modified {lost} of the model's parameters for the first time, "
+                "and they are not as they were before; reload them"
+            )
+        if isinstance(error, ValueError):
+            self._explain(error, window)
+
+    def _explain(self, error: ValueError, window: Window) -> None:
+        """Explain BatchNorm's refusal of a single value per channel.
+
+        Raises:
+            DoesNotFitError: A single sample was taken only because more ran out of memory.
+        """
+        if self._has_failed and self._work.size == 1:
+            reason = f"one sample alone is refused: {error}"
+            raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+        if window.samples == 1 and self._norms.need_several:
+            error.add_note(
+                "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
+                "last_window='drop' leaves a short last window out"
+            )
