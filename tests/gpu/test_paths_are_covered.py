@@ -61,7 +61,7 @@ ELSEWHERE = {
     "_distributed/process_group.py": "NCCL takes a card for each rank",
     "_estimate/fake_step.py": "as _estimate/cuda_dispatch.py",
     "_estimate/trace.py": "as _estimate/cuda_dispatch.py",
-    "_engine/micro_batches.py": "keeps a CPU's sums apart (tests/gpu/test_on_a_card.py goes the other way in every test)",
+    "_engine/micro_batches.py": "keeps a CPU's sums apart (test_on_a_card.py goes the other way in every test)",
     "_engine/step.py": "keeps a CPU's weights apart (as _engine/micro_batches.py)",
 }
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.peers import Peers, SharedWeights
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.step import GradientStep
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
     from autoaccum._sizing.controller import Sizing
@@ -61,7 +61,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        step: TrainingStep,
+        step: GradientStep,
         sizing: Sizing,
         *,
         loss_scope: str,

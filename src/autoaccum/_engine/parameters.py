@@ -24,7 +24,7 @@ class Inventory:
 
     Args:
         modules: The model, and losses that are modules.
-        optimizer: Its parameters belong to the step too, also those that are no module's.
+        optimizer: Its parameters belong to the step too, also those that are no module's; None for none.
         is_fixed: Whether everything stays as it is now. `fully_shard` exchanges a module's parameters for others
             during a pass, which is no change.
 
@@ -35,13 +35,13 @@ class Inventory:
     parameters: list[nn.Parameter]
 
     def __init__(
-        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, is_fixed: bool = False
+        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None = None, *, is_fixed: bool = False
     ) -> None:
         self._modules = list(modules)
         self._is_fixed = is_fixed
         self._take_stock(optimizer)
 
-    def look(self, optimizer: torch.optim.Optimizer) -> bool:
+    def look(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """See what there is now; return whether it is anything else than at the last look.
 
         Args:
@@ -59,7 +59,7 @@ class Inventory:
         self._take_stock(optimizer)
         return True
 
-    def _take_stock(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_stock(self, optimizer: torch.optim.Optimizer | None) -> None:
         parts = dict.fromkeys(part for module in self._modules for part in module.modules())
         # Views of what each part holds, which show what it holds later.
         self._held = [holder.values() for part in parts for holder in (part._parameters, part._modules)]
@@ -68,10 +68,10 @@ class Inventory:
         self._seen = self._found(optimizer)
         self._are_trained = list(map(_IS_TRAINED, self.parameters))
 
-    def _found(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+    def _found(self, optimizer: torch.optim.Optimizer | None) -> list[Any]:
         """Return all that the parts hold, in an order that only a change changes."""
         return [*chain.from_iterable(self._held), *_held_by(optimizer)]
 
 
-def _held_by(optimizer: torch.optim.Optimizer) -> chain[nn.Parameter]:
-    return chain.from_iterable(map(_HELD, optimizer.param_groups))
+def _held_by(optimizer: torch.optim.Optimizer | None) -> chain[nn.Parameter]:
+    return chain.from_iterable(map(_HELD, () if optimizer is None else optimizer.param_groups))

@@ -11,7 +11,7 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
 from autoaccum._engine import devices
 from autoaccum._engine.fallback import ways_left
-from autoaccum._engine.step import assemble
+from autoaccum._engine.step import TrainingStep, assemble
 from autoaccum._engine.trial import Trials
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._memory import backend_for
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.step import GradientStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Trial
@@ -193,7 +193,7 @@ def _keeps_two_numbers(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, kinds)
 
 
-def does_not_fit_text(step: TrainingStep, limit_bytes: int | None, message: str = "") -> str:
+def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str = "") -> str:
     """Say what was asked, what was found and what to try where not even one sample fits."""
     reading = step.memory.reading()
     allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
@@ -201,7 +201,7 @@ def does_not_fit_text(step: TrainingStep, limit_bytes: int | None, message: str 
     remedies = [] if step.precision.name != "fp32" else ["precision='bf16'"]
     remedies += ways_left(step.objective.modules, step.memory)
     remedies.append("shorter or smaller inputs")
-    if _keeps_two_numbers(step.optimizer):
+    if isinstance(step, TrainingStep) and _keeps_two_numbers(step.optimizer):
         remedies.append(f"an optimizer with less state than {type(step.optimizer).__name__}")
     if limit_bytes is not None:
         remedies.append("a higher memory_limit")

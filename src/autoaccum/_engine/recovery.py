@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.events import Events
     from autoaccum._engine.micro_batches import MicroBatches
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.step import GradientStep
     from autoaccum._sizing.controller import Sizing
     from autoaccum._sizing.headroom import Room
 
@@ -57,7 +57,7 @@ class Recovery:
 
     def __init__(
         self,
-        step: TrainingStep,
+        step: GradientStep,
         work: MicroBatches,
         sizing: Sizing,
         room: Room,

@@ -96,37 +96,25 @@ class Accumulated:
             self.reported.setdefault(slot, []).extend(numbers)
 
 
-class TrainingStep:
-    """A model, what to minimise, an optimizer and a precision on one device.
+class GradientStep:
+    """A model, what to minimise and a precision on one device: all that a gradient takes.
 
     Args:
         objective: How a batch becomes loss terms.
-        optimizer: Made from the parameters of the objective's modules.
         precision: In which the forward pass runs.
         memory: The device.
-        clip_grad_norm: Norm to which the window's gradient is clipped; None leaves it.
 
     Attributes:
-        parameters: Every parameter of the objective's modules and of the optimizer, as of the last `look`.
+        parameters: Every parameter of the objective's modules, as of the last `look`.
         has_added: Whether gradients may have been added to since this was last set to False.
         sources_left: Losses with forward passes of their own that the present micro-batch has yet to go through.
         stage: Says what is being done.
-        updates: Makes updates from the gradients that accumulate here.
         witness: Is shown the first lack of memory before it is let go of; None where nobody asked.
         passes: Is told of each pass; None where the model talks to nobody in it.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
-        memory: MemoryBackend,
-        *,
-        clip_grad_norm: float | None,
-    ) -> None:
+    def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend) -> None:
         self.objective = objective
-        self.optimizer = optimizer
         self.precision = precision
         self.memory = memory
         self.transfer = Transfer(memory.device)
@@ -134,11 +122,13 @@ class TrainingStep:
         self.sources_left = 0
         self.witness: Witness | None = None
         self.passes: Passes | None = None
-        modules = objective.modules
-        self._inventory = Inventory(modules, optimizer, is_fixed=is_sharded(modules))
-        self.parameters = self._inventory.parameters
         self.stage = Stage()
-        self.updates = Updates(optimizer, precision.scaler, memory, clip_grad_norm=clip_grad_norm, stage=self.stage)
+        self._inventory = self._take_stock()
+        self.parameters = self._inventory.parameters
+
+    def _take_stock(self) -> Inventory:
+        modules = self.objective.modules
+        return Inventory(modules, is_fixed=is_sharded(modules))
 
     @property
     def phase(self) -> Phase:
@@ -147,14 +137,9 @@ class TrainingStep:
 
     def look(self) -> bool:
         """See which parameters there are now; return whether anything has changed since the last look."""
-        has_changed = self._inventory.look(self.optimizer)
+        has_changed = self._inventory.look()
         self.parameters = self._inventory.parameters
         return has_changed
-
-    def use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with another optimizer from now on."""
-        self.optimizer = optimizer
-        self.updates.use(optimizer)
 
     def clear_gradients(self) -> None:
         """Let every gradient go, those of parameters that the optimizer does not hold included."""
@@ -237,6 +222,50 @@ class TrainingStep:
         return term.value if factor == 1.0 else term.value * factor
 
 
+class TrainingStep(GradientStep):
+    """What a gradient takes, and an optimizer.
+
+    Args:
+        objective: As for `GradientStep`.
+        optimizer: Made from the parameters of the objective's modules.
+        precision: As for `GradientStep`.
+        memory: As for `GradientStep`.
+        clip_grad_norm: Norm to which the window's gradient is clipped; None leaves it.
+
+    Attributes:
+        parameters: Every parameter of the objective's modules and of the optimizer, as of the last `look`.
+        updates: Makes updates from the gradients that accumulate here.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        memory: MemoryBackend,
+        *,
+        clip_grad_norm: float | None,
+    ) -> None:
+        self.optimizer = optimizer
+        super().__init__(objective, precision, memory)
+        self.updates = Updates(optimizer, precision.scaler, memory, clip_grad_norm=clip_grad_norm, stage=self.stage)
+
+    def _take_stock(self) -> Inventory:
+        modules = self.objective.modules
+        return Inventory(modules, self.optimizer, is_fixed=is_sharded(modules))
+
+    def look(self) -> bool:
+        """See which parameters there are now; return whether anything has changed since the last look."""
+        has_changed = self._inventory.look(self.optimizer)
+        self.parameters = self._inventory.parameters
+        return has_changed
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with another optimizer from now on."""
+        self.optimizer = optimizer
+        self.updates.use(optimizer)
+
+
 def check_weight(name: str, weight: float | Tensor) -> None:
     """Refuse a (sum, weight) pair of a window in which nothing counts, where that is known without asking the device.
 
@@ -285,6 +314,31 @@ def assemble(
     return TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
 
 
+def assemble_without_optimizer(
+    model: nn.Module,
+    loss: Loss | Sequence[Loss] | None,
+    *,
+    memory: MemoryBackend,
+    precision_name: str,
+    forward: Callable[[nn.Module, Any], Any] | None,
+    loss_reduction: str | None,
+    notices: Notices,
+) -> GradientStep:
+    """Check and move the model as `assemble` does, and put together what a gradient takes.
+
+    Raises:
+        InvalidInputError: An argument cannot be used.
+        DoesNotFitError: As `assemble`.
+    """
+    check_model(model)
+    with devices.failures_told(memory, "what a gradient needs beside the model"):
+        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+        refuse_sharded(objective.modules)
+        how = precision.resolve(precision_name, memory.device, model, notices)
+    _move(objective.modules, None, memory)
+    return GradientStep(objective, how, memory)
+
+
 def check_model(model: object) -> None:
     """Refuse what is no model, or one that has no values to train.
 
@@ -316,7 +370,7 @@ def check_clip(clip_grad_norm: object) -> None:
         check_positive_number("clip_grad_norm", clip_grad_norm)
 
 
-def drop_old_gradients(step: TrainingStep, notices: Notices) -> None:
+def drop_old_gradients(step: GradientStep, notices: Notices) -> None:
     """Let go of gradients that are there before a window, whoever has left them, and say so: they belong to none."""
     if step.holds_gradients():
         notices.say(
@@ -326,7 +380,7 @@ def drop_old_gradients(step: TrainingStep, notices: Notices) -> None:
         step.clear_gradients()
 
 
-def _move(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, memory: MemoryBackend) -> None:
+def _move(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, memory: MemoryBackend) -> None:
     homes = {module: home for module in modules if (home := _home(module)) is not None}
     if all(home == memory.device for home in homes.values()):
         return
@@ -334,7 +388,7 @@ def _move(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, memory
     try:
         for module in homes:
             module.to(memory.device)
-        if optimizer.state:
+        if optimizer is not None and optimizer.state:
             # Casts state that was made on the old device to where its parameters are now.
             optimizer.load_state_dict(optimizer.state_dict())
     except Exception as error:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._data.transfer import Transfer
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.step import GradientStep
     from autoaccum._loss.terms import Term
 
 LOSS_SCOPES = ("micro_batch", "window")
@@ -64,7 +64,7 @@ class WindowLoss:
         InvalidInputError: The loss is none that takes outputs.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
+    def __init__(self, step: GradientStep) -> None:
         if step.objective.loss is None or isinstance(step.objective.loss, list | tuple):
             given = "no loss=" if step.objective.loss is None else "a list of losses, each with a forward of its own"
             raise InvalidInputError(
@@ -144,7 +144,7 @@ class WholeWindow:
         InvalidInputError: The loss is none that takes outputs.
     """
 
-    def __init__(self, step: TrainingStep, mark: Mark) -> None:
+    def __init__(self, step: GradientStep, mark: Mark) -> None:
         modules, device = step.objective.modules, step.memory.device
         self._step = step
         self._loss = WindowLoss(step)

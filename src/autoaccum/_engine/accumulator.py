@@ -1,0 +1,162 @@
+"""The gradient of one batch, added to `.grad`, in micro-batches that fit: for loops with an optimizer of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum._data.batches import as_window
+from autoaccum._engine.batchnorm import BatchNorms
+from autoaccum._engine.micro_batches import MicroBatches
+from autoaccum._engine.recovery import Recovery
+from autoaccum._loss.reported import means
+from autoaccum._sizing.headroom import Room
+from autoaccum._system import signals
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from autoaccum._engine.events import Events
+    from autoaccum._engine.gradients import Given
+    from autoaccum._engine.step import GradientStep
+    from autoaccum._sizing.controller import Sizing
+    from autoaccum._system.notices import Notices
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """What one call of `Accumulator.backward` did.
+
+    Attributes:
+        losses: The batch's losses by name, scalars on the device.
+        reported: What is reported besides the losses, by name.
+        samples: Samples of the batch.
+        micro_batches: Sizes of the micro-batches, in their order.
+        oom_events: How often memory ran out.
+        recomputed_samples: Samples that were computed and thrown away.
+    """
+
+    losses: dict[str, Tensor]
+    reported: dict[str, Tensor]
+    samples: int
+    micro_batches: tuple[int, ...]
+    oom_events: int
+    recomputed_samples: int
+
+
+class Accumulator:
+    """Adds gradients of whole batches to `.grad`, whatever micro-batches they take. No optimizer is involved.
+
+    Args:
+        step: What a gradient takes.
+        sizing: Cuts batches into micro-batches.
+        events: Counts batches, and tells of lack of memory.
+        notices: Where choices made for the user are said.
+        loss_scope: As for `fit`.
+        batchnorm: As for `fit`.
+    """
+
+    def __init__(
+        self,
+        step: GradientStep,
+        sizing: Sizing,
+        events: Events,
+        notices: Notices,
+        *,
+        loss_scope: str = "micro_batch",
+        batchnorm: str = "keep",
+    ) -> None:
+        self._step = step
+        self._sizing = sizing
+        self._events = events
+        self._room = Room(step.memory)
+        self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
+        self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms)
+        self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
+
+    def backward(self, batch: Any) -> Backward:
+        """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.
+
+        Gradients that are there already are set aside; this batch's is accumulated from none, corrected by what its
+        losses run over, and added to them once. So it makes no difference to them whether memory runs out in between.
+        A gradient scaler's factor is taken out again.
+
+        Args:
+            batch: One batch, or a sequence of batches that belong together.
+
+        Returns:
+            What was done; reading a loss waits for the device.
+
+        Raises:
+            InvalidInputError: The batch or what the loss returns cannot be used; `.grad`, buffers and random state are
+                as they were. So they are after the other errors.
+            DoesNotFitError: Not even one sample at a time fits.
+            DeviceLostError: The device can no longer be used by this process.
+        """
+        window = as_window(batch)
+        step, work, recovery = self._step, self._work, self._recovery
+        if step.look():
+            self._norms.search()
+            work.take_stock()
+        earlier = [parameter.grad for parameter in step.parameters]
+        step.clear_gradients()
+        try:
+            self._begin(window)
+            try:
+                while True:
+                    try:
+                        given = work.run(aside=False)
+                        self._correct(given)
+                        break
+                    except Exception as error:  # noqa: BLE001 - put_back raises what is no lack of memory
+                        lack = recovery.put_back(error)
+                    recovery.cut_smaller(lack)
+            except BaseException as error:
+                recovery.give_up(error, window)
+                raise
+            finally:
+                work.end()
+        except BaseException:
+            self._put(earlier)
+            raise
+        self._add(earlier)
+        self._events.windows += 1
+        self._sizing.end(work.sizes, is_clean=not recovery.lacks, has_room=self._room.is_free)
+        losses, reported = given.corrected_losses(), means(given.slots)
+        return Backward(losses, reported, given.samples, work.sizes, len(recovery.lacks), work.recomputed)
+
+    def _begin(self, window: Any) -> None:
+        self._room.follow(self._sizing.plan)
+        self._recovery.begin()
+        self._sizing.begin(window)
+        self._work.begin(window)
+
+    def _correct(self, given: Given) -> None:
+        """Multiply the gradient by what its micro-batches could not know, and take a scaler's factor out."""
+        gradients = [parameter.grad for parameter in self._step.parameters if parameter.grad is not None]
+        if not gradients:
+            raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
+        scaler, factor = self._step.precision.scaler, given.correction
+        if scaler is not None:
+            factor = factor / scaler.get_scale()
+        if not isinstance(factor, float) or factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    def _put(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._step.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _add(self, earlier: list[Tensor | None]) -> None:
+        """Add this batch's gradients to those that were there before it, in place."""
+        # An interrupt in between would leave some parameters with both and others with one of them.
+        with signals.held(), torch.no_grad():
+            for parameter, before in zip(self._step.parameters, earlier, strict=True):
+                own = parameter.grad
+                if before is None or own is None:
+                    parameter.grad = own if before is None else before
+                elif before.layout is torch.strided:
+                    parameter.grad = before.add_(own)
+                else:
+                    parameter.grad = before + own
