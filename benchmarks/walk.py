@@ -44,9 +44,7 @@ class Walker:
 
     def stop(self):
         sys.setprofile(None)
-        return Walk(
-            sum(self._modules.values()), len(self._modules), len(self._classes), self._changes, self._modules
-        )
+        return Walk(sum(self._modules.values()), len(self._modules), len(self._classes), self._changes, self._modules)
 
     def _see(self, frame, event, _):
         file = frame.f_code.co_filename

@@ -8,7 +8,7 @@ from autoaccum._data.batches import Window, windows
 from autoaccum._distributed.process_group import join_ranks
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
-from autoaccum._launch import Job, load_recipe
+from autoaccum._launch import Job
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
 from autoaccum._records import (
@@ -25,7 +25,6 @@ from autoaccum._report import Report
 from autoaccum._report.api import preflight
 from autoaccum._sizing.planner import plan
 from autoaccum._training.api import fit
-from autoaccum._training.console import LineProgress, RichProgress
 from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.errors import (
     AutoaccumError,
@@ -55,7 +54,6 @@ __all__ = [
     "InvalidInputError",
     "JSONLinesLog",
     "Job",
-    "LineProgress",
     "MemoryEvent",
     "MemoryReading",
     "NotFiniteError",
@@ -63,7 +61,6 @@ __all__ = [
     "ProbeResult",
     "RankFailedError",
     "Report",
-    "RichProgress",
     "Runner",
     "Simulated",
     "StartAgainError",
@@ -77,7 +74,6 @@ __all__ = [
     "fit",
     "is_oom",
     "join_ranks",
-    "load_recipe",
     "plan",
     "preflight",
     "windows",

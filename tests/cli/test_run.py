@@ -8,7 +8,7 @@ import pytest
 
 from autoaccum._cli import app
 from autoaccum._launch.run import Options
-from run_invoked import invoke
+from run_invoked import given, invoke  # noqa: F401 - a fixture
 from wrapped import LONG_S, direct, python
 
 

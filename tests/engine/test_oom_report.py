@@ -421,7 +421,7 @@ def shown(path, width=160):
 def test_report_is_shown_with_what_matters(written):
     text = shown(written)
 
-    for expected in ("out of memory in step 1", "blocks.1.up Addmm", "activations", "test_postmortem.py:", "(Wide"):
+    for expected in ("out of memory in step 1", "blocks.1.up Addmm", "activations", "test_oom_report.py:", "(Wide"):
         assert expected in text
 
 

@@ -16,7 +16,7 @@ import torch
 from autoaccum._memory import Simulated, backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
-from folders import ROOT
+from folders import ROOT, TESTS
 
 MIB = 2**20
 LIMIT = 96 * MIB
@@ -215,7 +215,7 @@ def run_in_child():
         text=True,
         timeout=240,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(root / "src")},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(TESTS)])},
     )
     assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])

@@ -539,7 +539,7 @@ JOB = """
 import functools
 import torch
 from torch import nn
-from autoaccum.memory import backend_for
+from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum._sizing.cache import key_of
 from autoaccum._engine.step import assemble
@@ -806,10 +806,10 @@ def test_other_settings_and_devices_are_other_jobs(monkeypatch):
 
 
 def test_card_is_described_by_its_libraries(monkeypatch):
-    first = cache_module._system(torch.device("cuda"))
+    first = cache_module._machine(torch.device("cuda"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-    second = cache_module._system(torch.device("cuda"))
+    second = cache_module._machine(torch.device("cuda"))
 
     assert first["cuda"] == torch.version.cuda
     assert first["cudnn"] == torch.backends.cudnn.version()
