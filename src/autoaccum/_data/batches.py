@@ -164,6 +164,7 @@ class Window(Sequence[Any]):
         self._starts = (0, *itertools.accumulate(span.samples for span in spans))
         self.samples = self._starts[-1]
         self._groups: list[int] | None = None
+        self._tensors: list[Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -249,7 +250,9 @@ class Window(Sequence[Any]):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of every piece."""
-        return [tensor for span in self._spans for tensor in span.piece.tensors()]
+        if self._tensors is None:
+            self._tensors = [tensor for span in self._spans for tensor in span.piece.tensors()]
+        return self._tensors
 
 
 def windows(loader: Iterable[Any], target_batch: int, *, last_window: str = "step") -> Iterator[Any]:

@@ -43,6 +43,8 @@ Loss = Callable[..., Any]
 # the weight of the loss of that name.
 SAMPLES, SUM, PAIR = "", " sum", " pair"
 _BY_SAMPLES = Weighting(Over.SAMPLES)
+# A batch of (inputs, targets), as `counting.is_pair` has it; it is asked for every micro-batch.
+_PAIRS, _PAIR = (tuple, list), 2
 # What weighs as a loss does that nothing is known of.
 _AS_USUAL = (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE)
 
@@ -135,7 +137,8 @@ class Objective:
         else:
             self.sources = (Source(Objective._forward_and_loss),)
         self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
-        self._entries = Entries(notices, self._settler.forget)
+        self._is_settled = False
+        self._entries = Entries(notices, self._forget)
         self._read_module(loss, loss_reduction)
 
     @property
@@ -164,6 +167,10 @@ class Objective:
             InvalidInputError: What came out is no loss.
         """
         raw, outputs = source.run(self, batch)
+        if len(raw) == 1:
+            ((name, value),) = raw.items()
+            if isinstance(value, Tensor) and value.dim() == 0:
+                return [Term(name, value)], outputs  # the usual case
 
         def with_gradients() -> Mapping[str, Any] | None:
             return self._looked_at(lambda: source.run(self, chosen(batch, [0]))[0]) if self.may_look else None
@@ -294,6 +301,7 @@ class Objective:
         """Take over what another process of the same training knows."""
         known = {name: how for name, how in known.items() if not self._entries.is_reported(name)}
         self._settler.known = {**self._settler.known, **known}
+        self._is_settled = False
 
     def mixes_pairs(self) -> bool:
         """Whether, as far as is known, some but not all of the losses are (sum, weight) pairs, or several are."""
@@ -324,7 +332,18 @@ class Objective:
         Raises:
             InvalidInputError: A pair that a loss returned is no (sum, weight).
         """
-        self._settler.settle(window, sizes, Run(self, place, mark, autocast))
+        if self._is_settled:
+            return
+        settler = self._settler
+        settler.settle(window, sizes, Run(self, place, mark, autocast))
+        self._is_settled = not settler.has_questions and all(
+            how.over is not Over.OPAQUE for how in settler.known.values()
+        )
+
+    def _forget(self, name: str) -> None:
+        """Forget what a loss runs over that has turned out to be a metric."""
+        self._is_settled = False
+        self._settler.forget(name)
 
     def _read_module(self, loss: Any, loss_reduction: str | None) -> None:
         how = weighting.of_loss_module(loss)
@@ -350,13 +369,13 @@ class Objective:
         )
 
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
-        outputs = self.outputs(batch)
+        outputs = self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
         return self._losses_of(outputs, batch), outputs
 
     def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
         if self._loss is None:
             raw = self._own_or_default(outputs, batch)
-        elif is_pair(batch):
+        elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             if isinstance(self._loss, weighting.ELEMENTWISE):
                 _check_same_shape(outputs, batch[1], type(self._loss).__name__)
             raw = self._loss(outputs, batch[1])  # type: ignore[operator]
@@ -430,7 +449,7 @@ class Objective:
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
-        if is_pair(batch):
+        if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             return model(batch[0])
         if isinstance(batch, Mapping):
             if self._loss is None or self._accepted is None:
@@ -461,17 +480,12 @@ def _check_loss(loss: object) -> None:
         check_function("loss", loss, "outputs, targets")
 
 
-def check_graph(total: Tensor, names: Iterable[str]) -> None:
-    """Refuse a loss that no gradient can be taken of.
-
-    Raises:
-        InvalidInputError: It has no graph.
-    """
-    if not total.requires_grad:
-        raise InvalidInputError(
-            f"loss {'+'.join(names)!r} has no gradient: it does not depend on a parameter that needs one; look for "
-            ".detach(), .item() or torch.no_grad() on the way"
-        )
+def no_gradient(names: Iterable[str]) -> InvalidInputError:
+    """Return the error for losses of these names that have no graph."""
+    return InvalidInputError(
+        f"loss {'+'.join(names)!r} has no gradient: it does not depend on a parameter that needs one; look for "
+        ".detach(), .item() or torch.no_grad() on the way"
+    )
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:

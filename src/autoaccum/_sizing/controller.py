@@ -124,6 +124,8 @@ class Sizing:
         peak_bytes: While learning, the highest peak of the window.
         probe: What was learned; None before.
         fastest: The plan that autotuning has chosen; None before.
+        start: The sample of the window at which the present micro-batch begins.
+        measures: Whether micro-batches of the present window are to `enter` and `leave`.
     """
 
     def __init__(
@@ -139,6 +141,8 @@ class Sizing:
         self.sample_bytes = cutting.sample_bytes
         self.probe: ProbeResult | None = None
         self.fastest: Plan | None = None
+        self.start = 0
+        self.measures = False
         self.plan = self.set_plan = plan
         self._memory = memory
         self._parameters = parameters
@@ -203,7 +207,7 @@ class Sizing:
         """See what a window is made of, before it is cut."""
         self._began = self._entered = time.perf_counter()
         self._ended: float | None = None
-        self._start = 0
+        self.start = 0
         self._alone.clear()
         self.peak_bytes = None
         self._groups = window.groups()
@@ -211,6 +215,7 @@ class Sizing:
         if self._is_to_learn:
             self._is_to_learn = False
             self._learning = self._learn()
+        self.measures = self._learning is not None or self.bytes_per_sample is not None
 
     def cut(self, start: int) -> tuple[int, ...]:
         """Return the sizes in which the window is cut from the sample `start` on."""
@@ -232,16 +237,13 @@ class Sizing:
             )
         )
 
-    def enter(self, start: int, size: int) -> None:
-        """Make ready for the micro-batch of a window that begins at the sample `start`.
+    def enter(self, size: int) -> None:
+        """Make ready for the micro-batch at `start`, where `measures` says that it matters.
 
         Raises:
             torch.OutOfMemoryError: What it is expected to take cannot be had.
         """
-        self._start = start
-        if self._learning is None and self.bytes_per_sample is None:
-            return
-        self._counted = self._counted_size(start, size)
+        self._counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._memory.reset_peak()
             self._held_bytes = self._memory.peak_bytes()
@@ -262,11 +264,11 @@ class Sizing:
         ahead = (self.sample_bytes or 0) * self._counted if self._memory.device.type == "cuda" else 0
         extra = None if peak is None or self._held_bytes is None else max(0, peak - self._held_bytes) + ahead
         if extra is not None:
-            extra = int(extra * self._counted / (size * self._relative_at(self._start)))  # sizes are counted in whole
+            extra = int(extra * self._counted / (size * self._relative_at(self.start)))  # sizes are counted in whole
         self._learning.note(
             self._counted,
             extra,
-            is_first=self._start == 0,
+            is_first=self.start == 0,
             is_whole=size == sum(self._groups),
             gradient_bytes=sum(p.grad.nbytes for p in self._parameters() if p.grad is not None),
         )
@@ -286,13 +288,13 @@ class Sizing:
 
     def fail(self, size: int) -> bool:
         """Take smaller sizes after a micro-batch ran out of memory; return whether there are any."""
-        counted = self._counted_size(self._start, size)
+        counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
         if size == 1 and (self._learning is not None or self.plan.micro_batch == 1):
             # Nothing smaller is left. Before a run ends, see whether something else took the memory for a moment.
-            again = self._start not in self._alone
-            self._alone.add(self._start)
+            again = self.start not in self._alone
+            self._alone.add(self.start)
             return again
         if counted == 1 < size:
             # Many samples that are small by their bytes did not fit: it is not bytes that count here.
