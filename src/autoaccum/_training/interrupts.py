@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from autoaccum import _oom
 from autoaccum._engine import afterwards
 from autoaccum._system import signals
-from autoaccum._training.rank_coordination import END, SAVE
+from autoaccum._training.one_process import END, SAVE
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_manager import Keeping
+    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.plan_lifecycle import Runners
     from autoaccum._training.progress import Course
-    from autoaccum._training.rank_coordination import Company
 
 
 _E = TypeVar("_E", bound=BaseException)
@@ -39,17 +39,17 @@ class Supervision:
         course: Where training stands.
         runners: Make its windows.
         keeping: Writes its checkpoints; None where none are asked for.
-        company: The other processes of this training; None where this is the only one.
+        world: The processes of this training.
         notices: Where choices made for the user are said.
     """
 
     def __init__(
-        self, course: Course, runners: Runners, keeping: Keeping | None, company: Company | None, notices: Notices
+        self, course: Course, runners: Runners, keeping: Keeping | None, world: OneProcess, notices: Notices
     ) -> None:
         self._course = course
         self._runners = runners
         self._keeping = keeping
-        self._company = company
+        self._world = world
         self._notices = notices
         self._watch = signals.Watch()
         self._damaged_at: int | None = None
@@ -96,13 +96,16 @@ class Supervision:
 
     # --- between two windows ------------------------------------------------------------------------------------------
 
-    def wishes(self) -> int:
-        """Return what this process wishes to happen after the window that is being made, or was just made."""
+    def wishes(self, ahead: int) -> int:
+        """Return what this process wishes to happen after a window.
+
+        Args:
+            ahead: 0 for the window that was just made, 1 for the one that is being made.
+        """
         if self._keeping is None:
             return 0
-        windows = self._course.moment.windows + (0 if self._company is None else 1)
-        decides = self._company is None or self._company.ranks.rank == 0  # clocks differ
-        is_due = self._watch.wished or (decides and self._keeping.saver.is_due(windows))
+        is_due = self._world.decides and self._keeping.saver.is_due(self._course.moment.windows + ahead)
+        is_due = is_due or self._watch.wished
         return (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
 
     def after_window(self) -> None:
@@ -111,23 +114,12 @@ class Supervision:
         Raises:
             RankFailedError: Another process was asked to end.
         """
-        wishes = self._wishes_of_all()
+        wishes = self._world.wishes_of_all()
         if wishes & SAVE:
             self._save()
         if wishes & END:
             self._end_for_others()
         self._watch.look()
-
-    def _wishes_of_all(self) -> int:
-        if self._company is None:
-            return self.wishes()
-        joint = self._company.joint
-        assert joint is not None
-        self._company.share_out()
-        wishes = 0
-        for part in joint.parts:
-            wishes |= part.wishes
-        return wishes
 
     def _end_for_others(self) -> None:
         """End as one that SIGTERM has reached, or because another has."""
@@ -154,12 +146,10 @@ class Supervision:
 
     def _train_or_leave_a_checkpoint(self, train: Callable[[], None]) -> None:
         try:
-            self._watch.raises = self._company is None
-            self._watch.defers = self._company is not None and self._keeping is not None
+            self._watch.raises = self._world.is_alone
+            self._watch.defers = not self._world.is_alone and self._keeping is not None
             train()
-            if self._company is not None:
-                # Whether another rank failed behind its last update is known only when it says something.
-                self._company.ranks.exchange("end")
+            self._world.meet_at_end()
             if self._keeping is not None and not self._keeping.saver.has(self._course.moment):
                 self._save()
         except (signals.Terminated, StateDamagedError):
@@ -188,8 +178,7 @@ class Supervision:
             return
         cannot = isinstance(error, CheckpointError) or _oom.is_device_lost(error)
         is_whole = not cannot and not self._is_damaged(error)
-        if self._company is not None:
-            is_whole = self._company.stand_together(error, is_whole=is_whole) and is_whole
+        is_whole = self._world.stand_together(error, is_whole=is_whole) and is_whole
         # Before the first window there is nothing to lose.
         step, saver = self._course.moment.windows, self._keeping.saver
         is_worth_it = step > 0 and not saver.has(self._course.moment)
@@ -218,7 +207,7 @@ class Supervision:
         return self._course.is_whole and self._course.moment.windows == self._runners.current.windows_done
 
     def _can_go_back(self, damage: StateDamagedError) -> bool:
-        if self._company is not None:
+        if not self._world.is_alone:
             return False  # the other ranks have made the update
         if self._keeping is None:
             damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.finding import Finding
-    from autoaccum._training.rank_coordination import Company
+    from autoaccum._training.one_process import OneProcess
 
 # Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
 _READ_EVERY = 256
@@ -64,7 +64,7 @@ class Training:
         on_nan: As for `fit`.
         compiling: Compiles the model; None where that is not asked for.
         fallbacks: Make a step take less memory where not even one sample fits.
-        company: The other processes of this training; None where this is the only one.
+        world: The processes of this training.
 
     Raises:
         InvalidInputError: A metric cannot be used.
@@ -91,14 +91,14 @@ class Training:
         on_nan: str,
         compiling: Compiling | None,
         fallbacks: Fallbacks,
-        company: Company | None = None,
+        world: OneProcess,
     ) -> None:
         self._step = step
         self._target_batch = target_batch
         self._length = {"epochs": epochs, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch}
         self._finding = finding
         self._notices = notices
-        self._company = company
+        self._world = world
         self._random = RandomState(step.memory.device, step.objective.modules)
         self._course = Course(
             loader,
@@ -109,7 +109,7 @@ class Training:
             last_window=last_window,
             memory=step.memory,
             random=None if saver is None else self._random,
-            company=company,
+            world=world,
         )
         self._runners = Runners(
             step,
@@ -119,18 +119,16 @@ class Training:
             finding=finding,
             fallbacks=fallbacks,
             compiling=compiling,
-            company=company,
+            world=world,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
         )
         self._callbacks = self._runners.callbacks
-        self._finiteness = Finiteness(
-            step, on_nan, is_first=company is None or company.ranks.rank == 0, is_alone=company is None
-        )
+        self._finiteness = Finiteness(step, on_nan, is_first=world.decides, is_alone=world.is_alone)
         self._keeping: Keeping | None = None
         if saver is not None:
-            self._keeping = Keeping(saver, self._course, self._runners, company, step.memory, notices, self._finiteness)
-        self._supervision = Supervision(self._course, self._runners, self._keeping, company, notices)
+            self._keeping = Keeping(saver, self._course, self._runners, world, step.memory, notices, self._finiteness)
+        self._supervision = Supervision(self._course, self._runners, self._keeping, world, notices)
         self._validation: Validation | None = None
         if val_loader is not None:
             self._validation = Validation(
@@ -139,8 +137,8 @@ class Training:
                 metrics,
                 _evaluation_ran_out(self._callbacks, self._course),
                 loss_scope=loss_scope,
-                part=val_loader if company is None else company.part_of_validation(val_loader),
-                ranks=None if company is None else company.ranks,
+                part=world.part_of_validation(val_loader),
+                ranks=world.ranks,
                 random=self._random,
                 is_kept=saver is not None,
             )
@@ -178,9 +176,8 @@ class Training:
         with self._supervision.watching():
             try:
                 self._tell_start()
-                if self._company is not None:
-                    with devices.failures_told(self._step.memory, "what ranks send each other"):
-                        self._company.begin(self._step, self._supervision.wishes, self._finding.grows_to)
+                with devices.failures_told(self._step.memory, "what ranks send each other"):
+                    self._world.begin(self._step, self._supervision.wishes, self._finding.grows_to)
                 begins_with, probed = self._begin(scheduler, scheduler_interval)
                 with ExitStack() as limit:
                     with devices.failures_told(self._step.memory, "what a training needs beside the model"):
@@ -246,8 +243,7 @@ class Training:
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
         if self._keeping is not None:
             return self._keeping.find()
-        if self._company is not None:
-            self._company.check_that_all_found(None)
+        self._world.check_that_all_found(None)
         return None
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
@@ -267,8 +263,7 @@ class Training:
     def _train(self) -> None:
         """Train from the moment on to the end."""
         course = self._course
-        if self._company is not None:
-            self._company.ranks.moment = course.moment.windows
+        self._world.note_moment(course.moment.windows)
         while not course.is_over:
             window = course.next_window()
             if course.has_nothing(window):

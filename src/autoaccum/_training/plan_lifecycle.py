@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.finding import Finding
+    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import Course
-    from autoaccum._training.rank_coordination import Company
 
 
 class _Noting(Callback):
@@ -71,7 +71,7 @@ class Runners:
         finding: Finds how windows are to be cut.
         fallbacks: Make a step take less memory where not even one sample fits.
         compiling: Compiles the model when sizes are known; None where that is not asked for.
-        company: The other processes of this training; None where this is the only one.
+        world: The processes of this training.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
 
@@ -92,7 +92,7 @@ class Runners:
         finding: Finding,
         fallbacks: Fallbacks,
         compiling: Compiling | None,
-        company: Company | None,
+        world: OneProcess,
         loss_scope: str,
         batchnorm: str,
     ) -> None:
@@ -104,7 +104,7 @@ class Runners:
         self._finding = finding
         self._fallbacks = fallbacks
         self._compiling = compiling
-        self._company = company
+        self._world = world
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
         self._earlier_oom_events = 0
@@ -132,8 +132,7 @@ class Runners:
             DoesNotFitError: Not even one sample fits.
         """
         probed = self._probe(first) if first.samples else None
-        if self._company is not None:
-            self._company.tell_plans(None if probed is None else self._finding.plan(probed))
+        self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
         return Cutting(plan, plan, None if probed is None else probed.bytes_per_sample), probed
 
@@ -164,7 +163,7 @@ class Runners:
             Sizing(step.memory, lambda: step.parameters, cutting, wanted, events),
             events,
             self._notices,
-            peers=None if self._company is None else self._company.joint,
+            peers=self._world.peers,
             commit=self._course,
             loss_scope=self._loss_scope,
             batchnorm=self._batchnorm,

@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
-from autoaccum._data.batches import Window, stream
 from autoaccum._data.loader_state import Track
-from autoaccum._distributed.loader import of_whole
 from autoaccum._engine import afterwards
 from autoaccum._training.checkpoint_contents import Moment
 from autoaccum.errors import InvalidInputError
@@ -22,12 +20,13 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from autoaccum._data.batches import Window
     from autoaccum._data.loader_state import Position, RandomStates
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation
     from autoaccum._snapshot import RandomState
     from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.rank_coordination import Company
+    from autoaccum._training.one_process import OneProcess
 
 
 class Course:
@@ -42,7 +41,7 @@ class Course:
         last_window: What becomes of a shorter last one.
         memory: Its limit is lifted while a loader starts its workers.
         random: The generators whose states belong to a moment; None where there is no way back to one.
-        company: The other processes of this training; None where this is the only one.
+        world: The processes of this training.
 
     Attributes:
         moment: The moment after the last whole window.
@@ -63,7 +62,7 @@ class Course:
         last_window: str,
         memory: MemoryBackend,
         random: RandomState | None,
-        company: Company | None,
+        world: OneProcess,
     ) -> None:
         self._loader = loader
         self._target_batch = target_batch
@@ -73,8 +72,8 @@ class Course:
         self._last_window = last_window
         self._memory = memory
         self._random = random
-        self._company = company
-        self._track = Track(loader if company is None else company.loader, random)
+        self._world = world
+        self._track = Track(world.loader, random)
         self.moment = Moment(0, 0, self._track.at_start(1), self._random_states())
         self.is_whole = True
         self._windows: Iterator[Window] | None = None
@@ -116,10 +115,8 @@ class Course:
             InvalidInputError: The loader gives nothing.
         """
         self._first = first = self._first_window()
-        if self._company is None:
-            return first
-        self._company.look_at(first)
-        return self._company.part(first)
+        self._world.look_at(first)
+        return self._world.part(first)
 
     def next_window(self) -> Window | None:
         """Return the next window; None at the end of the epoch or of the training.
@@ -133,36 +130,26 @@ class Course:
         if first is None:
             with self._memory.lifted():  # a data set may start processes for a sample
                 first = next(windows, None)
-        window = first
-        # Other ranks may have some of it left.
-        return Window.empty() if window is None and self._company is not None else window
+        return self._world.at_end if first is None else first
 
     def has_nothing(self, window: Window | None) -> bool:
         """Whether an epoch has begun that has no window, this being the first."""
-        if self._company is None:
-            return window is None and not self.moment.position.batches
-        if self._has_begun or window is None:
+        if self._has_begun:
             return False
         self._has_begun = True
-        return not self._company.has_anything(window.samples)
+        return not self._world.has_anything(window)
 
     def part_to_make(self, window: Window) -> Window | None:
         """Return this process's part of a window of which an update is to be made; None where it is to be left out."""
         self._coming = self._track.after(window)
-        if self._company is None:
-            return window
-        part = self._company.part(window)
-        return None if self._company.is_to_be_dropped(part) else part
+        part = self._world.part(window)
+        return None if self._world.is_to_be_dropped(part) else part
 
     def _first_window(self) -> Window:
         windows = self._begin_epoch()
         with self._memory.lifted():
-            first = next(windows, None)
-        if first is None and self._company is not None and self._company.has_anything(0):
-            return Window.empty()  # other ranks have some
-        if first is not None and self._company is not None:
-            self._company.has_anything(1)
-        if first is None:
+            first = next(windows, self._world.at_end)
+        if first is None or not self._world.has_anything(first):
             dropped = ""
             if self._last_window == "drop":
                 dropped = (
@@ -180,9 +167,7 @@ class Course:
         return self._windows
 
     def _windows_of(self, batches: Track, skip: int) -> Iterator[Window]:
-        if self._company is None:
-            return stream(batches, self._target_batch, last_window=self._last_window, skip=skip)
-        return self._company.windows(batches, self._company.windows_done, skip)
+        return self._world.windows(batches, skip)
 
     # --- the moment ---------------------------------------------------------------------------------------------------
 
@@ -207,8 +192,7 @@ class Course:
         self.is_whole = False
         self.schedule.after_update(skipped=skipped)
         self.moment = self._next
-        if self._company is not None:
-            self._company.ranks.moment = self._next.windows
+        self._world.note_moment(self._next.windows)
         try:
             self._note_random_state()
         except Exception as error:
@@ -306,12 +290,11 @@ class Course:
         Raises:
             CheckpointError: The loader is another one.
         """
-        if self._company is None:
-            return replace(moment, position=of_whole(moment.position, self._loader, self._target_batch))
-        position = self._company.taken_over(moment.position)
-        # The order of the epochs to come is drawn on the first.
-        is_first = self._company.ranks.rank == 0
-        return replace(moment, position=position, random=moment.random if is_first else self._random_states())
+        position = self._world.position_of(moment.position)
+        # The order of the epochs to come is drawn on the first rank.
+        return replace(
+            moment, position=position, random=moment.random if self._world.decides else self._random_states()
+        )
 
     def _random_states(self) -> RandomStates | None:
         if self._random is None:
