@@ -40,8 +40,9 @@ from autoaccum._training.checkpoint_schedule import check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.finding import Finding
 from autoaccum._training.loop import Training
-from autoaccum._training.lr_schedule import check_scheduler
+from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.one_process import OneProcess
+from autoaccum._training.progress import Data
 from autoaccum._training.rank_coordination import SeveralRanks
 from autoaccum._training.untouched import Untouched
 from autoaccum.errors import InvalidInputError
@@ -295,12 +296,15 @@ def fit(
             )
         training = Training(
             step,
-            loader,
-            target_batch,
-            epochs=epochs,
-            max_steps=max_steps,
-            steps_per_epoch=_steps_per_epoch(loader, target_batch if shard else world.target_batch, last_window),
-            last_window=last_window,
+            Data(
+                loader,
+                target_batch,
+                last_window,
+                epochs,
+                max_steps,
+                _steps_per_epoch(loader, target_batch if shard else world.target_batch, last_window),
+            ),
+            Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
             finding=Finding(
                 step,
                 world.target_batch,
@@ -337,12 +341,7 @@ def fit(
                 scheduler=scheduler,
             )
         with watching:
-            return training.run(
-                limit_bytes=limit_bytes,
-                scheduler=scheduler,
-                scheduler_interval=scheduler_interval,
-                started=started,
-            )
+            return training.run(limit_bytes=limit_bytes, started=started)
 
 
 def _ranks_of(

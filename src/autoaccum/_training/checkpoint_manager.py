@@ -31,6 +31,7 @@ class Keeping:
 
     Args:
         saver: Writes and finds files.
+        contents: What a checkpoint holds.
         course: Where training stands.
         runners: Cut its windows.
         world: The processes of this training.
@@ -40,14 +41,13 @@ class Keeping:
 
     Attributes:
         saver: Writes and finds files.
-        contents: What a checkpoint holds; to be set before the first is written or taken up.
+        contents: What a checkpoint holds.
     """
-
-    contents: Contents
 
     def __init__(
         self,
         saver: Saver,
+        contents: Contents,
         course: Course,
         runners: Runners,
         world: OneProcess,
@@ -56,6 +56,7 @@ class Keeping:
         finiteness: Finiteness,
     ) -> None:
         self.saver = saver
+        self.contents = contents
         self._course = course
         self._runners = runners
         self._world = world

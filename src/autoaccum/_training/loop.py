@@ -15,7 +15,6 @@ from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_manager import Keeping
 from autoaccum._training.interrupts import Supervision
-from autoaccum._training.lr_schedule import Schedule
 from autoaccum._training.outside import Outside
 from autoaccum._training.plan_lifecycle import Runners
 from autoaccum._training.progress import Course
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.finding import Finding
+    from autoaccum._training.lr_schedule import Schedule
     from autoaccum._training.one_process import OneProcess
+    from autoaccum._training.progress import Data
 
 # Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
 _READ_EVERY = 256
@@ -47,12 +48,8 @@ class Training:
 
     Args:
         step: The training step.
-        loader: As for `fit`, and so are those that are not described.
-        target_batch: Samples a window.
-        epochs: Epochs after which to stop; None for no such end.
-        max_steps: Windows after which to stop; None for no such end.
-        steps_per_epoch: Windows that an epoch has, where that is known.
-        last_window: What becomes of a shorter last one.
+        data: What is trained on.
+        schedule: Moves the learning rate.
         finding: Finds how windows are to be cut.
         val_loader: Evaluated after each epoch, if there is one.
         metrics: For the evaluation.
@@ -73,13 +70,9 @@ class Training:
     def __init__(
         self,
         step: TrainingStep,
-        loader: Iterable[Any],
-        target_batch: int,
+        data: Data,
+        schedule: Schedule,
         *,
-        epochs: int | None,
-        max_steps: int | None,
-        steps_per_epoch: int | None,
-        last_window: str,
         finding: Finding,
         val_loader: Iterable[Any] | None,
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
@@ -94,19 +87,15 @@ class Training:
         world: OneProcess,
     ) -> None:
         self._step = step
-        self._target_batch = target_batch
-        self._length = {"epochs": epochs, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch}
+        self._data = data
+        self._schedule = schedule
         self._finding = finding
         self._notices = notices
         self._world = world
         self._random = RandomState(step.memory.device, step.objective.modules)
         self._course = Course(
-            loader,
-            target_batch,
-            epochs=epochs,
-            max_steps=max_steps,
-            steps_per_epoch=steps_per_epoch,
-            last_window=last_window,
+            data,
+            schedule,
             memory=step.memory,
             random=None if saver is None else self._random,
             world=world,
@@ -127,7 +116,10 @@ class Training:
         self._finiteness = Finiteness(step, on_nan, is_first=world.decides, is_alone=world.is_alone)
         self._keeping: Keeping | None = None
         if saver is not None:
-            self._keeping = Keeping(saver, self._course, self._runners, world, step.memory, notices, self._finiteness)
+            contents = Contents(step, schedule, data.target_batch, self._random, notices)
+            self._keeping = Keeping(
+                saver, contents, self._course, self._runners, world, step.memory, notices, self._finiteness
+            )
         self._supervision = Supervision(self._course, self._runners, self._keeping, world, notices)
         self._validation: Validation | None = None
         if val_loader is not None:
@@ -155,20 +147,11 @@ class Training:
         """
         return max(self._course.moment.windows, self._step.updates.made)
 
-    def run(
-        self,
-        *,
-        limit_bytes: int | None,
-        scheduler: Any,
-        scheduler_interval: str,
-        started: float,
-    ) -> FitResult:
+    def run(self, *, limit_bytes: int | None, started: float) -> FitResult:
         """Train to the end.
 
         Args:
             limit_bytes: Memory to stay within, in the memory backend's terms.
-            scheduler: As for `fit`; one that is still to be made is made after the probe.
-            scheduler_interval: As for `fit`.
             started: When the call began, by `time.perf_counter`.
         """
         result = None
@@ -178,7 +161,7 @@ class Training:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
                     self._world.begin(self._step, self._supervision.wishes, self._finding.grows_to)
-                begins_with, probed = self._begin(scheduler, scheduler_interval)
+                begins_with, probed = self._begin()
                 with ExitStack() as limit:
                     with devices.failures_told(self._step.memory, "what a training needs beside the model"):
                         limit.enter_context(self._step.memory.limited(limit_bytes))
@@ -221,10 +204,11 @@ class Training:
 
     def _tell_start(self) -> None:
         for callback in self._callbacks:
-            callback.on_fit_start(**self._length)
+            data = self._data
+            callback.on_fit_start(epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch)
 
-    def _begin(self, scheduler: Any, interval: str) -> tuple[Cutting, ProbeResult | None]:
-        """Find how windows are cut at first: in a checkpoint, or by the first window."""
+    def _begin(self) -> tuple[Cutting, ProbeResult | None]:
+        """Find how windows are cut at first, in a checkpoint or by the first window; then make the scheduler."""
         found = self._found()
         if found is None:
             if self._validation is not None:  # before anything is drawn from the loader, which may be the same one
@@ -232,12 +216,9 @@ class Training:
             first = self._course.first_part()
             drop_old_gradients(self._step, self._notices)
             begins_with, probed = self._runners.find(first)
-        self._course.schedule = schedule = Schedule(
-            scheduler, interval, self._step.optimizer, is_evaluated=self._validation is not None
-        )
+        self._schedule.begin()
         if self._keeping is not None:
-            self._keeping.contents = Contents(self._step, schedule, self._target_batch, self._random, self._notices)
-            schedule.check_that_it_can_be_kept()
+            self._schedule.check_that_it_can_be_kept()
         return (begins_with, probed) if found is None else (self._resume(*found), None)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:

@@ -38,11 +38,23 @@ class Schedule:
     """
 
     def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
-        self.scheduler = _made(scheduler, optimizer) if _is_maker(scheduler) else scheduler
-        if self.scheduler is not None:
-            _check_steps(self.scheduler, is_evaluated=is_evaluated)
-            _check_optimizer(self.scheduler, optimizer)
+        self.scheduler = scheduler
         self._interval = interval
+        self._optimizer = optimizer
+        self._is_evaluated = is_evaluated
+        self._on_plateau = False
+
+    def begin(self) -> None:
+        """Make the scheduler, where a function was given that makes it, and check it.
+
+        Raises:
+            InvalidInputError: It cannot be used.
+        """
+        if _is_maker(self.scheduler):
+            self.scheduler = _made(self.scheduler, self._optimizer)
+        if self.scheduler is not None:
+            _check_steps(self.scheduler, is_evaluated=self._is_evaluated)
+            _check_optimizer(self.scheduler, self._optimizer)
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
     def after_update(self, *, skipped: bool) -> None:

@@ -8,7 +8,7 @@ a run that goes on begins.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
@@ -29,16 +29,33 @@ if TYPE_CHECKING:
     from autoaccum._training.one_process import OneProcess
 
 
+@dataclass(frozen=True)
+class Data:
+    """What is trained on, and for how long.
+
+    Attributes:
+        loader: As for `fit`.
+        target_batch: Samples a window, on all processes together.
+        last_window: What becomes of a shorter last one.
+        epochs: Epochs after which to stop; None for no such end.
+        max_steps: Windows after which to stop; None for no such end.
+        steps_per_epoch: Windows that an epoch has, where that is known.
+    """
+
+    loader: Iterable[Any]
+    target_batch: int
+    last_window: str
+    epochs: int | None
+    max_steps: int | None
+    steps_per_epoch: int | None
+
+
 class Course:
     """Goes through a loader's epochs, window by window.
 
     Args:
-        loader: As for `fit`.
-        target_batch: Samples a window, on all processes together.
-        epochs: Epochs after which to stop; None for no such end.
-        max_steps: Windows after which to stop; None for no such end.
-        steps_per_epoch: Windows that an epoch has, where that is known.
-        last_window: What becomes of a shorter last one.
+        data: What is trained on.
+        schedule: Moves with updates.
         memory: Its limit is lifted while a loader starts its workers.
         random: The generators whose states belong to a moment; None where there is no way back to one.
         world: The processes of this training.
@@ -46,30 +63,19 @@ class Course:
     Attributes:
         moment: The moment after the last whole window.
         is_whole: Whether model, optimizer and scheduler are those of the moment: not while an update is being made.
-        schedule: Moves with updates; to be set before the first.
     """
-
-    schedule: Schedule
 
     def __init__(
         self,
-        loader: Iterable[Any],
-        target_batch: int,
+        data: Data,
+        schedule: Schedule,
         *,
-        epochs: int | None,
-        max_steps: int | None,
-        steps_per_epoch: int | None,
-        last_window: str,
         memory: MemoryBackend,
         random: RandomState | None,
         world: OneProcess,
     ) -> None:
-        self._loader = loader
-        self._target_batch = target_batch
-        self._epochs = epochs
-        self._max_steps = max_steps
-        self._steps_per_epoch = steps_per_epoch
-        self._last_window = last_window
+        self._data = data
+        self._schedule = schedule
         self._memory = memory
         self._random = random
         self._world = world
@@ -86,20 +92,20 @@ class Course:
     def is_over(self) -> bool:
         """Whether there is nothing left to do."""
         windows, position = self.moment.windows, self.moment.position
-        if self._epochs is not None and position.epoch > self._epochs:
+        if self._data.epochs is not None and position.epoch > self._data.epochs:
             return True
-        if self._max_steps is None or windows < self._max_steps:
+        if self._data.max_steps is None or windows < self._data.max_steps:
             return False
-        return position.closed or windows > self._max_steps
+        return position.closed or windows > self._data.max_steps
 
     @property
     def windows_ahead(self) -> int | None:
         """Windows that are to come, where that is known."""
-        if self._max_steps is not None:
-            return self._max_steps - self.moment.windows
-        if self._steps_per_epoch is None or self._epochs is None:
+        if self._data.max_steps is not None:
+            return self._data.max_steps - self.moment.windows
+        if self._data.steps_per_epoch is None or self._data.epochs is None:
             return None
-        return self._steps_per_epoch * self._epochs - self.moment.windows
+        return self._data.steps_per_epoch * self._data.epochs - self.moment.windows
 
     def close(self) -> None:
         """Let go of the epoch's windows, and so of the processes that load them."""
@@ -124,7 +130,7 @@ class Course:
         An error of the loader arrives as it is: it is never the step's.
         """
         windows = self._begin_epoch() if self._windows is None else self._windows
-        if self.moment.windows == self._max_steps:
+        if self.moment.windows == self._data.max_steps:
             return None
         first, self._first = self._first, None
         if first is None:
@@ -151,9 +157,9 @@ class Course:
             first = next(windows, self._world.at_end)
         if first is None or not self._world.has_anything(first):
             dropped = ""
-            if self._last_window == "drop":
+            if self._data.last_window == "drop":
                 dropped = (
-                    f" or less than target_batch={self._target_batch} samples, which last_window='drop' leaves out"
+                    f" or less than target_batch={self._data.target_batch} samples, which last_window='drop' leaves out"
                 )
             raise InvalidInputError(f"the loader gave no batch{dropped}, so there is nothing to train on")
         return first
@@ -190,7 +196,7 @@ class Course:
             skipped: Whether the scaler skipped it.
         """
         self.is_whole = False
-        self.schedule.after_update(skipped=skipped)
+        self._schedule.after_update(skipped=skipped)
         self.moment = self._next
         self._world.note_moment(self._next.windows)
         try:
@@ -236,12 +242,12 @@ class Course:
         position = self.moment.position
         try:
             if evaluation is not None:
-                self.schedule.after_evaluation(evaluation)
+                self._schedule.after_evaluation(evaluation)
             if not position.closed:
-                self.schedule.after_epoch()
+                self._schedule.after_epoch()
         except Exception as error:
             raise afterwards.told(error, self.moment.windows, has_moved=False) from error
-        if self.moment.windows == self._max_steps:  # there may be more of this epoch
+        if self.moment.windows == self._data.max_steps:  # there may be more of this epoch
             position = replace(position, closed=True)
         else:
             position, self._windows = self._track.at_start(position.epoch + 1), None
