@@ -8,7 +8,7 @@ import torch
 
 import autoaccum
 
-README = Path(__file__).parent.parent / "README.md"
+README = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").is_file()) / "README.md"
 PAGES = sorted((README.parent / "docs").glob("*.md"))
 
 
