@@ -65,7 +65,9 @@ def headings(page):
 
 
 @pytest.mark.parametrize(
-    "page", [README, *(page for page in PAGES if page.name != "architecture.md")], ids=lambda page: page.name
+    "page",
+    [README, *(page for page in PAGES if page.name not in ("architecture.md", "design.md"))],
+    ids=lambda page: page.name,
 )
 def test_private_modules_are_named_by_the_architecture_alone(page):
     text = page.read_text()
@@ -79,3 +81,17 @@ def test_commands_that_it_names_are_in_the_makefile():
 
     for command in re.findall(r"make ([\w-]+)", README.read_text()):
         assert command in targets
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "design.md"])
+def test_modules_that_the_pages_for_developers_name_are_there(page):
+    text = (ROOT / "docs" / page).read_text()
+    package = ROOT / "src" / "autoaccum"
+    named = set(re.findall(r"`((?:_[a-z]+/)[a-z_/]*(?:\.py)?)`", text))
+
+    assert named
+    assert [name for name in named if not (package / name).exists()] == []
+
+
+def test_architecture_is_short():
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 200
