@@ -118,9 +118,6 @@ class WindowRunner:
         commit: Moves with every update.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
-
-    Attributes:
-        sizing: Cuts the windows.
     """
 
     def __init__(
@@ -164,8 +161,7 @@ class WindowRunner:
             AutoaccumError: As `Runner.step`.
         """
         started = time.perf_counter()
-        work, peers, recovery = self._work, self._peers, self._recovery
-        now = self._now
+        now, work, peers, recovery = self._now, self._work, self._peers, self._recovery
         now.made_before, now.number, now.has_moved = self._step.updates.made, self._events.windows + 1, False
         try:
             self._begin(part)
@@ -183,7 +179,7 @@ class WindowRunner:
                     except Exception as error:
                         if self._is_made:
                             raise
-                        peers.failed(error, work, self._now.number)
+                        peers.failed(error, work, now.number)
                         lack = recovery.put_back(error)
                     self._step.updates.let_go()
                     recovery.cut_smaller(lack) if lack is not None else self._step.memory.release()
