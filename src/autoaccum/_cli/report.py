@@ -22,6 +22,7 @@ from torch import nn
 
 from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum._cli.numbers import check_counts, check_texts
+from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._data.batches import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._launch.recipe_exits import exits_refused, is_exit
@@ -52,32 +53,16 @@ _BUSY = "busy or unavailable"
 _DONE = "the report was made"
 
 
+@takes(of_fit("target_batch", "memory_limit", "device", "precision", "strategy"))
 def report_command(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE.py[:FUNCTION]",
-            help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
-            show_default=False,
-        ),
-    ] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     *,
-    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Predict for this card, such as h100-80gb; may be given several times."),
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Predict for a card of so much memory, such as 24GiB.")
-    ] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Measure on this one: cpu, cuda or cuda:1.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How windows are cut: fastest, balanced, uniform or greedy.")
     ] = None,
     max_micro_batch: Annotated[int | None, typer.Option(help="The largest micro-batch of interest.")] = None,
     length: Annotated[
@@ -111,6 +96,7 @@ def report_command(
         typer.Option(metavar="FILE", help="Show what was alive when memory ran out, as fit --oom-report wrote it."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no trials on the way.")] = False,
+    **given: Any,
 ) -> None:
     """Say beforehand whether and how a recipe can be trained: measured here, or predicted for cards."""
     if (recipe is None) == (oom is None):
@@ -120,36 +106,34 @@ def report_command(
             _print(read_postmortem(oom) if as_json else show_postmortem(oom))
             return
         assert recipe is not None
-        counts = {"target_batch": target_batch, "max_micro_batch": max_micro_batch}
-        check_counts({**counts, "require_micro_batch": require_micro_batch})
-        sizes = {"memory_limit": memory_limit, "device_memory": device_memory, "require_free": require_free}
-        check_texts({**sizes, "time": time})
+        check_given(given)
+        check_counts({"max_micro_batch": max_micro_batch, "require_micro_batch": require_micro_batch})
+        check_texts({"device_memory": device_memory, "require_free": require_free, "time": time})
         lengths = _lengths(length or ())
         limit_s = left_by_slurm(os.environ) if time is None else seconds_in(time, name="--time")
+        measures = not no_measure and _is_to_measure(given.get("device"), gpu, device_memory)
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
         _check_required(require_micro_batch, max_micro_batch)
         _check_cards(gpu or (), device_memory, no_measure=no_measure)
         _check_files(html, plot)
         with contextlib.redirect_stdout(sys.stderr):
             job = loaded(recipe)
-            most = _most(job, target_batch, max_micro_batch, require_micro_batch)
-            overrides = {"target_batch": target_batch, "memory_limit": memory_limit, "device": device}
-            overrides |= {"precision": precision, "strategy": strategy}
-            given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+            job = dataclasses.replace(job, **given)
+            most = _most(job, max_micro_batch, require_micro_batch)
             with (
                 exits_refused(recipe),
                 _in_words_of_options([*given, "length", "max_micro_batch"]),
                 _told(quiet=quiet) as on_part,
             ):
                 report = _report_of(
-                    dataclasses.replace(job, **given),
+                    job,
                     gpus=gpu or (),
                     device_memory=device_memory,
                     max_micro_batch=most,
                     length=lengths,
                     time_limit=limit_s,
                     on_part=on_part,
-                    measure=None if not no_measure and _is_to_measure(device, gpu, device_memory) else False,
+                    measure=None if measures else False,
                     on_trial=(lambda _: None) if quiet else LineProgress().on_trial,
                 )
         report = dataclasses.replace(report, subject=dataclasses.replace(report.subject, recipe=recipe))
@@ -266,11 +250,11 @@ def _is_to_measure(device: str | None, gpu: list[str] | None, device_memory: str
     return device is not None or not (gpu or device_memory) or torch.accelerator.is_available()
 
 
-def _most(job: Job, target_batch: int | None, asked: int | None, required: int | None) -> int | None:
+def _most(job: Job, asked: int | None, required: int | None) -> int | None:
     """Return the largest size of interest: one that is required is looked for even beyond the target batch."""
     if asked is not None or required is None:
         return asked if asked is not None or not isinstance(job.micro_batch, int) else job.micro_batch
-    return max(required, target_batch or job.target_batch)
+    return max(required, int(job.target_batch))
 
 
 def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:

@@ -18,10 +18,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autoaccum._arguments import check_positive_int, check_positive_number
+from autoaccum._arguments import check_choice, check_positive_int
 from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
-from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
-from autoaccum._distributed.load_balance import SHARES, check_shares
+from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_texts
+from autoaccum._cli.options import NOT_ON_SLURM, RECIPE, check_given, of_fit, takes
+from autoaccum._distributed.load_balance import check_shares
 from autoaccum._engine.fallback import FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
@@ -63,15 +64,9 @@ class TaskWithExitCodes:
         return resubmission_of(self)
 
 
+@takes(of_fit(without=NOT_ON_SLURM))
 def slurm_command(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE.py[:FUNCTION]",
-            help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
-            show_default=False,
-        ),
-    ],
+    recipe: Annotated[str, RECIPE],
     *,
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="Cards on each node, and a process for each card.")] = 0,
@@ -97,68 +92,17 @@ def slurm_command(
     folder: Annotated[Path, typer.Option(help="Where each job gets a folder; the nodes must see it, too.")] = FOLDER,
     retries: Annotated[int, typer.Option(help="How often it may start again after it ran out of memory.")] = 5,
     no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Begin without a look at the device.")] = False,
-    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Most samples on the device at once; else what fits.")] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How windows are cut: fastest, balanced, uniform or greedy.")
-    ] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model by torch.compile.")] = False,
-    fallback: Annotated[
-        list[str] | None, typer.Option(help="What to do where not even one sample fits: checkpoint or offload.")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every random generator.")] = None,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Each rank takes its part of what the recipe's loader gives.")
-    ] = False,
-    shares: Annotated[
-        str | None, typer.Option(help="How windows are shared out with --shard: equal, or as the ranks' speed.")
-    ] = None,
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Add gradients up while the last backward pass still runs.")
-    ] = False,
-    on_nan: Annotated[
-        str | None, typer.Option(help="What to do where the loss is not finite: warn, stop or ignore.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="For checkpoints; by default one in the job's folder.")
-    ] = None,
-    checkpoint_steps: Annotated[int | None, typer.Option(help="Updates from one checkpoint to the next.")] = None,
-    checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes from one checkpoint to the next.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+    **given: Any,
 ) -> None:
     """Submit the training that a recipe describes to Slurm, so that it comes back until it is done."""
-    overrides: dict[str, Any] = {
-        "target_batch": target_batch,
-        "epochs": epochs,
-        "max_steps": max_steps,
-        "micro_batch": micro_batch,
-        "memory_limit": memory_limit,
-        "strategy": strategy,
-        "compile": True if compiled else None,
-        "fallback": fallback or None,
-        "precision": precision,
-        "seed": seed,
-        "shard": True if shard else None,
-        "shares": shares,
-        "overlap": True if overlap else None,
-        "on_nan": on_nan,
-        "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
-        "checkpoint_steps": checkpoint_steps,
-        "checkpoint_minutes": checkpoint_minutes,
-    }
-    chosen = {name: value for name, value in overrides.items() if value is not None}
+    # The job runs elsewhere.
+    given = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in given.items()}
     with errors_as_exit_codes():
-        _check(chosen, retries)
+        _check(given, retries)
         counts = {"nodes": nodes, "gpus_per_node": gpus_per_node, "tasks_per_node": tasks_per_node}
         counts |= {"signal_delay": signal_delay, "retries": retries}
         check_counts({**counts, "cpus_per_task": cpus_per_task}, MOST_OF_SLURM)
@@ -186,7 +130,7 @@ def slurm_command(
         job_id, made = submit(
             wanted,
             folder,
-            lambda made: TaskWithExitCodes(Task(whole, str(made.path), chosen, checks=not no_preflight)),
+            lambda made: TaskWithExitCodes(Task(whole, str(made.path), given, checks=not no_preflight)),
             Submitted(
                 name=wanted.name,
                 recipe=whole,
@@ -216,28 +160,19 @@ def jobs_command(
             complain(f"there are no jobs in {folder.absolute()}")
 
 
-def _check(chosen: dict[str, Any], retries: int) -> None:
+def _check(given: dict[str, Any], retries: int) -> None:
     """Refuse here what `fit` would refuse hours later, on a node."""
-    names = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
-    for name in names:
-        if name in chosen:
-            check_positive_int(name, chosen[name])
-    check_counts({name: chosen.get(name) for name in names})
-    check_seed(chosen.get("seed"))
-    check_minutes("checkpoint_minutes", chosen.get("checkpoint_minutes"))
-    check_texts({"memory_limit": chosen.get("memory_limit")})
-    check_finding("auto", "off", chosen.get("strategy"))
-    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "shares": SHARES, "on_nan": ON_NAN}.items():
-        asked = chosen.get(name, ())
+    for name, value in given.items():
+        if isinstance(value, int) and not isinstance(value, bool) and name != "seed":
+            check_positive_int(name, value)
+    check_given(given)
+    check_finding(given.get("micro_batch", "auto"), given.get("probe", "inline"), given.get("strategy"))
+    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "on_nan": ON_NAN}.items():
+        asked = given.get(name, ())
         for value in [asked] if isinstance(asked, str) else asked:
-            if value not in known:
-                raise InvalidInputError(
-                    f"--{name.replace('_', '-')} {value!r} is unknown; choose from {', '.join(known)}"
-                )
-    check_shares(chosen.get("shares", "equal"), shard=chosen.get("shard", False))
-    if "checkpoint_minutes" in chosen:
-        check_positive_number("checkpoint_minutes", chosen["checkpoint_minutes"])
-    parse_limit(chosen.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
+            check_choice(name, value, known)
+    check_shares(given.get("shares", "equal"), shard=given.get("shard", False))
+    parse_limit(given.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
     if retries < 0:
         raise InvalidInputError(f"--retries {retries} must be 0 or more")
 
