@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from autoaccum._cli import app
 from autoaccum._launch.run import Options
-from run_invoked import invoke
+from run_invoked import given, invoke  # noqa: F401 - a fixture
 from wrapped import LONG_S, direct, python
 
 
@@ -32,8 +31,6 @@ def test_what_follows_the_command_is_the_commands(given, begin):
         ("--world-size", "2", "world_size", 2),
         ("--retries", "0", "retries", 0),
         ("--grace", "1.5", "grace_s", 1.5),
-        ("--log", "log.json", "log", Path("log.json")),
-        ("--report", None, "reports", True),
         ("--no-cache", None, "cache", False),
     ],
 )

@@ -1,8 +1,8 @@
-"""How a command ended in, whether memory ran out and by which evidence out. Nothing is asked or read here.
+"""Judges whether a command ended for lack of memory, and names the evidence. Pure: the caller reads files and counters.
 
-Evidence is taken in the order of its worth: what the command itself left in the reason file, an exit code that means
-nothing else, the exception that ended it (`_launch/last_words.py`) by the table of `_oom.py`, and for a process that
-was killed the kernel's own counters. A SIGKILL alone is none: somebody may have sent it.
+Evidence counts in the order of its worth: what the command itself left in the reason file; an exit code that means
+nothing else; the exception that ended it (`last_words.py`), by the table of `_oom.py`; and for a process that was
+killed the kernel's own counters. A SIGKILL alone is no evidence: somebody may have sent it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autoaccum._system.reason_file import Reason
 
-# Of ExitCode: `fit` says that not even one sample fits, or that it wants to be started again with a smaller cut.
+# Of ExitCode: not even one sample fits; start again with a smaller cut.
 DOES_NOT_FIT = 4
 START_AGAIN = 75
 
@@ -60,11 +60,11 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is made of an end.
+    """What an end was.
 
     Attributes:
-        kind: What it was.
-        evidence: By what that is told, for a person.
+        kind: Its kind.
+        evidence: What shows it, for a person.
         micro_batch: The samples with which memory ran out, where the command says so.
     """
 
@@ -79,60 +79,51 @@ def judge(
     reason: Reason | None = None,
     kills_before: Mapping[str, int] | None = None,
     kills_after: Mapping[str, int] | None = None,
-    slurm: str | None = None,
 ) -> Verdict:
-    """Tell an end for lack of memory from every other.
+    """Judge whether a command ended for lack of memory.
 
     Args:
         ended: How the command ended.
         reason: What it left in its reason file.
         kills_before: The kernel's counters of kills for lack of memory before it started.
-        kills_after: The same when it had ended.
-        slurm: The state that Slurm gives its step, where it is one.
+        kills_after: The same counters when it had ended.
     """
     if ended.code == 0:
         return Verdict("done", "exit code 0")
     if ended.exit_code == DOES_NOT_FIT:
-        return Verdict("other", "exit code 4, by which autoaccum says that not even one sample fits")
-    said = _judge_words(ended, reason, slurm)
-    return said or _judge_kill(ended, kills_before or {}, kills_after or {})
+        return Verdict("other", "exit code 4 of autoaccum: not even one sample fits")
+    return _judge_words(ended, reason) or _judge_kill(ended, kills_before or {}, kills_after or {})
 
 
-def _judge_words(ended: Ended, reason: Reason | None, slurm: str | None) -> Verdict | None:
-    """Judge by what was said, by the command or by Slurm; None where nothing tells of lack of memory."""
+def _judge_words(ended: Ended, reason: Reason | None) -> Verdict | None:
+    """Judge by what the command or Slurm wrote; None where that says nothing of memory."""
     if reason is not None:
         where = "" if reason.rank is None else f"rank {reason.rank}: "
         if reason.reason == OUT_OF_MEMORY:
             return Verdict("out_of_memory", f"its reason file: {where}{_short(reason.message)}", reason.micro_batch)
         return Verdict("other", f"its reason file: {where}{_short(f'{reason.reason}: {reason.message}')}")
     if ended.exit_code == START_AGAIN:
-        return Verdict("out_of_memory", "exit code 75, by which it asks to be started again with a smaller cut")
+        return Verdict("out_of_memory", "exit code 75, which asks for a start with a smaller cut")
     said = memory_words(ended.tail, ended.code)
     if said is not None:
         return Verdict("out_of_memory", f"on stderr: {_short(said)}")
-    if slurm is not None and slurm.startswith("OUT_OF_ME"):
-        return Verdict("out_of_memory", f"Slurm's state of the step, {slurm}")
     return None
 
 
 def _judge_kill(ended: Ended, before: Mapping[str, int], after: Mapping[str, int]) -> Verdict:
-    by = _killed_by_words(ended)
-    if by is None:
+    source = killed_by(ended.tail, ended.code)
+    if ended.code == KILLED:
+        by = str(ended)
+    elif source is not None:
+        by = f"{source} reports SIGKILL"
+    else:
         return Verdict("other", str(ended))
     counters = risen(before, after)
     if counters:
-        told = ", ".join(f"{name} by {count}" for name, count in counters.items())
-        return Verdict("out_of_memory", f"{by}, and the kernel's count of kills for lack of memory rose: {told}")
-    looked_at = ", ".join(after) or "none is to be had here"
+        rises = ", ".join(f"{name} by {count}" for name, count in counters.items())
+        return Verdict("out_of_memory", f"{by}, and the kernel's count of kills for lack of memory rose: {rises}")
+    looked_at = ", ".join(after) or "there is none here"
     return Verdict("other", f"{by}, but no count of kills for lack of memory rose (looked at: {looked_at})")
-
-
-def _killed_by_words(ended: Ended) -> str | None:
-    """Say by what it is told that SIGKILL ended the command or a process of its; None where nothing tells it."""
-    if ended.code == KILLED:
-        return str(ended)
-    by = killed_by(ended.tail, ended.code)
-    return None if by is None else f"{by} tells of SIGKILL"
 
 
 def _short(text: str) -> str:
