@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 from autoaccum._launch.launchers import (
     ABORTED,
     KILLED,
+    RAISED,
     SIGNAL_BASE,
+    SLURM_MEMORY_CODES,
+    SLURM_MEMORY_SIGNS,
     Failed,
     said_by_launcher,
     said_by_srun,
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 
     from autoaccum._launch.tracebacks import Ending, Raised
 
-_RAISED = 1
 # What trackers of experiments write when a process exits, with some hundred metrics.
 _NEAR_THE_END = 300
 _BY_TYPE = ("MemoryError", "OutOfMemoryError", "_ArrayMemoryError")
@@ -39,19 +41,6 @@ _PEER_IS_GONE = re.compile(
     r"|Dist(?:Backend|Network|Store)Error"
 )
 _WORKER_KILLED = Sign(r"is killed by signal: Killed", "DataLoader", "the RuntimeError for a worker that is gone")
-# srun runs elsewhere than the wrapper, whose counters say nothing then.
-_SLURM_SIGNS = (
-    Sign(
-        r"^slurmstepd[\w.-]*: error: .*\boom[-_ ]kill event", "Slurm", "slurmstepd of a cgroup, before and since 21.08"
-    ),
-    Sign(
-        r"^slurmstepd[\w.-]*: error: .*\bexceeded (job )?memory limit", "Slurm", "slurmstepd, where Slurm looks itself"
-    ),
-    Sign(r"^srun: error: [^\s:]+: tasks? [\d,\[\]-]+: Out Of Memory\s*$", "Slurm", "srun, for a task that ended so"),
-)
-# With these a step ends of which a process was killed: by the signal, by that which the others got, by Slurm's own
-# number for it (125, as a signal 253), or by the error of a process that missed the one that was killed (5: `fit`'s).
-_SLURM_CODES = (_RAISED, 5, 125, KILLED, SIGNAL_BASE + 15, 253)
 
 
 def memory_words(text: str, code: int) -> str | None:
@@ -96,10 +85,10 @@ def slurm_words(text: str, code: int) -> str | None:
         text: The end of the step's log.
         code: srun's exit code.
     """
-    if code not in _SLURM_CODES or not ("slurmstepd" in text or "srun: error: " in text):
+    if code not in SLURM_MEMORY_CODES or not ("slurmstepd" in text or "srun: error: " in text):
         return None
     lines = [line for line in unlabelled(text) if "slurmstepd" in line or "srun" in line]
-    said = next((line.strip() for line in lines if any(sign.matches(line) for sign in _SLURM_SIGNS)), None)
+    said = next((line.strip() for line in lines if any(sign.matches(line) for sign in SLURM_MEMORY_SIGNS)), None)
     if said is None or code >= SIGNAL_BASE:
         return said
     return said if all(_follows_a_kill(ending) for ending in _End(text, code).deciding()) else None
@@ -146,7 +135,7 @@ class _End:
         found = endings(text)
         lines = unlabelled(text) if "srun: error: " in text or "of binary: " in text else ()
         tasks = said_by_srun(lines)
-        if code not in {task.code for task in tasks} and not (code in _SLURM_CODES and tasks):
+        if code not in {task.code for task in tasks} and not (code in SLURM_MEMORY_CODES and tasks):
             tasks = []  # of a step before the last
         own = tasks or [Failed(code, "shell")]
         launchers = self._launchers(found, own)
@@ -161,7 +150,7 @@ class _End:
     @staticmethod
     def _launchers(found: Sequence[Ending], own: Sequence[Failed]) -> list[Ending]:
         """Return the launchers' exceptions that ended the command: its last ones, and of each of several tasks."""
-        if not any(one.code == _RAISED for one in own):
+        if not any(one.code == RAISED for one in own):
             return []
         if sum(one.count for one in own) > 1:
             return [ending for ending in found if said_by_launcher(ending)]
@@ -182,7 +171,7 @@ class _End:
         """Yield what ended the processes that failed."""
         ranks = {ending.stream: ending for ending in self._found if ending.is_of_rank}
         yield from (ending for ending in ranks.values() if self._is_of_failed_rank(ending))
-        yield from (one.told for one in self.failed if one.told is not None and one.code == _RAISED)
+        yield from (one.told for one in self.failed if one.told is not None and one.code == RAISED)
         others = [ending for ending in self._found if not ending.is_of_rank]
         if not self.is_launched:
             last, own = others[-1:], self.failed[0].code
@@ -197,7 +186,7 @@ class _End:
         codes = [one.code for one in self.failed if ending.number in one.numbers]
         if self.is_launched and not codes:
             return True  # ended by its launcher while it was ending
-        return any(code in (_RAISED, ABORTED) for code in codes or [one.code for one in self.failed])
+        return any(code in (RAISED, ABORTED) for code in codes or [one.code for one in self.failed])
 
     def _of_labelled(self, others: Sequence[Ending]) -> Iterator[Ending]:
         """Yield the last ending of each process that failed, where labels tell whose it is."""
@@ -210,7 +199,7 @@ class _End:
     def _of_mixed(self, mixed: Sequence[Ending], *, has_ranks: bool) -> Iterator[Ending]:
         """Yield as many of the last endings as processes failed, where nothing tells whose they are."""
         aborted = sum(one.count for one in self.failed if one.code == ABORTED)
-        raised = sum(one.count for one in self.failed if one.code == _RAISED and one.told is None)
+        raised = sum(one.count for one in self.failed if one.code == RAISED and one.told is None)
         said = [ending for ending in mixed if ending.aborts]
         yield from said[len(said) - min(aborted, len(said)) :]
         if has_ranks:
@@ -230,4 +219,4 @@ def _was_survived(ending: Ending) -> bool:
 
 
 def _fits(ending: Ending, code: int) -> bool:
-    return code == (ABORTED if ending.aborts else _RAISED)
+    return code == (ABORTED if ending.aborts else RAISED)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoaccum._launch.tracebacks import endings
+from autoaccum._oom import Sign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from autoaccum._launch.tracebacks import Ending
 
-# What shells add to a signal's number; containers do as they do.
+RAISED = 1
+# What shells and containers add to a signal's number.
 SIGNAL_BASE = 128
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ABORTED = SIGNAL_BASE + signal.SIGABRT
@@ -35,6 +37,20 @@ _DIED = re.compile(r"(?:died with <Signals\.|terminated with signal )(SIG\w+)")
 # A script that calls another program is no launcher.
 _RUNS_A_SCRIPT = re.compile(r"python|torchrun|accelerate|deepspeed|\.py\b|\bsrun\b|\b(?:ba)?sh\b|\.sh\b")
 
+# Slurm's words for lack of memory. The wrapper's own counters of kills say nothing of a step on another node.
+SLURM_MEMORY_SIGNS = (
+    Sign(
+        r"^slurmstepd[\w.-]*: error: .*\boom[-_ ]kill event", "Slurm", "slurmstepd of a cgroup, before and since 21.08"
+    ),
+    Sign(
+        r"^slurmstepd[\w.-]*: error: .*\bexceeded (job )?memory limit", "Slurm", "slurmstepd, where Slurm looks itself"
+    ),
+    Sign(r"^srun: error: [^\s:]+: tasks? [\d,\[\]-]+: Out Of Memory\s*$", "Slurm", "srun, for a task that ended so"),
+)
+# Exit codes of a step of which a process was killed: by SIGKILL, by the signal for the others, by Slurm's own number
+# (125, as a signal 253), or by the error of a process that missed the killed one (5: `fit`'s).
+SLURM_MEMORY_CODES = (RAISED, 5, 125, KILLED, SIGNAL_BASE + signal.SIGTERM, 253)
+# srun's words for every end of a task, with its exit code.
 _TASKS = re.compile(r"srun: error: [^\s:]+: tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+?)\s*$")
 _TASK_CODES = {
     "Killed": KILLED,
