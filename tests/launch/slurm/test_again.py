@@ -85,7 +85,7 @@ def test_lost_device_is_started_again_as_it_was(folder):
 
 
 def test_any_other_end_is_the_jobs(folder):
-    assert "did not end for want of memory" in next_start(folder, Ended(1, "ValueError", [FAILED]))
+    assert "did not end for lack of memory" in next_start(folder, Ended(1, "ValueError", [FAILED]))
 
 
 def test_retries_are_counted_without_requeues(folder):
@@ -101,7 +101,7 @@ def test_retries_are_counted_without_requeues(folder):
 def test_one_sample_leaves_nothing_to_make_smaller(folder):
     folder.write_progress(Progress(phase="training", micro_batch=1))
 
-    assert "nothing to make smaller" in next_start(folder, Ended(137, OVER))
+    assert "cannot be made smaller" in next_start(folder, Ended(137, OVER))
 
 
 def test_before_the_training_smaller_micro_batches_change_nothing(folder):
@@ -147,7 +147,7 @@ def test_why_it_is_not_started_again_is_noted_for_those_who_list_jobs(folder):
     main([str(folder.path), "5", "1"])
 
     assert folder.progress.phase == "failed"
-    assert "did not end for want of memory" in folder.progress.error
+    assert "did not end for lack of memory" in folder.progress.error
 
 
 def test_end_that_the_process_noted_itself_stays(folder):

@@ -1,5 +1,6 @@
 """What is asked of Slurm, and what is refused before it is."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from autoaccum._cli import slurm
 from autoaccum._launch.slurm import submission
 from autoaccum._launch.slurm.submission import Wanted, minutes_of, script_of
+from autoaccum._report.durations import seconds_in
 from autoaccum.errors import InvalidInputError
 from slurm_jobs import RECIPE, command
 
@@ -48,6 +50,11 @@ def test_every_form_of_a_time_is_read(text, minutes):
 def test_time_that_slurm_would_not_know_is_refused(text):
     with pytest.raises(InvalidInputError, match="--time"):
         minutes_of(text)
+
+
+@pytest.mark.parametrize("text", ["90:30", "12:00:01", "2-6", "1-1:30"])
+def test_time_limits_of_reports_and_of_jobs_are_the_same(text):
+    assert minutes_of(text) == math.ceil(seconds_in(text, name="--time") / 60)
 
 
 @pytest.mark.parametrize(
