@@ -1,28 +1,8 @@
-"""The command line: arguments in, text and exit codes out.
+"""The entry point of the command line, and `autoaccum fit`.
 
-`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, replaces in it what options say, and hands it to
-`fit`. Nothing is decided here that the library does not decide. Text for people goes to stderr; stdout is for
-results, which is one JSON document with --json and nothing without.
-
-`autoaccum report` is in `_cli/report.py`, `autoaccum run` in `_cli/run.py`, `autoaccum slurm` and `autoaccum jobs` are
-in `_cli/slurm.py`.
-
-Exit codes (`ExitCode`):
-
-- 0: done; of a report: it fits, and what was required is met
-- 1: an unexpected error, whose traceback is on stderr; or the result could not be written to stdout
-- 2: the command line could not be understood
-- 3: bad input, or a recipe that cannot be used, or that exits
-- 4: not even the smallest micro-batch fits in memory
-- 5: the device was lost, an optimizer failed half-way, or another process of the same training failed; start a new
-  process, from a checkpoint
-- 6: of a report: it fits, but only in smaller micro-batches than --require-micro-batch asks for
-- 7: of a report: the device is not there, or has less memory free than --require-free asks for
-- 8: another process trains with the checkpoint folder, or has taken it over
-- 9: the loss was not finite, and --on-nan stop was asked for
-- 75: start again from the checkpoint, with a smaller cut
-- 130: interrupted by Ctrl-C
-- 143: ended by SIGTERM; `run` passes on the exit codes of its command
+`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, replaces its arguments by the given options, and calls
+`fit`. Text for people goes to stderr; stdout is for results: one JSON document with --json and nothing without. The
+exit codes are in `exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -57,11 +37,11 @@ __all__ = ["ExitCode", "app", "main"]
 
 app = typer.Typer(
     name="autoaccum",
-    help="Train with the batch size you mean: what fits is found, and running out of memory is survived.",
+    help="Train with the batch size you want: autoaccum finds what fits, and survives running out of memory.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
-    # An unexpected error is shown as Python shows it: whole, and the same on a terminal and in a log file.
+    # Python's own tracebacks, whole, and the same on a terminal and in a log file.
     pretty_exceptions_enable=False,
 )
 
@@ -111,11 +91,11 @@ def fit_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
     **given: Any,
 ) -> None:
-    """Train the job that a recipe describes. Options replace what the job says."""
-    is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints what all have done
+    """Train the job that a recipe describes. Options replace the job's arguments."""
+    is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints for all
     with errors_as_exit_codes():
         check_given(given)
-        # What the recipe prints must not get into the document.
+        # The recipe's own output must not get into the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             job = loaded(recipe)
             memory_log = _MemoryLog()
@@ -131,7 +111,7 @@ def fit_command(
 
 
 class _MemoryLog(Callback):
-    """Keeps what the document tells and FitResult does not: the last probe and each running out of memory."""
+    """Keeps what the document has and FitResult does not: the last probe, and each time that memory ran out."""
 
     def __init__(self) -> None:
         self.probe: ProbeResult | None = None

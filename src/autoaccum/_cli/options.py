@@ -1,8 +1,8 @@
-"""The options by which a command line gives arguments of `fit`, made from `fit` itself.
+"""Command-line options for the arguments of `fit`, made from `fit`'s signature and docstring.
 
-An option has the name of its argument, and its help is the first sentence that `fit`'s docstring says of it. The tables
-here hold what differs: arguments that only a recipe can give, those whose values are written in a form of their own on
-a command line, and texts where `fit`'s speak of Python.
+An option has the name of its argument, and its help is the first sentence of the argument's text in `fit`'s docstring.
+The tables here hold the differences: arguments that only a recipe can give, values that are written differently on a
+command line, and texts where `fit`'s are about Python.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from autoaccum._cli.numbers import check_counts, check_minutes, check_seed, check_texts
+from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.fallback import FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
 from autoaccum._sizing.planner import PROBES, STRATEGIES
-from autoaccum._training.api import fit
+from autoaccum._training.api import check_seed, fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
-"""`autoaccum run`: options and a command in, the command's own output and its exit code out.
+"""The command line of `autoaccum run`.
 
-stdout belongs to the command alone; what is said about it goes to stderr, as lines that begin with "autoaccum: ".
+stdout belongs to the command alone; autoaccum's own lines go to stderr and begin with "autoaccum: ".
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`autoaccum slurm` and `autoaccum jobs`: options in, a job of a cluster's or a list of them out.
+"""`autoaccum slurm` submits a job to a cluster, and `autoaccum jobs` lists such jobs.
 
-The number and the folder of a job are the result and go to stdout, as a document with --json; so does what --dry-run
-would submit. Nothing is decided here that `jobs/` does not decide.
+The job's number and folder, the list, and the script of --dry-run are results and go to stdout.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoaccum._arguments import check_choice, check_positive_int
-from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
+from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, print_result, tracebacks_of_recipes
 from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_texts
 from autoaccum._cli.options import NOT_ON_SLURM, RECIPE, check_given, of_fit, takes
 from autoaccum._distributed.load_balance import check_shares
@@ -41,13 +40,13 @@ if TYPE_CHECKING:
     from autoaccum._launch.slurm.listing import Listed
 
 FOLDER = Path("autoaccum-jobs")
-# What a machine usually keeps to itself.
+# Places that machines seldom share.
 _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - nothing is written there
 
 
 @dataclass(frozen=True)
 class TaskWithExitCodes:
-    """A task whose process ends with the exit codes of every command; submitit keeps it, and calls it on the node."""
+    """A task whose process ends with the exit codes of the command line. submitit pickles it and calls it on a node."""
 
     task: Task
 
@@ -60,7 +59,7 @@ class TaskWithExitCodes:
             sys.exit(end.exit_code)
 
     def checkpoint(self) -> Any:
-        """Return what is to run after a requeue, as submitit wants it."""
+        """Return what submitit runs after a requeue."""
         return resubmission_of(self)
 
 
@@ -71,7 +70,7 @@ def slurm_command(
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="Cards on each node, and a process for each card.")] = 0,
     tasks_per_node: Annotated[int, typer.Option(help="Processes on each node, where there are no cards.")] = 1,
-    partition: Annotated[str | None, typer.Option(help="As for sbatch, and so are the next six.")] = None,
+    partition: Annotated[str | None, typer.Option(help="As for sbatch, like the next six.")] = None,
     time_limit: Annotated[
         str | None,
         typer.Option("--time", metavar="TIME", help="The time limit; a job is requeued before it, and goes on."),
@@ -87,9 +86,9 @@ def slurm_command(
         typer.Option(metavar="KEY[=VALUE]", help="Any other option of sbatch's, without dashes; may be given often."),
     ] = None,
     signal_delay: Annotated[
-        int, typer.Option(metavar="SECONDS", help="How long before the time limit the job is to leave a checkpoint.")
+        int, typer.Option(metavar="SECONDS", help="Seconds before the time limit to write a checkpoint.")
     ] = WARNING_S,
-    folder: Annotated[Path, typer.Option(help="Where each job gets a folder; the nodes must see it, too.")] = FOLDER,
+    folder: Annotated[Path, typer.Option(help="Where each job gets a folder; nodes need the same path.")] = FOLDER,
     retries: Annotated[int, typer.Option(help="How often it may start again after it ran out of memory.")] = 5,
     no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Begin without a look at the device.")] = False,
     dry_run: Annotated[
@@ -98,7 +97,7 @@ def slurm_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
     **given: Any,
 ) -> None:
-    """Submit the training that a recipe describes to Slurm, so that it comes back until it is done."""
+    """Submit the training that a recipe describes to Slurm. The job comes back until the training is done."""
     # The job runs elsewhere.
     given = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in given.items()}
     with errors_as_exit_codes():
@@ -107,7 +106,9 @@ def slurm_command(
         counts |= {"signal_delay": signal_delay, "retries": retries}
         check_counts({**counts, "cpus_per_task": cpus_per_task}, MOST_OF_SLURM)
         check_texts({"time": time_limit, "mem": mem})
-        with recipes_told():
+        named = {"mem": mem, "partition": partition, "account": account, "qos": qos, "constraint": constraint}
+        others = {name: value for name, value in named.items() if value is not None}
+        with tracebacks_of_recipes():
             whole = check_recipe(recipe)
         wanted = Wanted(
             name=job_name or Path(whole.rpartition(":")[0]).stem,
@@ -115,14 +116,9 @@ def slurm_command(
             gpus_per_node=gpus_per_node,
             tasks_per_node=tasks_per_node,
             time=time_limit,
-            mem=mem,
             cpus_per_task=cpus_per_task,
-            partition=partition,
-            account=account,
-            qos=qos,
-            constraint=constraint,
             warning_s=signal_delay,
-            others=dict(_key_and_value(text) for text in slurm or ()),
+            others=others | dict(_key_and_value(text) for text in slurm or ()),
         )
         if dry_run:
             print_result(script_of(wanted, folder), done="nothing was submitted")
@@ -149,7 +145,7 @@ def jobs_command(
     folder: Annotated[Path, typer.Option(help="The folder that `autoaccum slurm` was given.")] = FOLDER,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as one JSON document.")] = False,
 ) -> None:
-    """List submitted jobs: their state, how far they are, how windows are cut, and why they were started again."""
+    """List submitted jobs: their state, progress, cut, and why they were started again."""
     with errors_as_exit_codes():
         listed = jobs_in(folder)
         if as_json:
@@ -161,7 +157,7 @@ def jobs_command(
 
 
 def _check(given: dict[str, Any], retries: int) -> None:
-    """Refuse here what `fit` would refuse hours later, on a node."""
+    """Refuse now what `fit` would refuse hours later, on a node."""
     for name, value in given.items():
         if isinstance(value, int) and not isinstance(value, bool) and name != "seed":
             check_positive_int(name, value)
@@ -191,7 +187,7 @@ def _print_submitted(job_id: str, folder: JobFolder, *, as_json: bool) -> None:
         print_result(json.dumps(document), done=f"job {job_id} is submitted, in {folder.path}")
         return
     print_result(f"{job_id} {folder.path}", done=f"job {job_id} is submitted, in {folder.path}")
-    complain(f"submitted; its log is {folder.log(job_id)}, and `autoaccum jobs` says how far it is")
+    complain(f"submitted; its log is {folder.log(job_id)}, and `autoaccum jobs` shows its progress")
 
 
 def _print_jobs(listed: list[Listed]) -> None:
@@ -200,11 +196,11 @@ def _print_jobs(listed: list[Listed]) -> None:
         table.add_column(title, no_wrap=title != "state")
     for one in listed:
         table.add_row(*_row(one))
-    # As wide as it has to be: lines of a list that is cut, or broken, help nobody.
+    # Into a file as wide as necessary, so that no line is cut or broken.
     console = Console(width=200 if not sys.stdout.isatty() else None, color_system=None, highlight=False)
     console.print(table)
     for one in listed:
-        for text in _told(one):
+        for text in _remarks(one):
             typer.echo(f"{one.folder.name}: {text}")
 
 
@@ -228,15 +224,15 @@ def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _told(one: Listed) -> list[str]:
-    """Return what has no place in a table."""
-    told = [
+def _remarks(one: Listed) -> list[str]:
+    """Return the lines below the table."""
+    lines = [
         f"start {number} after step {restart.step}: {restart.reason}"
         + ("" if restart.max_micro_batch is None else f"; micro-batches of at most {restart.max_micro_batch}")
         for number, restart in enumerate(one.restarts, start=2)
     ]
     if one.progress is not None and one.progress.error is not None and one.progress.phase == "failed":
-        told.append(one.progress.error)
+        lines.append(one.progress.error)
     if one.reason is not None:
-        told.append(f"Slurm's reason: {one.reason}")
-    return [*told, *one.problems]
+        lines.append(f"Slurm's reason: {one.reason}")
+    return [*lines, *one.problems]

@@ -43,6 +43,12 @@ def texts_of_arguments(function: Callable[..., Any]) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
+def shared_arguments(job: Job, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return those of a job's arguments that another function takes under the same names."""
+    names = inspect.signature(function).parameters
+    return {field.name: getattr(job, field.name) for field in fields(job) if field.name in names}
+
+
 def _with_the_arguments_of(function: Callable[..., Any]) -> Callable[[type[_T]], type[_T]]:
     """Make a class a frozen dataclass whose fields are a function's parameters."""
     parameters = {one.name: one for one in inspect.signature(function).parameters.values()}
@@ -109,9 +115,7 @@ class Job:
         Raises:
             InvalidInputError: `model` is neither a module nor a function that returns one.
         """
-        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
-        arguments["model"] = self._made_model()
-        return arguments
+        return shared_arguments(self, fit) | {"model": self._made_model()}
 
     def _made_model(self) -> nn.Module:
         if isinstance(self.model, nn.Module):

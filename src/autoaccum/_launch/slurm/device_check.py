@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._launch.job import shared_arguments
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.api import preflight
 from autoaccum._report.files import beside
@@ -59,22 +60,9 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
 
 
 def _report_of(job: Job, batch: Any, target_batch: int) -> Report:
-    return preflight(
-        job.model,
-        batch,
-        target_batch,
-        loss=job.loss,
-        optimizer=job.optimizer,
-        device=job.device,
-        precision=job.precision,
-        memory_limit=job.memory_limit,
-        max_micro_batch=min(_SAMPLES, target_batch),
-        forward=job.forward,
-        loss_reduction=job.loss_reduction,
-        loss_scope=job.loss_scope,
-        batchnorm=job.batchnorm,
-        measure=True,
-    )
+    whether_it_fits = {"target_batch": target_batch, "max_micro_batch": min(_SAMPLES, target_batch), "measure": True}
+    not_asked = dict.fromkeys(("loader", "epochs", "max_steps", "strategy"))
+    return preflight(batch=batch, **shared_arguments(job, preflight) | whether_it_fits | not_asked)
 
 
 def _summary(report: Report) -> str:

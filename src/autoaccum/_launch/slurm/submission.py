@@ -45,7 +45,7 @@ class Wanted:
         tasks_per_node: Processes on each node without cards.
         time: The time limit, in any of Slurm's forms.
         warning_s: Seconds from Slurm's warning to the time limit.
-        others: Further options of sbatch.
+        others: Further options of sbatch, such as "partition" or "mem".
     """
 
     name: str
@@ -53,12 +53,7 @@ class Wanted:
     gpus_per_node: int = 0
     tasks_per_node: int = 1
     time: str | None = None
-    mem: str | None = None
     cpus_per_task: int | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
     warning_s: int = WARNING_S
     others: Mapping[str, str | bool] = field(default_factory=dict)
 
@@ -89,12 +84,7 @@ class Wanted:
             "gpus_per_node": self.gpus_per_node or None,
             "ntasks_per_node": self.gpus_per_node or self.tasks_per_node,
             "time": None if self.time is None else minutes_of(self.time),
-            "mem": self.mem,
             "cpus_per_task": self.cpus_per_task,
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "constraint": self.constraint,
             "signal_delay_s": self.warning_s,
             "stderr_to_stdout": True,
             "wckey": None,  # which submitit would set to its own name
