@@ -25,6 +25,7 @@ from autoaccum._cli.report import report_command
 from autoaccum._cli.run import SETTINGS, run_command_line
 from autoaccum._cli.slurm import jobs_command, slurm_command
 from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, trial_record
+from autoaccum._launch import load_recipe
 from autoaccum._launch.recipe_exits import exits_refused
 from autoaccum._system.output import Dropping, stand_in_for_closed
 from autoaccum._training.api import fit
@@ -97,7 +98,7 @@ def fit_command(
         check_given(given)
         # The recipe's own output must not get into the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            job = loaded(recipe)
+            job = loaded(recipe, load_recipe)
             memory_log = _MemoryLog()
             logs = [JSONLinesLog(log)] if log is not None and is_first else []
             with exits_refused(recipe):

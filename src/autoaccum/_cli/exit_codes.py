@@ -9,11 +9,10 @@ import contextlib
 import enum
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from autoaccum._launch import load_recipe
 from autoaccum._system.output import drop_pending, write_line
 from autoaccum.errors import (
     AutoaccumError,
@@ -30,9 +29,9 @@ from autoaccum.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from autoaccum._launch import Job
+_T = TypeVar("_T")
 
 
 class ExitCode(enum.IntEnum):
@@ -130,21 +129,14 @@ def code_for(error: AutoaccumError) -> ExitCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.UNEXPECTED)
 
 
-def loaded(recipe: str) -> Job:
-    """Load a recipe, and show the traceback of one that raises.
+def loaded(recipe: str, load: Callable[[str], _T]) -> _T:
+    """Load a recipe by a function, and show the traceback of a recipe that raises.
 
     Raises:
         InvalidInputError: It cannot be used.
     """
-    with tracebacks_of_recipes():
-        return load_recipe(recipe)
-
-
-@contextlib.contextmanager
-def tracebacks_of_recipes() -> Iterator[None]:
-    """Show the traceback of a recipe that raises, since its author needs the place."""
     try:
-        yield
+        return load(recipe)
     except InvalidInputError as error:
         if error.__cause__ is not None:
             show_traceback(error.__cause__)

@@ -24,6 +24,7 @@ from autoaccum._cli.numbers import check_counts, check_texts
 from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._data.batches import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
+from autoaccum._launch import load_recipe
 from autoaccum._launch.job import shared_arguments
 from autoaccum._launch.recipe_exits import exits_refused, is_exit
 from autoaccum._memory.limits import format_bytes, parse_size
@@ -117,7 +118,7 @@ def report_command(
         _check_cards(gpu or (), device_memory, no_measure=no_measure)
         _check_files(html, plot)
         with contextlib.redirect_stdout(sys.stderr):
-            job = loaded(recipe)
+            job = loaded(recipe, load_recipe)
             job = dataclasses.replace(job, **given)
             most = _most(job, max_micro_batch, require_micro_batch)
             with (

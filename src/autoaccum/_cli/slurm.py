@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoaccum._arguments import check_choice, check_positive_int
-from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, print_result, tracebacks_of_recipes
+from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, loaded, print_result
 from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_texts
 from autoaccum._cli.options import NOT_ON_SLURM, RECIPE, check_given, of_fit, takes
 from autoaccum._distributed.load_balance import check_shares
@@ -28,7 +28,7 @@ from autoaccum._engine.precision import PRECISIONS
 from autoaccum._launch.recipe import check_recipe
 from autoaccum._launch.slurm.folder import Submitted
 from autoaccum._launch.slurm.listing import jobs_in
-from autoaccum._launch.slurm.submission import WARNING_S, Wanted, script_of, submit
+from autoaccum._launch.slurm.submission import WARNING_S, Resources, script_of, submit
 from autoaccum._launch.slurm.task import Task, resubmission_of
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
@@ -108,9 +108,8 @@ def slurm_command(
         check_texts({"time": time_limit, "mem": mem})
         named = {"mem": mem, "partition": partition, "account": account, "qos": qos, "constraint": constraint}
         others = {name: value for name, value in named.items() if value is not None}
-        with tracebacks_of_recipes():
-            whole = check_recipe(recipe)
-        wanted = Wanted(
+        whole = loaded(recipe, check_recipe)
+        resources = Resources(
             name=job_name or Path(whole.rpartition(":")[0]).stem,
             nodes=nodes,
             gpus_per_node=gpus_per_node,
@@ -121,16 +120,16 @@ def slurm_command(
             others=others | dict(_key_and_value(text) for text in slurm or ()),
         )
         if dry_run:
-            print_result(script_of(wanted, folder), done="nothing was submitted")
+            print_result(script_of(resources, folder), done="nothing was submitted")
             return
         job_id, made = submit(
-            wanted,
+            resources,
             folder,
             lambda made: TaskWithExitCodes(Task(whole, str(made.path), given, checks=not no_preflight)),
             Submitted(
-                name=wanted.name,
+                name=resources.name,
                 recipe=whole,
-                tasks=wanted.tasks,
+                tasks=resources.tasks,
                 retries=retries,
                 submitted_at=time.time(),
             ),

@@ -1,4 +1,4 @@
-"""Judges whether a command ended for lack of memory, and names the evidence. Pure: the caller reads files and counters.
+"""Diagnoses whether a command ended for lack of memory, with the evidence. The caller reads files and counters.
 
 Evidence counts in the order of its worth: what the command itself left in the reason file; an exit code that means
 nothing else; the exception that ended it (`last_words.py`), by the table of `_oom.py`; and for a process that was
@@ -59,7 +59,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """What an end was.
 
     Attributes:
@@ -73,14 +73,14 @@ class Verdict:
     micro_batch: int | None = None
 
 
-def judge(
+def diagnose(
     ended: Ended,
     *,
     reason: Reason | None = None,
     kills_before: Mapping[str, int] | None = None,
     kills_after: Mapping[str, int] | None = None,
-) -> Verdict:
-    """Judge whether a command ended for lack of memory.
+) -> Diagnosis:
+    """Diagnose whether a command ended for lack of memory.
 
     Args:
         ended: How the command ended.
@@ -89,41 +89,40 @@ def judge(
         kills_after: The same counters when it had ended.
     """
     if ended.code == 0:
-        return Verdict("done", "exit code 0")
+        return Diagnosis("done", "exit code 0")
     if ended.exit_code == DOES_NOT_FIT:
-        return Verdict("other", "exit code 4 of autoaccum: not even one sample fits")
-    return _judge_words(ended, reason) or _judge_kill(ended, kills_before or {}, kills_after or {})
+        return Diagnosis("other", "exit code 4 of autoaccum: not even one sample fits")
+    return _by_words(ended, reason) or _by_kill(ended, kills_before or {}, kills_after or {})
 
 
-def _judge_words(ended: Ended, reason: Reason | None) -> Verdict | None:
+def _by_words(ended: Ended, reason: Reason | None) -> Diagnosis | None:
     """Judge by what the command or Slurm wrote; None where that says nothing of memory."""
     if reason is not None:
         where = "" if reason.rank is None else f"rank {reason.rank}: "
         if reason.reason == OUT_OF_MEMORY:
-            return Verdict("out_of_memory", f"its reason file: {where}{_short(reason.message)}", reason.micro_batch)
-        return Verdict("other", f"its reason file: {where}{_short(f'{reason.reason}: {reason.message}')}")
+            return Diagnosis("out_of_memory", f"its reason file: {where}{_short(reason.message)}", reason.micro_batch)
+        return Diagnosis("other", f"its reason file: {where}{_short(f'{reason.reason}: {reason.message}')}")
     if ended.exit_code == START_AGAIN:
-        return Verdict("out_of_memory", "exit code 75, which asks for a start with a smaller cut")
+        return Diagnosis("out_of_memory", "exit code 75, which asks for a start with a smaller cut")
     said = memory_words(ended.tail, ended.code)
     if said is not None:
-        return Verdict("out_of_memory", f"on stderr: {_short(said)}")
+        return Diagnosis("out_of_memory", f"on stderr: {_short(said)}")
     return None
 
 
-def _judge_kill(ended: Ended, before: Mapping[str, int], after: Mapping[str, int]) -> Verdict:
-    source = killed_by(ended.tail, ended.code)
-    if ended.code == KILLED:
-        by = str(ended)
-    elif source is not None:
+def _by_kill(ended: Ended, before: Mapping[str, int], after: Mapping[str, int]) -> Diagnosis:
+    by = str(ended)
+    if ended.code != KILLED:
+        source = killed_by(ended.tail, ended.code)
+        if source is None:
+            return Diagnosis("other", by)
         by = f"{source} reports SIGKILL"
-    else:
-        return Verdict("other", str(ended))
     counters = risen(before, after)
     if counters:
         rises = ", ".join(f"{name} by {count}" for name, count in counters.items())
-        return Verdict("out_of_memory", f"{by}, and the kernel's count of kills for lack of memory rose: {rises}")
+        return Diagnosis("out_of_memory", f"{by}, and the kernel's count of kills for lack of memory rose: {rises}")
     looked_at = ", ".join(after) or "there is none here"
-    return Verdict("other", f"{by}, but no count of kills for lack of memory rose (looked at: {looked_at})")
+    return Diagnosis("other", f"{by}, but no count of kills for lack of memory rose (looked at: {looked_at})")
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,7 @@
 """`autoaccum run`: runs a command, and runs it again with a smaller cut where it ended for lack of memory.
 
 Every other end is passed on. The command learns its cut from placeholders and environment variables; where the target
-batch is not known it gets a cap, which `fit` obeys. `deaths.py` judges an end, `cuts.py` finds the next cut.
+batch is not known it gets a cap, which `fit` obeys. `deaths.py` diagnoses an end, `cuts.py` finds the next cut.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from autoaccum._arguments import check_positive_int
 from autoaccum._launch.command import filled, numbers_of, placeholders, variables
 from autoaccum._launch.cuts import Cut, cut_within, remark, smaller
-from autoaccum._launch.deaths import DOES_NOT_FIT, Ended, Verdict, judge
+from autoaccum._launch.deaths import DOES_NOT_FIT, Diagnosis, Ended, diagnose
 from autoaccum._launch.launchers import SIGNAL_BASE
 from autoaccum._launch.supervisor import GRACE_S, Supervisor
 from autoaccum._launch.world import world_size_of
@@ -103,10 +103,10 @@ class _Run:
             attempt = 0
             while True:
                 self._announce()
-                ended, verdict = self._attempt(supervisor, attempt, Path(folder) / f"reason-{attempt}.json")
-                if verdict.kind != "out_of_memory":
-                    return self._finish(ended, verdict, was_asked_to_end=supervisor.ended_by is not None)
-                final = self._after_lack_of_memory(ended, verdict, attempt)
+                ended, diagnosis = self._attempt(supervisor, attempt, Path(folder) / f"reason-{attempt}.json")
+                if diagnosis.kind != "out_of_memory":
+                    return self._finish(ended, diagnosis, was_asked_to_end=supervisor.ended_by is not None)
+                final = self._after_lack_of_memory(ended, diagnosis, attempt)
                 if supervisor.ended_by is not None:  # between two attempts
                     return SIGNAL_BASE + supervisor.ended_by
                 if final is not None:
@@ -121,36 +121,36 @@ class _Run:
         elif self._cap is not None:
             _say(f"micro-batches of at most {self._cap} samples ({MAX_MICRO_BATCH}={self._cap})")
 
-    def _attempt(self, supervisor: Supervisor, attempt: int, reason: Path) -> tuple[Ended, Verdict]:
+    def _attempt(self, supervisor: Supervisor, attempt: int, reason: Path) -> tuple[Ended, Diagnosis]:
         before = read_kills()
         ended = supervisor.run(
             filled(self._command, self._numbers()),
             os.environ | variables(self._cut, self._cap, attempt=attempt, reason_file=reason),
         )
-        verdict = judge(ended, reason=reason_file.read(reason), kills_before=before, kills_after=read_kills())
-        if verdict.kind == "out_of_memory" and supervisor.ended_by is not None:
-            verdict = Verdict("other", f"{ended}, after it was asked to end")
-        return ended, verdict
+        diagnosis = diagnose(ended, reason=reason_file.read(reason), kills_before=before, kills_after=read_kills())
+        if diagnosis.kind == "out_of_memory" and supervisor.ended_by is not None:
+            diagnosis = Diagnosis("other", f"{ended}, after it was asked to end")
+        return ended, diagnosis
 
     def _numbers(self) -> dict[str, int]:
         if self._cut is not None:
             return numbers_of(self._cut)
         return {"world_size": self._world_size} | ({} if self._cap is None else {"micro_batch": self._cap})
 
-    def _finish(self, ended: Ended, verdict: Verdict, *, was_asked_to_end: bool) -> int:
-        if verdict.kind == "done":
+    def _finish(self, ended: Ended, diagnosis: Diagnosis, *, was_asked_to_end: bool) -> int:
+        if diagnosis.kind == "done":
             if not was_asked_to_end:
                 self._keep()
         elif ended.refusal:
             _say(f"{self._command[0]!r} cannot be started ({ended.refusal})")
-        elif ended.signal is not None or verdict.evidence != str(ended):
-            _say(f"the command ended with {verdict.evidence}; not started again")
+        elif ended.signal is not None or diagnosis.evidence != str(ended):
+            _say(f"the command ended with {diagnosis.evidence}; not started again")
         return ended.code
 
-    def _after_lack_of_memory(self, ended: Ended, verdict: Verdict, attempt: int) -> int | None:
+    def _after_lack_of_memory(self, ended: Ended, diagnosis: Diagnosis, attempt: int) -> int | None:
         """Take a smaller cut; return the exit code where there is none."""
-        what = f"memory ran out ({verdict.evidence})"
-        sizes = [size for size in (verdict.micro_batch, self._cap) if size is not None]
+        what = f"memory ran out ({diagnosis.evidence})"
+        sizes = [size for size in (diagnosis.micro_batch, self._cap) if size is not None]
         if not sizes:
             _say(
                 f"{what}, but it is not known how many samples the command has at once, so it cannot be made smaller; "

@@ -38,7 +38,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Ended:
+class StepEnd:
     """How a step ended.
 
     Attributes:
@@ -68,7 +68,7 @@ class Ended:
         return next((failure["error"] for failure in self.failures if failure.get("needs_new_process")), None)
 
 
-def next_start(folder: JobFolder, ended: Ended) -> Restart | str:
+def next_start(folder: JobFolder, ended: StepEnd) -> Restart | str:
     """Return how to start a job again, or why not."""
     submitted, progress = folder.submitted, folder.progress
     if submitted is None:
@@ -100,7 +100,7 @@ def _smaller(progress: Progress | None, cap: int | None, reason: str) -> Restart
 def main(arguments: Sequence[str]) -> int:
     """Decide, write the decision down, and print it."""
     folder, job_id, code = JobFolder(Path(arguments[0])), arguments[1], int(arguments[2])
-    found = next_start(folder, Ended(code, _tail(folder.log(job_id)), folder.take_failures()))
+    found = next_start(folder, StepEnd(code, _tail(folder.log(job_id)), folder.take_failures()))
     if isinstance(found, Restart) and found.kind == "requeue":
         folder.add_restart(found)
         _say(f"{found.reason}; requeued")

@@ -47,16 +47,8 @@ class Listed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON's types."""
-        return {
-            "job_id": None if self.submitted is None else self.submitted.job_id,
-            "folder": str(self.folder),
-            "state": self.state,
-            "reason": self.reason,
-            "submitted": None if self.submitted is None else asdict(self.submitted),
-            "progress": None if self.progress is None else asdict(self.progress),
-            "restarts": [asdict(restart) for restart in self.restarts],
-            "problems": list(self.problems),
-        }
+        job_id = None if self.submitted is None else self.submitted.job_id
+        return {"job_id": job_id, **asdict(self), "folder": str(self.folder)}
 
 
 def jobs_in(parent: Path) -> list[Listed]:

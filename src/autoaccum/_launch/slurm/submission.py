@@ -37,7 +37,7 @@ _OWN = ("output", "error", "open-mode", "signal", "requeue", "array", "wrap", "p
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Resources:
     """Options for Slurm, under Slurm's names; None leaves one to the cluster.
 
     Attributes:
@@ -109,27 +109,27 @@ def minutes_of(text: str) -> int:
     return math.ceil(seconds / 60)
 
 
-def script_of(wanted: Wanted, parent: Path) -> str:
+def script_of(resources: Resources, parent: Path) -> str:
     """Return the batch script as it would be submitted, and leave nothing behind.
 
     Raises:
         InvalidInputError: An option cannot be used, or submitit is not installed.
     """
-    folder = parent.absolute() / f"{plain(wanted.name)}-DATE-TIME"
+    folder = parent.absolute() / f"{plain(resources.name)}-DATE-TIME"
     with tempfile.TemporaryDirectory() as nowhere:
         # submitit makes the folder of an executor.
-        executor = _executor(wanted, JobFolder(Path(nowhere)))
+        executor = _executor(resources, JobFolder(Path(nowhere)))
         text = executor._make_submission_file_text(executor._submitit_command_str, "")
         return text.replace(nowhere, str(folder))
 
 
 def submit(
-    wanted: Wanted, parent: Path, task: Callable[[JobFolder], Any], submitted: Submitted
+    resources: Resources, parent: Path, task: Callable[[JobFolder], Any], submitted: Submitted
 ) -> tuple[str, JobFolder]:
     """Submit a job.
 
     Args:
-        wanted: The options for Slurm.
+        resources: The options for Slurm.
         parent: Where the job's folder is made.
         task: Makes what the job runs, given its folder.
         submitted: The record of the job, kept in its folder.
@@ -145,11 +145,11 @@ def submit(
             "there is no Slurm here (no sbatch on the PATH); submit from a machine of the cluster, or see with "
             "--dry-run what would be submitted"
         )
-    wanted.parameters()
-    folder = JobFolder.made(parent.absolute(), wanted.name)
+    resources.parameters()
+    folder = JobFolder.made(parent.absolute(), resources.name)
     try:
         folder.write_submitted(submitted)
-        job_id = _accepted(_executor(wanted, folder), task(folder))
+        job_id = _accepted(_executor(resources, folder), task(folder))
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -168,8 +168,8 @@ def _accepted(executor: SlurmExecutor, task: Any) -> str:
         raise InvalidInputError(f"Slurm refuses the job: {words}") from error
 
 
-def _executor(wanted: Wanted, folder: JobFolder) -> SlurmExecutor:
-    parameters = wanted.parameters()
+def _executor(resources: Resources, folder: JobFolder) -> SlurmExecutor:
+    parameters = resources.parameters()
     executor: SlurmExecutor = _kind_of_executor()(folder.path, max_num_timeout=_TIMEOUTS)
     has_time = parameters["time"] is not None
     if not has_time:
