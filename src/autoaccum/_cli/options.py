@@ -32,7 +32,7 @@ RECIPE = typer.Argument(
     help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
     show_default=False,
 )
-# Objects of Python, and settings that belong to those objects. `progress` is --quiet.
+# Python objects, and settings that belong to them. In place of `progress` commands have --quiet.
 IN_RECIPES_ALONE = frozenset(
     {
         *("model", "loader", "val_loader", "callbacks", "metrics", "forward", "batchnorm", "last_window"),
@@ -41,7 +41,7 @@ IN_RECIPES_ALONE = frozenset(
         *NOT_OF_A_JOB,
     }
 )
-# A job's processes each take the card of their own number; and a job that was started again goes on by itself.
+# Each process of a Slurm job takes the card of its local rank, and a job always goes on from its own checkpoint.
 NOT_ON_SLURM = frozenset({"device", "resume"})
 
 
@@ -89,7 +89,9 @@ _BY_TYPE = {
 _BY_NAME = {
     "memory_limit": _Form(str, "SIZE", "Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
     "micro_batch": _Form(Any, "auto|N", parser=_auto_or_number),
-    "probe": _Form(str, "|".join(PROBES), "How that is found out: by the first windows, by trials before, or not."),
+    "probe": _Form(
+        str, "|".join(PROBES), "How that is found out: by the first windows, by trials before, or not at all."
+    ),
     "strategy": _Form(str, "|".join(STRATEGIES)),
     "cache": _Form(bool, flag="--no-cache", help="Neither use nor keep what earlier runs found."),
     "compile": _Form(bool, flag="--compile", help="Compile the model by torch.compile."),
@@ -97,12 +99,12 @@ _BY_NAME = {
         list[str], "|".join(FALLBACKS), "What to do where not even one sample fits; given twice: one after the other."
     ),
     "precision": _Form(str, "|".join(PRECISIONS)),
-    "device": _Form(str, help="Such as cpu, cuda or cuda:1."),
+    "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),
     "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and go on from the newest one."),
     "resume": _Form(
         Any,
         "auto|yes|no",
-        "Go on from a checkpoint: if there is one; there must be one; no: start from the beginning.",
+        "Go on from a checkpoint: auto, if there is one; yes, there must be one; no, start from the beginning.",
         _auto_or_yes_or_no,
     ),
     "oom_report": _Form(Path, "FOLDER", "When memory first runs out, write there what was alive."),
@@ -116,11 +118,11 @@ _BY_NAME = {
 
 
 def of_fit(*names: str, without: frozenset[str] = frozenset()) -> dict[str, inspect.Parameter]:
-    """Return options for arguments of `fit`, by name and in `fit`'s order; None stands for one that is not given.
+    """Return options for arguments of `fit`, by name and in `fit`'s order. An option that is not given is None.
 
     Args:
-        names: Those that are wanted; none for all that a command line can give.
-        without: Those that are left out.
+        names: The arguments; without any, all that a command line can give.
+        without: Arguments to leave out.
     """
     texts = texts_of_arguments(fit)
     return {

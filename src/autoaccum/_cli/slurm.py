@@ -46,7 +46,10 @@ _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - nothing is wri
 
 @dataclass(frozen=True)
 class TaskWithExitCodes:
-    """A task whose process ends with the exit codes of the command line. submitit pickles it and calls it on a node."""
+    """A task whose process ends with the exit codes of the command line.
+
+    submitit pickles it and calls it on a node, so this class cannot move without leaving its former name behind.
+    """
 
     task: Task
 
@@ -88,7 +91,7 @@ def slurm_command(
     signal_delay: Annotated[
         int, typer.Option(metavar="SECONDS", help="Seconds before the time limit to write a checkpoint.")
     ] = WARNING_S,
-    folder: Annotated[Path, typer.Option(help="Where each job gets a folder; nodes need the same path.")] = FOLDER,
+    folder: Annotated[Path, typer.Option(help="Where each job gets a folder, for its checkpoints too.")] = FOLDER,
     retries: Annotated[int, typer.Option(help="How often it may start again after it ran out of memory.")] = 5,
     no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Begin without a look at the device.")] = False,
     dry_run: Annotated[

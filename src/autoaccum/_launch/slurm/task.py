@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A training that submitit can start, and start again.
+    """A training that submitit can start, and start again. Pickled, so it cannot move without leaving its name behind.
 
     Attributes:
         recipe: The recipe, with its whole path.
