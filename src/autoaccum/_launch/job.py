@@ -5,8 +5,10 @@ defaults and texts are read from there when this module is imported, and so are 
 (`_cli/options.py`). Two things differ: `model` may be a function that makes the model, and `progress`, which says how a
 training is watched, is no part of a job.
 
-A type checker cannot follow that, so it is given the types of `fit`'s arguments by a ParamSpec: it checks what
-`Job(...)` is called with, and takes every attribute for `Any`. At run time a job is an ordinary frozen dataclass.
+A type checker cannot follow that. A ParamSpec gives it the types of `fit`'s arguments instead: it checks calls of
+`Job(...)`, with `model` by position and the rest as for `fit`, and takes every attribute for `Any`. It also accepts
+`progress`, which is refused at run time. There a job is an ordinary frozen dataclass: it can be pickled, shown and
+copied by `dataclasses.replace`, and all fields may be given by position.
 
 A job is not checked when it is made; `fit` checks its arguments.
 """
