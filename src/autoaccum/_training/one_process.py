@@ -45,16 +45,13 @@ class OneProcess:
         loader: What this process loads from.
         target_batch: Samples of a window that are this process's.
         is_alone: Whether it is the only one.
-        decides: Whether it decides where clocks differ, and prints for all.
         ranks: All ranks; None where there is only this process.
         peers: Make the windows together; None where there is only this process.
-        at_end: What stands for a window at the end of an epoch, of which other ranks may have some left.
     """
 
     is_alone = True
     ranks: Ranks | None = None
     peers: Peers | None = None
-    at_end: Window | None = None
 
     def __init__(self, loader: Iterable[Any], target_batch: int, last_window: str) -> None:
         self.loader = loader
@@ -62,6 +59,11 @@ class OneProcess:
         self._whole_target = target_batch
         self._last_window = last_window
         self._wishes: Callable[[int], int] = lambda _: 0
+
+    @property
+    def at_end(self) -> Window | None:
+        """What stands for a window at the end of an epoch, of which other ranks may have some left."""
+        return None
 
     @property
     def decides(self) -> bool:

@@ -124,7 +124,11 @@ class SeveralRanks(OneProcess):
         self._gone_through = GoneThrough(ranks, notices) if shard and self._sharded is None else None
 
     is_alone = False
-    at_end = Window.empty()
+
+    @property
+    def at_end(self) -> Window:
+        """A window without samples, another one each time: ranks tell windows apart by their identity."""
+        return Window.empty()
 
     @property
     def decides(self) -> bool:
