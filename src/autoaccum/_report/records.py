@@ -256,6 +256,11 @@ class Predicted:
         return self.micro_batch > 0 and self.estimate.reserved_bytes(self.micro_batch + 1) <= self.room_bytes
 
     @property
+    def peak_bytes(self) -> int:
+        """What a step of the plan would take at its peak."""
+        return self.footprint.reserved_bytes
+
+    @property
     def headroom_bytes(self) -> int:
         """What would be left at the peak; negative where nothing fits."""
         return self.room_bytes - self.footprint.reserved_bytes
