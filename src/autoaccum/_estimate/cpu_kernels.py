@@ -1,10 +1,8 @@
-"""What kernels of the CPU take for themselves while they run: one named rule an operator.
+"""Workspaces of CPU kernels: one rule for each operator, from its arguments and results to sizes in bytes.
 
-An operator, its arguments and its results come in; sizes in bytes go out. Each rule was read off the profiler's memory
-events of the real operator, and its test measures that operator anew
-(`tests/estimate/test_cpu_kernels.py`). What is missing here takes nothing worth naming. Sizes that hang on the
-processor are told for the one at hand: oneDNN blocks channels by the width of its vectors, and gives each thread
-buffers of its own.
+Each rule follows the profiler's memory events of the real operator, which its test measures again
+(`tests/estimate/test_cpu_kernels.py`). Operators without a rule allocate nothing of note. Sizes are those of this
+machine's processor: oneDNN blocks channels by the width of its vectors, and gives each thread its own buffers.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What one call of an operator takes beside its arguments and results.
+    """What one call of an operator allocates and frees, excluding its results.
 
     Attributes:
-        steps: Sizes that are held at the same time and given back before the results are made; one group after another.
-        beside: Sizes that are held from the first step until the results are there.
+        steps: Sizes held at the same time and freed before the results are allocated, one group after another.
+        beside: Sizes held from the first step until the results exist.
     """
 
     steps: tuple[tuple[int, ...], ...] = ()
@@ -38,7 +36,7 @@ class Workspace:
 
 # Floats of one vector register, by which oneDNN blocks channels.
 _LANES = {"AVX512": 16, "AVX2": 8}
-# Up to so many channels the first layer of a network is read in the layout in which it comes.
+# Up to so many channels the first layer of a network is read in its own layout.
 _PLAIN_CHANNELS = 4
 _SMALL_KERNEL = 3
 _MKLDNN = ("Mkldnn", "MkldnnTranspose", "MkldnnEmpty")
@@ -98,7 +96,7 @@ def _convolution_of(
     channels_last = not result.is_contiguous()
     scratch = weight_scratch = 0
     if of_kernel == 1 and strided:
-        scratch += threads * inputs * pixels * source.element_size()  # the pixels that count, gathered
+        scratch += threads * inputs * pixels * source.element_size()  # the strided pixels, gathered
     half = source.dtype != torch.float32
     backward_scratch = scratch
     if of_kernel == 1 and half:
@@ -145,7 +143,7 @@ def _columns(source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[in
 
 
 def _unfolded(args: Sequence[Any], result: Any) -> Workspace:
-    """Where oneDNN does not take a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
+    """Where oneDNN does not support a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
     source, weight, _, stride, padding, _, _, _, groups = args
     columns = _columns(source, weight, result, stride, padding)
     if groups > 1:
@@ -155,7 +153,7 @@ def _unfolded(args: Sequence[Any], result: Any) -> Workspace:
 
 
 def _unfolded_backward(args: Sequence[Any]) -> Workspace:
-    """As `_unfolded`; both gradients are there before the columns are."""
+    """As `_unfolded`; both gradients are allocated before the columns."""
     gradient, source, weight, _, stride, padding, _, _, _, groups, mask = args
     columns = _columns(source, weight, gradient, stride, padding)
     made = (source.nbytes if mask[0] else 0, weight.nbytes if mask[1] else 0)
@@ -166,7 +164,7 @@ def _unfolded_backward(args: Sequence[Any]) -> Workspace:
 
 
 def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
-    """Arguments and result of a convolution are turned from and into oneDNN's blocked layout."""
+    """A convolution converts its arguments to oneDNN's blocked layout, and its result back."""
     source, weight, _, stride, _, _, transposed, _, groups = args
     backend = _backend(args)
     if backend == _UNFOLDED:
@@ -183,7 +181,7 @@ def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
 
 
 def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
-    """The two halves of a convolution's backward pass turn their arguments into the blocked layout, each for itself."""
+    """The two halves of a convolution's backward pass each convert their arguments to the blocked layout."""
     gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask = args
     backend = _backend(
         (source, weight, None, stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
@@ -218,6 +216,6 @@ _RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
 
 
 def cpu_workspace(func: Any, args: Sequence[Any], result: Any) -> Workspace | None:
-    """Return what an operator takes for itself on this machine's CPU; None where there is no rule."""
+    """Return an operator's workspace on this machine's CPU; None where there is no rule."""
     rule = _RULES.get(func)
     return None if rule is None else rule(args, result)
