@@ -54,15 +54,9 @@ class _Convolution:
     source: int
     weight: int
     result: int
-    plain_source: int
-    plain_weight: int
     wide_weight: int
     source_is_read_plain: bool
-    is_channels_last: bool
-    is_strided: bool
-    is_pointwise: bool
     is_small_groups: bool
-    is_transposed: bool
     scratch: int
     backward_scratch: int
     weight_scratch: int
@@ -73,12 +67,14 @@ def _blocked(tensor: Tensor, channels: int) -> int:
     return tensor.nbytes // channels * (math.ceil(channels / lanes) * lanes)
 
 
-def _convolution_of(
-    source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], groups: int, *, transposed: bool
-) -> _Convolution:
+def _is_strided(stride: Sequence[int]) -> bool:
+    return any(step > 1 for step in stride)
+
+
+def _convolution_of(source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], groups: int) -> _Convolution:
     inputs, outputs = source.shape[1], result.shape[1]
     of_kernel = weight.shape[2:].numel()
-    strided = any(step > 1 for step in stride)
+
     depthwise = groups == inputs == outputs
     lanes, threads = _lanes(), torch.get_num_threads()
 
@@ -95,7 +91,7 @@ def _convolution_of(
     pixels = result.shape[2:].numel()
     channels_last = not result.is_contiguous()
     scratch = weight_scratch = 0
-    if of_kernel == 1 and strided:
+    if of_kernel == 1 and _is_strided(stride):
         scratch += threads * inputs * pixels * source.element_size()  # the strided pixels, gathered
     half = source.dtype != torch.float32
     backward_scratch = scratch
@@ -116,15 +112,9 @@ def _convolution_of(
         source=_blocked(source, inputs),
         weight=weight_bytes,
         result=_blocked(result, outputs),
-        plain_source=source.nbytes,
-        plain_weight=weight.nbytes,
-        source_is_read_plain=plain,
         wide_weight=weight.nbytes * wide * wide,
-        is_channels_last=channels_last,
-        is_strided=strided,
-        is_pointwise=of_kernel == 1,
+        source_is_read_plain=plain,
         is_small_groups=small_groups,
-        is_transposed=transposed,
         scratch=scratch,
         backward_scratch=backward_scratch,
         weight_scratch=weight_scratch,
@@ -171,13 +161,11 @@ def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
         return _unfolded(args, result)
     if backend not in _MKLDNN:
         return None
-    of = _convolution_of(source, weight, result, stride, groups, transposed=transposed)
-    if of.is_channels_last:
-        return Workspace(beside=(of.plain_weight, of.plain_weight))
+    if not result.is_contiguous():  # channels last
+        return Workspace(beside=(weight.nbytes, weight.nbytes))
+    of = _convolution_of(source, weight, result, stride, groups)
     read = () if of.source_is_read_plain else (of.source,)
-    return Workspace(
-        steps=((*read, of.weight, of.scratch),), beside=(of.result, of.result) if of.is_transposed else (of.result,)
-    )
+    return Workspace(steps=((*read, of.weight, of.scratch),), beside=(of.result,) * (2 if transposed else 1))
 
 
 def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
@@ -190,22 +178,22 @@ def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
         return _unfolded_backward(args)
     if backend not in _MKLDNN:
         return None
-    of = _convolution_of(source, weight, gradient, stride, groups, transposed=transposed)
-    made = of.plain_source if mask[0] else 0
-    if of.is_channels_last:
-        return Workspace(steps=((made, of.wide_weight, of.plain_weight, of.plain_weight, of.weight_scratch),))
+    of = _convolution_of(source, weight, gradient, stride, groups)
+    made = source.nbytes if mask[0] else 0
+    if not gradient.is_contiguous():  # channels last
+        return Workspace(steps=((made, of.wide_weight, weight.nbytes, weight.nbytes, of.weight_scratch),))
     steps: list[tuple[int, ...]] = []
     if mask[0]:
         # Once more where there are strides: the result is copied on its way back to the plain layout.
-        again = (of.plain_source,) if of.is_strided else ()
-        steps += [(of.result, of.weight, of.source, of.backward_scratch), (of.source, of.plain_source, *again)]
+        again = (source.nbytes,) if _is_strided(stride) else ()
+        steps += [(of.result, of.weight, of.source, of.backward_scratch), (of.source, source.nbytes, *again)]
     if mask[1]:
         if of.is_small_groups:
             steps.append((made, of.weight, of.weight_scratch))
         else:
             read = () if of.source_is_read_plain else (of.source,)
             steps.append((made, of.result, *read, of.weight, of.weight_scratch))
-        steps.append((made, of.weight, of.plain_weight))
+        steps.append((made, of.weight, weight.nbytes))
     return Workspace(steps=tuple(steps))
 
 
