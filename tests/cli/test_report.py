@@ -434,7 +434,7 @@ def test_where_the_oom_report_is_none_it_is_said(invoke, tmp_path):
     result = invoke("--oom", path)
 
     assert result.exit_code == ExitCode.BAD_INPUT
-    assert "is no report of memory running out" in result.stderr
+    assert "is not an out-of-memory report" in result.stderr
 
 
 ALIVE = {

@@ -441,7 +441,7 @@ def test_report_without_a_step_and_without_a_size_is_shown(written, tmp_path):
     ("content", "reason"),
     [
         ("", "empty"),
-        ("no json", "no JSON"),
+        ("no json", "not JSON"),
         ('{"format": "autoaccum.oom_report", "ver', "cut short"),
         ("[1, 2]", "something else"),
         ('{"format": "other"}', "something else"),
