@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum._system import safe_files
+from autoaccum._system import whole_files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -42,19 +42,11 @@ def beside(path: str | PathLike[str]) -> Iterator[Path]:
         InvalidInputError: There is no such folder, or no permission to write there.
     """
     place = Path(path)
-    unfinished = None
     try:
-        try:
-            # With the same ending: what writes a picture chooses its kind by it.
-            unfinished = safe_files.create_beside(place, is_hidden=True)
+        with whole_files.replacing(place, ending=place.suffix) as unfinished:
             yield unfinished
-            unfinished.replace(place)
-        except OSError as error:
-            raise _refused(place, error.strerror or str(error)) from error
-    finally:
-        if unfinished is not None:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise _refused(place, error.strerror or str(error)) from error
 
 
 def _refused(place: Path, reason: str, option: str = "") -> InvalidInputError:

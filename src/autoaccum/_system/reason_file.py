@@ -6,14 +6,12 @@ it afterwards. Neither side raises because of the file: without it there is less
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autoaccum._system import safe_files
+from autoaccum._system import safe_files, whole_files
 from autoaccum._system.environment import REASON_FILE
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -48,23 +46,14 @@ def write(reason: Reason) -> bool:
     named = os.environ.get(REASON_FILE)
     if not named:
         return False
-    path = Path(named)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}.unfinished")
     content = asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}
+    data = json.dumps(content).encode() + b"\n"
     try:
-        with safe_files.create(unfinished) as file:
-            file.write(json.dumps(content).encode() + b"\n")
-        if reason.reason == OUT_OF_MEMORY:
-            unfinished.replace(path)
-        else:
-            os.link(unfinished, path)
+        whole_files.write(Path(named), data, overwrites=reason.reason == OUT_OF_MEMORY)
     except FileExistsError:
         return True
     except OSError:
         return False
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
     return True
 
 

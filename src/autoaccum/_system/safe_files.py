@@ -7,7 +7,6 @@ other end) or by a device. So files are created exclusively, under a name that i
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -28,30 +27,14 @@ class NotRegularError(OSError):
         self.strerror = reason
 
 
-def create(path: Path) -> BinaryIO:
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
     """Create a file and open it for writing.
 
     Raises:
-        FileExistsError: There is something of that name, be it a link to nothing.
-        OSError: It cannot be created.
+        FileExistsError: Something has that name, be it a link to nothing.
+        OSError: The file cannot be created.
     """
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, 0o666), "wb")
-
-
-def create_beside(place: Path, *, is_hidden: bool = False) -> Path:
-    """Create an empty file in the folder of another, under a name that nobody can guess, and return its path.
-
-    Args:
-        place: Its name is a part of the new one, and its ending (which tells some writers what to write) the new one's.
-        is_hidden: Whether the name begins with a dot.
-
-    Raises:
-        OSError: It cannot be created.
-    """
-    dot = "." if is_hidden else ""
-    path = place.with_name(f"{dot}{place.stem}.{os.getpid()}.{secrets.token_hex(8)}{place.suffix}")
-    create(path).close()
-    return path
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, mode), "wb")
 
 
 def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:

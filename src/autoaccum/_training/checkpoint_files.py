@@ -12,7 +12,6 @@ import io
 import os
 import pickle
 import re
-import secrets
 import shutil
 import time
 import zipfile
@@ -22,7 +21,8 @@ import torch
 
 from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
-from autoaccum._system import safe_files
+from autoaccum._system import safe_files, whole_files
+from autoaccum._system.whole_files import UNFINISHED
 from autoaccum._training import seal
 from autoaccum._training.packing import PackingError, packed, unpacked
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 # The newest, and one to fall back on where that was damaged afterwards.
 _KEPT = 2
 _NAME = re.compile(r"step-\d{8,}\.pt")
-_UNFINISHED = ".unfinished"
 # The name of such a folder, with what is in it, stands under this key.
 SHARDS = "shards"
 _OF_SHARDS = re.compile(r"step-\d{8,}\.\d+\.shards")
@@ -95,7 +94,7 @@ class Storage:
         A writer that is only suspended cannot bring its file to its place after that.
         """
         self.guard()
-        for path in self.folder.glob(f"step-*{_UNFINISHED}"):
+        for path in self.folder.glob(f"step-*{UNFINISHED}"):
             if not path.is_dir():  # which no writer leaves
                 path.unlink(missing_ok=True)
 
@@ -169,19 +168,15 @@ class Storage:
             CheckpointError: It could not be written, or what it is to hold could not be loaded again.
         """
         path = self.folder / f"step-{step:08d}.pt"
-        # Nobody else writes under this name, so that what is renamed is what was written here.
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
-        with _told(path, self.guard), _removed_unless_renamed(unfinished):
-            with safe_files.create(unfinished) as file:
+        writing = whole_files.replacing(path, flushes_rename=True, before_rename=self.guard)
+        with _told(path, self.guard), writing as unfinished:
+            with unfinished.open("r+b") as file:
                 with seal.sealing(file) as sealed:
                     _save(content, sealed)
                 file.flush()
                 os.fsync(file.fileno())
             _check_that_it_loads(unfinished)
             self._make_the_newest(unfinished)
-            self.guard()
-            unfinished.replace(path)
-            _flush_folder(self.folder)
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
         for other in [other for other in self.found() if other not in self._whole]:
             if other.is_symlink() or not other.is_dir():  # a folder is not of any writer
@@ -203,14 +198,6 @@ class Storage:
 def _time_ns(path: Path) -> int:
     # A link to nothing has a time of its own: reading it is then an error that names it.
     return (path.stat() if path.exists() else path.lstat()).st_mtime_ns
-
-
-@contextlib.contextmanager
-def _removed_unless_renamed(path: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -421,14 +408,3 @@ def _unsafe(error: pickle.UnpicklingError) -> str:
         return found.group().strip()
     first = first_line(error)
     return "it holds what is no plain value" if "weights_only" in first or "Weights only" in first else first
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename last through a loss of power."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows has no such thing
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
-from autoaccum._system import safe_files
+from autoaccum._system import safe_files, whole_files
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -130,10 +130,8 @@ class Saver:
     def note_lack(self, micro_batch: int, message: str) -> None:
         """Keep for the next attempt that so many samples at once did not fit, where this process cannot go on."""
         content = {"micro_batch": micro_batch, "message": message}
-        unfinished = safe_files.create_beside(self._lack)
-        self.check_folder()
-        unfinished.write_text(json.dumps(content) + "\n")
-        unfinished.replace(self._lack)
+        with whole_files.replacing(self._lack, before_rename=self.check_folder) as unfinished:
+            unfinished.write_text(json.dumps(content) + "\n")
 
     def cap(self, notices: Notices) -> int | None:
         """Return the most samples at once, by what an earlier attempt has noted; None where none has."""
