@@ -130,11 +130,22 @@ def check_iterable(name: str, value: object) -> None:
     """
     if isinstance(value, type):
         raise InvalidInputError(f"{name}={shown(value)} is a class; pass an object of it, {value.__name__}(...)")
+    if _is_map_style_dataset(value):
+        raise InvalidInputError(
+            f"{name}={shown(value)} is a dataset, which gives single samples; wrap it in torch.utils.data.DataLoader, "
+            "which gives batches"
+        )
     gives = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     if not gives or isinstance(value, str | bytes | bytearray):
         raise InvalidInputError(
             f"{name}={shown(value)} cannot be iterated over; pass a DataLoader, or any iterable of batches"
         )
+
+
+def _is_map_style_dataset(value: object) -> bool:
+    """Whether a value is a Dataset of torch's without an iterator: this module does without torch, so by name."""
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
+    return "torch.utils.data.dataset.Dataset" in names and not hasattr(value, "__iter__")
 
 
 def check_function(name: str, value: object, parameters: str) -> None:

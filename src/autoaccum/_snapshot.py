@@ -8,6 +8,7 @@ memory so that a model that does not fit twice can be tried. Both put back bit f
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import struct
 from contextlib import contextmanager
@@ -128,6 +129,17 @@ class RandomState:
         np.random.set_state(of_numpy)  # noqa: NPY002
         for own, state in zip(self._own, own_states, strict=True):
             own.put_back(state)
+
+    def has_moved(self) -> bool:
+        """Whether a global generator was drawn from, or seeded, since `take`."""
+        on_host, on_device, of_python, of_numpy, _ = self.taken
+        numpy_now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
+        return (
+            not torch.equal(torch.default_generator.get_state(), on_host)
+            or (self._module is not None and not torch.equal(self._module.get_rng_state(self._device), on_device))
+            or random.getstate() != of_python
+            or pickle.dumps(numpy_now) != pickle.dumps(of_numpy)
+        )
 
     @property
     def taken(self) -> tuple[Any, ...]:

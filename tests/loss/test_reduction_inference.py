@@ -1,7 +1,9 @@
 """What an unknown loss runs over is found out on a few samples, without a trace, and what cannot be is said once."""
 
+import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -441,3 +443,23 @@ class FailsAt:
         if self.left == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
         return self.function(*arguments)
+
+
+@pytest.mark.parametrize(
+    "source", [lambda: torch.rand(()), random.random, np.random.random], ids=["torch", "Python", "NumPy"]
+)
+def test_loss_that_draws_random_numbers_is_named_as_such_with_loss_reduction_as_the_way_out(source):
+    def noisy(outputs, targets):
+        return functional.cross_entropy(outputs, targets) * (1.0 + float(source()))
+
+    asked = Asked(nn.Linear(4, 3), noisy).settle(rows([0, 1, 1, 2]))
+
+    assert asked.found[0] is Over.OPAQUE
+    assert asked.said("draws random numbers") == asked.said("loss_reduction='mean' or 'sum'") == 1
+
+
+def test_loss_that_is_unknown_for_another_reason_is_not_called_random():
+    asked = Asked(nn.Linear(4, 3), lambda outputs, targets: outputs.std() ** 3).settle(rows([0, 1, 1, 2]))
+
+    assert asked.said("could not be found out, so") == 1
+    assert asked.said("random") == 0

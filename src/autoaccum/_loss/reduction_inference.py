@@ -240,8 +240,8 @@ class Settler:
         if self._said is not None:
             return self._said
         if not complete:
-            return self._unknown(name)
-        return self._compared(name, [one.split(name) for one in observed], window)
+            return self._unknown(name, run)
+        return self._compared(name, [one.split(name) for one in observed], window, run)
 
     def _check_pairs(self, name: str, observed: Sequence[_Observed]) -> None:
         seen = [one.check_pair(name) for one in observed]
@@ -250,12 +250,12 @@ class Settler:
         else:
             self._unchecked.add(name)
 
-    def _compared(self, name: str, splits: Sequence[Split], window: Window) -> Weighting:
+    def _compared(self, name: str, splits: Sequence[Split], window: Window, run: Run) -> Weighting:
         question = self._questions.setdefault(name, _question_of(window))
         question.learn([split for split in splits if len(split.parts) > 1 and math.isfinite(split.whole)])
         self._ruled_out[name] = question.ruled_out
         if not question.candidates:
-            return self._unknown(name)
+            return self._unknown(name, run)
         if question.is_untouched:
             self._notices.say(
                 f"loss {name!r}: no two samples of a window can stand in one batch, so what it runs over is not known "
@@ -269,13 +269,19 @@ class Settler:
             del self._questions[name]
         return question.best
 
-    def _unknown(self, name: str) -> Weighting:
+    def _unknown(self, name: str, run: Run) -> Weighting:
         self._questions.pop(name, None)
+        advice = (
+            "It, or the model, draws random numbers in evaluation mode too, so that no two runs agree: pass "
+            "loss_reduction='mean' or 'sum', or return a (sum, weight) pair"
+            if run.draws
+            else "If it compares samples with each other (a contrastive loss): loss_scope='window'. If it has class "
+            "weights, or adds means of different kinds: a torch.nn loss, a (sum, weight) pair, or a mapping of several "
+            "losses"
+        )
         self._notices.say(
             f"loss {name!r}: what it runs over could not be found out, so micro-batches weigh by their samples, and "
-            "the gradient may not be the whole batch's. If it compares samples with each other (a contrastive loss): "
-            "loss_scope='window'. If it has class weights, or adds means of different kinds: a torch.nn loss, a (sum, "
-            "weight) pair, or a mapping of several losses"
+            f"the gradient may not be the whole batch's. {advice}"
         )
         return Weighting(Over.OPAQUE)
 
@@ -348,6 +354,7 @@ class Run:
 
     Attributes:
         objective: As the argument.
+        draws: Whether a run drew random numbers, though in evaluation mode: then no two runs agree.
     """
 
     def __init__(
@@ -358,6 +365,7 @@ class Run:
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.objective = objective
+        self.draws = False
         self._place = place
         self._mark = mark
         self._autocast = autocast
@@ -371,6 +379,7 @@ class Run:
                     return [self._anew(sample, splits[0], way)]
                 return self._on_outputs(sample, splits, way.outputs, way)
         finally:
+            self.draws = self.draws or self._mark.random.has_moved()
             with signals.held():
                 self._mark.put_back()
 
