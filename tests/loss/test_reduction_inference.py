@@ -202,7 +202,7 @@ def test_own_loss_in_bfloat16_is_found_out_or_it_is_said_that_it_cannot_be_told(
 
     asked = Asked(Own().bfloat16(), None).settle(*[{"tokens": tokens, "labels": labels}] * 2)
 
-    assert asked.found == (Over.COUNTED, -100) or asked.said("cannot be told for sure") == 1
+    assert asked.found == (Over.COUNTED, -100) or asked.said("do not settle what it runs over") == 1
 
 
 def test_function_that_holds_tensors_in_single_precision_is_asked_in_that():
@@ -281,7 +281,7 @@ def test_losses_that_stay_alike_are_given_up_and_that_is_said_once():
 
     asked = Asked(model, plain).settle(*[rows([0, 1, 2, 1, 1, 0])] * 10)
 
-    assert asked.said("cannot be told for sure") == 1
+    assert asked.said("do not settle what it runs over") == 1
     assert asked.runs < 40
 
 
@@ -317,7 +317,7 @@ def test_micro_batch_in_which_nothing_counts_is_left_out_of_a_loss_that_is_not_k
 
     factors = asked.objective.factors(as_window((inputs, targets)), (4, 2, 6))
     assert [factor.of("loss") for factor in factors] == [4 / 12, 0.0, 6 / 12]
-    assert asked.said("no number for samples in which no target counts") == 1
+    assert asked.said("is NaN when all targets are ignored") == 1
 
 
 def test_micro_batch_with_all_targets_alike_stays_where_its_loss_is_a_number():

@@ -22,7 +22,7 @@ from autoaccum._arguments import check_path
 from autoaccum._engine.alive import CATEGORIES, survey
 from autoaccum._engine.places import Places
 from autoaccum._oom import first_line
-from autoaccum._system import whole_files
+from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class PostMortem:
                 "alive": _summary(alive),
                 "allocator_snapshot": snapshot,
             }
-            whole_files.write(path, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+            safe_files.write(path, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
         self._notices.say(f"memory ran out; what was alive is in {path} (autoaccum report --oom {path} shows it)")
 
 
@@ -177,7 +177,7 @@ class _History:
             lines = dict(_lines(snapshot))
             for one in alive:
                 one.source = lines.get(one.address, one.source)
-            with whole_files.replacing(path) as unfinished, unfinished.open("wb") as file:
+            with safe_files.replacing(path) as unfinished, unfinished.open("wb") as file:
                 pickle.dump(snapshot, file)
         except Exception as problem:  # noqa: BLE001 - private to PyTorch, and only an addition
             traceback.clear_frames(problem.__traceback__)

@@ -1,7 +1,7 @@
-"""What is minimised: how a batch goes through the model and the loss, and what its samples weigh.
+"""Runs a micro-batch through the model and the loss, and weighs its samples in the loss of the window.
 
-A micro-batch comes in, loss terms with their graphs come out; nothing is back-propagated here. How an unknown loss
-weighs its samples is found out in `settling`.
+The result are loss terms with their graphs; the caller back-propagates them. `reduction_inference` finds out how an
+unknown loss weighs its samples.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Source:
     """One forward pass and what it gives: a mapping of raw losses by name, and the model's outputs if there are any.
 
     Attributes:
-        run: Makes the pass; it is asked with the objective, which holds it, and a batch.
-        total: The name that stands for the total among others.
+        run: Makes the pass; called with the objective and a batch.
+        total: The name of the entry that is the total.
     """
 
     run: Callable[[Objective, Any], tuple[dict[str, Any], Any]]
@@ -95,7 +95,7 @@ class Objective:
             forward pass of its own; None for the model's own loss or one chosen by the targets' type.
         forward: A callable of (model, batch) that returns the outputs, in place of the conventions.
         loss_reduction: "mean" or "sum" where it should not be found out.
-        notices: Where choices are said.
+        notices: Reports choices.
 
     Attributes:
         returns_pairs: Whether a loss has been a (sum, weight) pair so far.
@@ -215,12 +215,7 @@ class Objective:
         return self._settler.known.get(name, self._said or _BY_SAMPLES)
 
     def factors(
-        self,
-        window: Window,
-        sizes: Sequence[int],
-        totals: Mapping[str, float] | None = None,
-        *,
-        is_part: bool = False,
+        self, window: Window, sizes: Sequence[int], totals: Mapping[str, float] | None = None, *, is_part: bool = False
     ) -> list[Factors]:
         """Return for each micro-batch what its losses are to be multiplied by.
 
@@ -322,7 +317,7 @@ class Objective:
             autocast: In which the model runs where it does not without.
 
         Raises:
-            InvalidInputError: A pair that a loss returned is no (sum, weight).
+            InvalidInputError: A pair that a loss returned is not a (sum, weight).
         """
         self._settler.settle(window, sizes, Run(self, place, mark, autocast))
 
@@ -365,11 +360,7 @@ class Objective:
         return dict(raw) if isinstance(raw, Mapping) else {TOTAL: raw}
 
     def _terms(
-        self,
-        raw: Mapping[str, Any],
-        samples: int,
-        total: str,
-        with_gradients: Callable[[], Mapping[str, Any] | None],
+        self, raw: Mapping[str, Any], samples: int, total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
     ) -> list[Term]:
         summed = self._said is not None and self._said.over is Over.SUM
         added = self._entries.added(raw, total, with_gradients)
@@ -410,8 +401,8 @@ class Objective:
     def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
         if weighting.of_loss_module(self._loss) is not None:
             raise InvalidInputError(
-                f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is no (inputs, "
-                "targets) pair; pass loss=lambda outputs, batch: ... that picks them"
+                f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
+                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... that picks them"
             )
         return self._loss(outputs, batch)  # type: ignore[operator,misc]
 
@@ -422,7 +413,7 @@ class Objective:
         if not is_pair(batch):
             raise InvalidInputError(
                 f"no loss: the model returned {_describe(outputs)}, which holds none, and a batch of type "
-                f"{type(batch).__name__} is no (inputs, targets) pair; pass loss=, or targets (labels) to the model"
+                f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"
             )
         loss, self._default = _default_loss(outputs, batch[1])
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
@@ -480,7 +471,7 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 def _reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
-    """Return an entry that is only reported, without a graph; None where it is no such number."""
+    """Return an entry that is only reported, without a graph; None where it is not a number."""
     if isinstance(raw, int | float):
         return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
     is_sum_and_weight = is_pair(raw) and isinstance(raw[0], Tensor)
@@ -508,12 +499,7 @@ def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
         )
     if is_pair(raw) and isinstance(raw[0], Tensor):
         total, weight = raw
-        return Term(
-            name,
-            total.sum(),
-            Over.PAIR,
-            weighting.weight_of_pair(name, weight),
-        )
+        return Term(name, total.sum(), Over.PAIR, weighting.weight_of_pair(name, weight))
     raise InvalidInputError(
         f"loss {name!r} is {_describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
         "pair, with its graph (no .item(), .detach() or float())"

@@ -1,7 +1,7 @@
 """Finds out what the losses of an objective run over, by running it on a few samples, without a trace.
 
-A window comes in, and where its cut makes it matter what an unknown loss runs over, a few of its samples go through
-model and loss in evaluation mode and without gradients. What they show is concluded in `questions`.
+Where the cut of a window makes it matter what an unknown loss runs over, a few samples of the window go through model
+and loss in evaluation mode and without gradients. `reduction_candidates` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Way(NamedTuple):
     """How the objective is run.
 
     Attributes:
-        outputs: In which type the loss is taken of rows of one forward pass; None runs everything on each part anew.
+        outputs: In which type the loss is taken of rows of one forward pass; None runs the model on each part.
         casts: Whether the model runs under autocast.
     """
 
@@ -110,8 +110,8 @@ class Settler:
 
     Args:
         takes_outputs: Whether the loss is a function of outputs, whose rows it can be asked about without the model.
-        said: What the user said that every loss runs over; None where it is to be found out.
-        notices: Where it is said what was found.
+        said: What every loss runs over by `loss_reduction=`; None where it is to be found out.
+        notices: Reports what was found.
 
     Attributes:
         known: What each loss runs over, by name.
@@ -156,7 +156,7 @@ class Settler:
             run: Runs the objective.
 
         Raises:
-            InvalidInputError: A pair that the loss returned is no (sum, weight).
+            InvalidInputError: A pair that the loss returned is not a (sum, weight).
             torch.OutOfMemoryError: Memory ran out, and not the last time too.
         """
         if self.has_questions:
@@ -289,13 +289,13 @@ class Settler:
         for name in [name for name, question in self._questions.items() if question.in_vain >= _IN_ALL]:
             del self._questions[name]
             self._notices.say(
-                f"loss {name!r}: what it runs over cannot be told for sure from what was seen; taken as "
+                f"loss {name!r}: the samples seen so far do not settle what it runs over; taken as "
                 f"{self.known[name].description}. A torch.nn loss, a (sum, weight) pair or loss_reduction= says it "
                 "exactly"
             )
 
     def _look_for_voids(self, window: Window, sizes: Sequence[int], run: Run) -> None:
-        """Find out for which micro-batches an unknown loss is no number: those whose mean is over nothing.
+        """Find out for which micro-batches an unknown loss is NaN, since its mean is over nothing.
 
         In them all targets are alike, since none counts. One sample of each kind is tried.
         """
@@ -316,8 +316,7 @@ class Settler:
         void = frozenset(alike for alike, names in self._voids.items() if name in names)
         self.known[name] = Weighting(Over.OPAQUE, void=void)
         self._notices.say(
-            f"loss {name!r} is no number for samples in which no target counts; micro-batches that hold nothing else "
-            "are left out",
+            f"loss {name!r} is NaN when all targets are ignored; micro-batches of such samples alone are left out",
             key=f"void {name}",
         )
 

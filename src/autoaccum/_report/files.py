@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum._system import whole_files
+from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def beside(path: str | PathLike[str]) -> Iterator[Path]:
     """
     place = Path(path)
     try:
-        with whole_files.replacing(place, ending=place.suffix) as unfinished:
+        with safe_files.replacing(place, ending=place.suffix) as unfinished:
             yield unfinished
     except OSError as error:
         raise _refused(place, error.strerror or str(error)) from error

@@ -20,7 +20,7 @@ import platformdirs
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._oom import first_line
-from autoaccum._system import safe_files, whole_files
+from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Remembered:
         for name in ("fixed_bytes", "bytes_per_sample"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 0 <= value < _MOST):
-                raise InvalidInputError(f"{name}={value!r} is no number of bytes; pass an int of at least 0, or None")
+                raise InvalidInputError(f"{name}={value!r} must be a number of bytes, at least 0, or None")
 
 
 class _UselessError(Exception):
@@ -94,7 +94,7 @@ class PlanCache:
     """Keeps the results of searches in a folder that all processes of a user share.
 
     Args:
-        notices: Reports, once each, a folder that cannot be used and a file that is of no use.
+        notices: Reports, once each, a folder and a file that cannot be used.
         folder: The folder, made by the first `keep`; None for the one that AUTOACCUM_CACHE_DIR names, or else
             autoaccum's in the user's cache directory.
     """
@@ -128,7 +128,7 @@ class PlanCache:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             content = {"format": _FORMAT, "key": key.digest, "about": dict(key.about), "found": asdict(remembered)}
             data = json.dumps({**content, "checksum": digest_of(content)}, indent=1)
-            whole_files.write(path, f"{data}\n".encode(), mode=0o600)
+            safe_files.write(path, f"{data}\n".encode(), mode=0o600)
             _tidy(path)
 
     def forget(self, key: Key) -> None:
@@ -171,7 +171,7 @@ def _tidy(kept: Path) -> None:
             with contextlib.suppress(OSError):  # another process deleted it first
                 if entry.is_file(follow_symlinks=False):
                     unused_s = now_s - entry.stat(follow_symlinks=False).st_mtime
-                    if not entry.name.endswith(whole_files.UNFINISHED):
+                    if not entry.name.endswith(safe_files.UNFINISHED):
                         plans.append((unused_s, entry.path))
                     elif unused_s > _UNFINISHED_S:
                         useless.append(entry.path)

@@ -1,4 +1,4 @@
-"""How many samples go through the device at once: target and limit in, a cut out. Pure arithmetic, no torch.
+"""Cuts a window of samples into micro-batches of at most a given size. Pure arithmetic, no torch.
 
 A cut is a tuple of micro-batch sizes in the order in which they run. Every cut gives the same gradient, so a planner
 chooses by memory and time alone. It measures nothing itself.
@@ -273,7 +273,7 @@ def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> N
         check_choice("strategy", strategy, STRATEGIES)
 
 
-# Longer cuts are told in runs: "4x256" instead of a line of numbers.
+# Longer cuts are written in runs: "4x256" instead of a line of numbers.
 _CUT_SPELLED_OUT = 4
 
 

@@ -1,4 +1,4 @@
-"""What the launcher of this process says of its ranks, read without a process group."""
+"""Reads rank and world size from the variables of the launcher, before there is a process group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def timeout_s() -> float:
     """Return how long ranks wait for each other.
 
     Raises:
-        InvalidInputError: The variable that says so holds no positive number.
+        InvalidInputError: The variable AUTOACCUM_RANK_TIMEOUT_S is not a positive number.
     """
     text = os.environ.get(_TIMEOUT, "")
     try:
@@ -91,6 +91,6 @@ def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdigit():
         raise InvalidInputError(
-            f"{name}={text!r} in the environment is no whole number; start by torchrun, or unset it"
+            f"{name}={text!r} in the environment is not a whole number; start by torchrun, or unset it"
         )
     return int(text)

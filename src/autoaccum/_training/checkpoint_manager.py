@@ -1,4 +1,4 @@
-"""The checkpoints of one training, by all of its processes: a moment in, a file out; a file in, its moment out."""
+"""Writes and resumes the checkpoints of one training, across all of its processes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Keeping:
         runners: Cut its windows.
         company: The other processes of this training; None where this is the only one.
         memory: Its limit is lifted for files.
-        notices: Where choices made for the user are said.
+        notices: Reports choices made for the user.
         finiteness: Knows whether what a checkpoint is to hold is finite.
 
     Attributes:
         saver: Writes and finds files.
-        contents: What a checkpoint holds; to be set before the first is written or taken up.
+        contents: Takes and restores the content of checkpoints; set before the first is written or resumed.
     """
 
     contents: Contents
@@ -74,7 +74,7 @@ class Keeping:
 
         Raises:
             CheckpointInUseError: Another process trains with this folder.
-            CheckpointError: There are some, and none can be read; or there is none, and there must be.
+            CheckpointError: None can be read; or there is none, and `resume=True` requires one.
         """
         if self._company is None:
             for pause_s in self.saver.taking_folder(self._notices):
@@ -147,7 +147,7 @@ class Keeping:
         """Become what a checkpoint holds; return how windows were cut, where it was this process that cut them.
 
         Raises:
-            CheckpointError: It is of something else, or cannot be gone on from.
+            CheckpointError: It belongs to another run, or cannot be resumed.
         """
         self.contents.check(content, path)
         part = self._part_of(content, path)
@@ -155,8 +155,8 @@ class Keeping:
         if part is None:
             moment = self._course.taken_over(moment)
             self._notices.say(
-                f"the checkpoint {path} was written by another number of processes: samples are shared out anew, and "
-                "what is drawn at random begins anew"
+                f"the checkpoint {path} was written by another number of processes: samples are redistributed, and "
+                "random generators begin from new seeds"
             )
         # First, since a loader may turn out to be another one: then nothing else has been changed.
         with self._course.undone_on_error():
@@ -168,7 +168,7 @@ class Keeping:
             self._course.put_random_state_back()  # which reading has moved
         self.saver.note(moment)
         self._notices.say(
-            f"going on from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
+            f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
         )
         for callback in self._runners.callbacks:
             callback.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
@@ -187,7 +187,7 @@ class Keeping:
 
         Raises:
             StateDamagedError: There is none that is whole.
-            CheckpointError: It cannot be taken up.
+            CheckpointError: It cannot be resumed.
         """
         self._memory.release()
         with self._memory.lifted():

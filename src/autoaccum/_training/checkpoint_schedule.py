@@ -1,4 +1,4 @@
-"""When a checkpoint is due, where the one to go on from is, and who is told."""
+"""Decides when a checkpoint is due and which one to resume from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
-from autoaccum._system import safe_files, whole_files
+from autoaccum._system import safe_files
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -88,14 +88,14 @@ class Saver:
     def find(
         self, notices: Notices, known_damage: Mapping[Path, str] | None = None
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Return the checkpoint to go on from, its path and what is in it; None for a fresh start, which is said.
+        """Return the path and the content of the checkpoint to resume from; None for a fresh start, which is reported.
 
         Args:
-            notices: Where it is said.
+            notices: Reports it.
             known_damage: What was found wrong with some of them already.
 
         Raises:
-            CheckpointError: There are some, and none can be read; or there is none, and there must be.
+            CheckpointError: None can be read; or there is none, and `resume=True` requires one.
         """
         self._storage.tidy()
         folder = self._storage.folder
@@ -103,18 +103,18 @@ class Saver:
             self._lack.unlink(missing_ok=True)
             if older := len(self._storage.found()):
                 notices.say(
-                    f"training starts anew (resume=False); the first checkpoint that is written replaces the {older} "
-                    f"in {folder}"
+                    "training starts from scratch (resume=False); the first checkpoint that is written replaces the "
+                    f"{older} in {folder}"
                 )
             return None
         found = self._storage.read_newest(notices, known_damage)
         if found is None and self._resume is True:
             raise CheckpointError(
                 f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
-                "resume='auto', which starts anew where there is none"
+                "resume='auto', which starts from scratch where there is none"
             )
         if found is None:
-            notices.say(f"training starts anew: there is no checkpoint in {folder} yet")
+            notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
         return found
 
     def folder_for_shards(self, moment: Moment) -> Path:
@@ -130,7 +130,7 @@ class Saver:
     def note_lack(self, micro_batch: int, message: str) -> None:
         """Keep for the next attempt that so many samples at once did not fit, where this process cannot go on."""
         content = {"micro_batch": micro_batch, "message": message}
-        with whole_files.replacing(self._lack, before_rename=self.check_folder) as unfinished:
+        with safe_files.replacing(self._lack, before_rename=self.check_folder) as unfinished:
             unfinished.write_text(json.dumps(content) + "\n")
 
     def cap(self, notices: Notices) -> int | None:
@@ -216,7 +216,7 @@ def check_saving(
     if not isinstance(resume, bool) and not is_one_of(resume, ["auto"]):
         raise InvalidInputError(
             f"resume={shown(resume)} is unknown; choose 'auto' (go on if there is a checkpoint), True (there must be "
-            "one) or False (start anew)"
+            "one) or False (start from scratch)"
         )
     if steps is not None:
         check_positive_int("checkpoint_steps", steps)

@@ -1,4 +1,4 @@
-"""A learning-rate scheduler and when it moves: after every update or every epoch, or with each evaluation."""
+"""Steps a learning-rate scheduler after every update, every epoch or every evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Schedule:
         scheduler: The scheduler, also where it was made here.
 
     Raises:
-        InvalidInputError: It is no scheduler, or one that does not move this optimizer.
+        InvalidInputError: It is not a scheduler, or one that does not move this optimizer.
     """
 
     def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
@@ -102,7 +102,7 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
 
 
 def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse a scheduler of another optimizer; one of the user's own that does not tell its optimizer is accepted."""
+    """Refuse a scheduler of another optimizer; one of the user's own without an `optimizer` attribute is accepted."""
     used = {id(group) for group in optimizer.param_groups}
     for part in parts_of_scheduler(scheduler):
         other = getattr(part, "optimizer", getattr(part, "_optimizer", None))
@@ -151,7 +151,7 @@ def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
         raise InvalidInputError(f"scheduler={shown(scheduler)} has no step() that can be called")
     try:
         inspect.signature(step).bind()
-    except ValueError:  # it does not tell what it takes
+    except ValueError:  # it has no signature
         return
     except TypeError as error:
         raise InvalidInputError(
