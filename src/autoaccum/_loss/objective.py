@@ -43,8 +43,6 @@ Loss = Callable[..., Any]
 # the weight of the loss of that name.
 SAMPLES, SUM, PAIR = "", " sum", " pair"
 _BY_SAMPLES = Weighting(Over.SAMPLES)
-# What weighs as a loss does that nothing is known of.
-_AS_USUAL = (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE)
 
 
 @dataclass(slots=True)
@@ -235,7 +233,7 @@ class Objective:
         usual = weighting.shares(self._said or _BY_SAMPLES, sizes, window.samples, usual_total)
         factors = [Factors(share, 1.0 / (usual_total or window.samples), alone) for share in usual]
         for name, how in self._settler.known.items():
-            if how.over in _AS_USUAL and not how.void:
+            if _is_usual(how):
                 continue
             tallies = tallies_of(how, window, sizes, in_full=totals is not None)
             total = None if totals is None else totals.get(name)
@@ -251,7 +249,7 @@ class Objective:
         """Return what the samples of a window weigh: how many they are, and for each loss that weighs otherwise."""
         found = {SAMPLES: float(window.samples)}
         for name, how in self._settler.known.items():
-            if (how.over in _AS_USUAL and not how.void) or how.over is Over.SUM or not window.samples:
+            if _is_usual(how) or how.over is Over.SUM or not window.samples:
                 continue
             # Of an unknown weight all samples are counted, as in one process.
             is_guess = how.over is Over.OPAQUE
@@ -264,10 +262,7 @@ class Objective:
     def common_weight(self) -> str | None:
         """By which of `weights` parts of a window add up, where that is one for all losses; None where it is not."""
         known = self._settler.known
-        names = {
-            SAMPLES if how.over in _AS_USUAL and not how.void else SUM if how.over is Over.SUM else name
-            for name, how in known.items()
-        }
+        names = {SAMPLES if _is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()}
         pairs = [name for name, how in known.items() if how.over is Over.PAIR]
         if pairs:
             return PAIR if len(known) == 1 else None
@@ -428,6 +423,11 @@ class Objective:
                 return model(**batch)
             return model(**{name: value for name, value in batch.items() if name in self._accepted})
         return model(batch)
+
+
+def _is_usual(how: Weighting) -> bool:
+    """Whether a loss weighs by samples, as an unknown one does."""
+    return how.over in (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE) and not how.void
 
 
 def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:

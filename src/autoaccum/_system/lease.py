@@ -375,7 +375,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _fields(content: bytes) -> dict[str, object]:
-    """Return the holder that a file names; None where it is cut short, or not a lease."""
+    """Return the fields of a lease's file; none where it is cut short or something else."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

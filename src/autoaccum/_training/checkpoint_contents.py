@@ -23,7 +23,7 @@ from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum._records import Plan
 from autoaccum._training import checkpoint_schema, checkpoint_trial
-from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed
+from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed, not_ours
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def _on_another_device(states: RandomStates | None, on_device: Tensor | None) ->
 def _check_format(content: Mapping[str, Any], path: Path) -> None:
     number = content.get("format")
     if "autoaccum" not in content or type(number) is not int or number < 1:
-        raise _is_none(path)
+        raise not_ours(path)
     if number > FORMAT:
         raise CheckpointError(
             f"the checkpoint {path} was written by autoaccum {content['autoaccum']} in format {content['format']}, and "
@@ -360,11 +360,7 @@ def _check_format(content: Mapping[str, Any], path: Path) -> None:
             "resume=False to start from scratch"
         )
     if not content.keys() & {"windows", "modules", "optimizer"}:
-        raise _is_none(path)
-
-
-def _is_none(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is not a checkpoint of autoaccum; pass a folder of its own as checkpoint=")
+        raise not_ours(path)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

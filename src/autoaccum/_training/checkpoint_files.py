@@ -296,7 +296,7 @@ def _read(path: Path) -> dict[str, Any]:
             "checkpoint="
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a checkpoint of autoaccum; pass a folder of its own as checkpoint=")
+        raise not_ours(path)
     number = content.get("format")
     if not is_sealed and isinstance(number, int) and number >= FIRST_SEALED:
         raise _DamagedError("the checksum of the whole file is missing")
@@ -334,6 +334,11 @@ def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
         "are loaded, since anything else can run code; use the versions that wrote it, or pass resume=False to start "
         "from scratch"
     )
+
+
+def not_ours(path: Path) -> CheckpointError:
+    """Return the error for a file of another program."""
+    return CheckpointError(f"{path} is not a checkpoint of autoaccum; pass a folder of its own as checkpoint=")
 
 
 def malformed(path: Path, reason: str) -> CheckpointError:

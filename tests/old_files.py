@@ -3,9 +3,9 @@
 old_files.tar.xz was written by commit 8230186, the last before the modules moved into packages:
 
     git worktree add ../old 8230186 && make -C ../old .venv/.for-development
-    ../old/.venv/bin/python tests/training/old_files.py tests/training/old_files.tar.xz
+    ../old/.venv/bin/python tests/old_files.py tests/old_files.tar.xz
 
-`test_old_files.py` goes on from them and compares with a training that nothing interrupted.
+across/test_old_files.py resumes from them and compares with a training that nothing interrupted.
 """
 
 import os

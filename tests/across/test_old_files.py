@@ -1,4 +1,4 @@
-"""Checkpoints and plan caches of the version before the modules moved (see old_files.py) are read, or do no harm."""
+"""Checkpoints and plan caches of the version before the modules moved (tests/old_files.py) are read, or do no harm."""
 
 import json
 import shutil
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.old_files import KINDS, STEPS, STEPS_BEFORE, train
+from old_files import KINDS, STEPS, STEPS_BEFORE, train
 
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
     folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(Path(__file__).with_name("old_files.tar.xz")) as archive:
+    with tarfile.open(Path(__file__).parents[1] / "old_files.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder
 
