@@ -505,7 +505,7 @@ def _count(leaves: Iterable[Any], batch: Any) -> int:
     if len(sizes) > 1:
         raise InvalidInputError(
             "the tensors of a batch must agree in their first size, the number of samples, but found "
-            f"{shapes_of(batch)}"
+            f"{shapes_of(batch)}; let the loader yield one entry a sample in each of them"
         )
     return sizes.pop()
 

@@ -23,7 +23,7 @@ from autoaccum._loss import weighting
 from autoaccum._loss.counting import is_pair, tallies_of
 from autoaccum._loss.named_losses import TOTAL, Entries
 from autoaccum._loss.reduction_inference import Run, Settler
-from autoaccum._loss.terms import Term
+from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._snapshot import evaluation_mode
 from autoaccum.errors import InvalidInputError
@@ -359,14 +359,14 @@ class Objective:
     ) -> list[Term]:
         summed = self._said is not None and self._said.over is Over.SUM
         added = self._entries.added(raw, total, with_gradients)
-        terms = [_term(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
+        terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
         for name, value in raw.items():
             if name not in added and value is not None:
-                reported = _reported_term(name, value, samples, summed=summed)
+                reported = reported_term(name, value, samples, summed=summed)
                 if reported is None:
                     self._notices.say(
-                        f"loss {name!r} is {_describe(value)}, so it is not reported; a number, a vector of per-sample "
+                        f"loss {name!r} is {describe(value)}, so it is not reported; a number, a vector of per-sample "
                         "values or a (sum, weight) pair is",
                         key=f"not reported {name}",
                     )
@@ -407,7 +407,7 @@ class Objective:
             return own
         if not is_pair(batch):
             raise InvalidInputError(
-                f"no loss: the model returned {_describe(outputs)}, which holds none, and a batch of type "
+                f"no loss: the model returned {describe(outputs)}, which holds none, and a batch of type "
                 f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"
             )
         loss, self._default = _default_loss(outputs, batch[1])
@@ -470,42 +470,6 @@ def _with_gradient(tensor: Tensor) -> Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
-def _reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
-    """Return an entry that is only reported, without a graph; None where it is not a number."""
-    if isinstance(raw, int | float):
-        return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
-    is_sum_and_weight = is_pair(raw) and isinstance(raw[0], Tensor)
-    if isinstance(raw, Tensor):
-        fits = raw.shape in ((), (samples,)) and not raw.is_complex()
-        raw = raw.detach() if raw.is_floating_point() else raw.double()
-    else:
-        fits = is_sum_and_weight
-    if not fits:
-        return None
-    term = _term(name, raw, samples, summed=summed)
-    term.value, term.is_reported = term.value.detach(), True
-    return term
-
-
-def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
-    if isinstance(raw, Tensor):
-        if raw.dim() == 0:
-            return Term(name, raw)
-        if raw.dim() == 1 and raw.shape[0] == samples:
-            return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Over.VECTOR)
-        raise InvalidInputError(
-            f"loss {name!r} has shape {tuple(raw.shape)} for {samples} samples; return a scalar, a vector of {samples} "
-            "per-sample losses, or a (sum, weight) pair, such as ((loss * mask).sum(), mask.sum())"
-        )
-    if is_pair(raw) and isinstance(raw[0], Tensor):
-        total, weight = raw
-        return Term(name, total.sum(), Over.PAIR, weighting.weight_of_pair(name, weight))
-    raise InvalidInputError(
-        f"loss {name!r} is {_describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
-        "pair, with its graph (no .item(), .detach() or float())"
-    )
-
-
 def _own_loss(outputs: Any) -> Any:
     """Return the loss that a model computed itself; None where there is none."""
     if isinstance(outputs, Tensor):
@@ -528,7 +492,7 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
     """Choose cross entropy for whole-number targets and mean squared error for floating ones."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
-            f"no loss can be chosen for outputs {_describe(outputs)} and targets {_describe(targets)}; pass loss="
+            f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss="
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
@@ -561,10 +525,6 @@ def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
             f"{tuple(targets.shape)}, which torch would broadcast against each other; give both the same shape "
             "(outputs.squeeze(-1) in the model, or targets.unsqueeze(-1) in the loader)"
         )
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _accepted_names(model: nn.Module) -> set[str] | None:

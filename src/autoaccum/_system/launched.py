@@ -54,7 +54,7 @@ def timeout_s() -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0.0:
-        raise InvalidInputError(f"{_TIMEOUT}={text!r} must be a positive number of seconds")
+        raise InvalidInputError(f"{_TIMEOUT}={text!r} must be a positive number of seconds; set it to one, or unset it")
     return seconds
 
 
@@ -71,7 +71,7 @@ def _is_to_be_set_up() -> bool:
     if size > 1 and len(found) < len(VARIABLES):
         raise _half_set(found)
     if not rank < size:
-        raise InvalidInputError(f"RANK={rank} and WORLD_SIZE={size}: ranks are numbered from 0 to WORLD_SIZE - 1")
+        raise InvalidInputError(f"RANK={rank} must be less than WORLD_SIZE={size}; start every process by torchrun")
     return size > 1
 
 

@@ -88,10 +88,7 @@ class Storage:
         return self._whole[0] if self._whole else None
 
     def tidy(self) -> None:
-        """Remove what a writer that was killed has left behind.
-
-        A writer that is only suspended cannot bring its file to its place after that.
-        """
+        """Remove the unfinished files of killed writers; one that is only suspended then fails at its rename."""
         self.guard()
         for path in self.folder.glob(f"step-*{safe_files.UNFINISHED}"):
             if not path.is_dir():  # which no writer leaves
@@ -102,7 +99,7 @@ class Storage:
         return self.folder / f"step-{step:08d}.{time.time_ns()}.shards"
 
     def remove_others(self) -> None:
-        """Remove folders that belong to no checkpoint that is there."""
+        """Remove folders that belong to no existing checkpoint."""
         needed = set()
         for path in self.found():
             with contextlib.suppress(Exception):  # one that cannot be read has none
@@ -126,7 +123,7 @@ class Storage:
 
         Args:
             notices: Reports those that are not whole.
-            known_damage: What was found wrong with some of them already.
+            known_damage: Damage that is known already, by file.
 
         Raises:
             CheckpointError: There are some, and none of them is whole.
@@ -222,11 +219,7 @@ def _explained(path: Path, guard: Callable[[], None]) -> Iterator[None]:
 
 
 def check_that_it_can_be_kept(content: dict[str, Any]) -> None:
-    """Refuse what could not be written, or not be loaded again, without a file.
-
-    Raises:
-        CheckpointError: It is so.
-    """
+    """Raise `CheckpointError` for what could not be written or loaded again; writes no file."""
     buffer = io.BytesIO()
     _save(content, buffer)
     buffer.seek(0)

@@ -84,11 +84,11 @@ class Keeping:
         return self._company.find(self.saver, self._notices)
 
     def end(self) -> None:
-        """Give the folder to whoever comes next."""
+        """Release the lease on the folder."""
         self.saver.release_folder()
 
     def check(self) -> None:
-        """See that a checkpoint can be written, which is better known now than when the first one is due.
+        """Check that a checkpoint can be written, before the first one is due.
 
         Raises:
             InvalidInputError: It holds what no file can.
@@ -114,7 +114,7 @@ class Keeping:
             return self._written_with_others(self._company)
 
     def _is_refused(self) -> bool:
-        """Whether some process holds what is no longer finite: then the last checkpoint is worth more than this one."""
+        """Whether some process holds values that are not finite: then the last checkpoint stays the newest."""
         damage = self._finiteness.damage()
         if self._company is not None:
             of_all = self._company.ranks.exchange("finite", damage[:_NAMED])
@@ -144,7 +144,7 @@ class Keeping:
         return path
 
     def take_up(self, path: Path, content: dict[str, Any]) -> Cutting | None:
-        """Become what a checkpoint holds; return how windows were cut, where it was this process that cut them.
+        """Restore a checkpoint; return how windows were cut, or None where other processes cut them.
 
         Raises:
             CheckpointError: It belongs to another run, or cannot be resumed.

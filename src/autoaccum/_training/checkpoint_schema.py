@@ -43,14 +43,11 @@ class MalformedError(ValueError):
 
 
 def check(content: Mapping[str, Any], like: RandomStates) -> None:
-    """Look whether everything of a checkpoint that is autoaccum's own is of the form that it has.
+    """Raise `MalformedError` unless all of a checkpoint that is autoaccum's own has the right form.
 
     Args:
-        content: What a file holds.
+        content: The content of a file.
         like: The states of this run's random generators.
-
-    Raises:
-        MalformedError: Something is not.
     """
     for name in (*_KEYS, *_KEYS_MAYBE_NONE):
         need(name in content, name, "is missing")
@@ -87,7 +84,7 @@ def _check_counts(content: Mapping[str, Any]) -> None:
 
 
 def _check_part(part: Mapping[str, Any], like: RandomStates, target_batch: int, *, is_whole: bool) -> None:
-    """Look at what each rank has for itself."""
+    """Check the values that each rank has for itself."""
     with _within("random"):
         check_states(part["random"], like)
     with _within("position"):
@@ -100,15 +97,12 @@ def _check_part(part: Mapping[str, Any], like: RandomStates, target_batch: int, 
 
 
 def check_states(states: Any, like: RandomStates, own_count: int | None = None) -> None:
-    """Look whether random states are some that generators as those of this run can be set to.
+    """Raise `MalformedError` unless generators of the kinds of this run can be set to some random states.
 
     Args:
-        states: What a file holds.
+        states: The states in a file.
         like: Those of this run.
-        own_count: How many of the modules' own there have to be; None where that is looked at elsewhere.
-
-    Raises:
-        MalformedError: They are not.
+        own_count: How many generators of modules there must be; None where another function checks that.
     """
     need(type(states) is tuple and len(states) == _STATES, "", "is not a tuple of the generators' states")
     on_host, on_device, of_python, of_numpy, own = states
@@ -124,23 +118,16 @@ def check_states(states: Any, like: RandomStates, own_count: int | None = None) 
 
 
 def check_generator(state: Any, where: str) -> None:
-    """Look whether something is the state of a generator of torch's, on the host or on a card.
-
-    Raises:
-        MalformedError: It is not.
-    """
+    """Raise `MalformedError` unless something is the state of a generator of torch's, on the host or on a card."""
     need(_is_bytes(state), where, "is not a state of a generator")
     if state.numel() != _CARD_STATE_BYTES:
         _try(where, lambda: torch.Generator().set_state(state))
 
 
 def check_numpy(state: Any, like: Any, where: str) -> None:
-    """Look whether something is the state of a generator of NumPy's as another is.
+    """Raise `MalformedError` unless something is the state of the same kind of NumPy's generators as another.
 
-    NumPy takes any place within a generator's buffer for granted, and reads beyond its end where that is too large.
-
-    Raises:
-        MalformedError: It is not.
+    NumPy itself does not check the position in a generator's buffer, and reads beyond its end where that is too large.
     """
     with _within(where):
         _check_as_numpys(state, like)
@@ -229,7 +216,7 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
 
 
 def _check_windows_of(state: Any, like: RandomStates, *, is_begun: bool) -> None:
-    """Look at what autoaccum's own loader keeps; any other's is that loader's to judge."""
+    """Check the state of autoaccum's own loader; any other loader checks its own."""
     # Files from before the samples of an epoch were kept lack them.
     if not isinstance(state, dict) or state.keys() - {"samples"} != {"source", "windows", "weights"}:
         return
@@ -353,31 +340,19 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def whole(value: Any, where: str, *, least: int = 0, most: int = _LARGEST) -> None:
-    """Look whether something is a whole number within bounds.
-
-    Raises:
-        MalformedError: It is not.
-    """
+    """Raise `MalformedError` unless something is a whole number within bounds."""
     need(type(value) is int, where, f"is a {type(value).__name__} in place of a whole number")
     need(least <= value <= most, where, f"is not within {least} and {most}")
 
 
 def number(value: Any, where: str) -> None:
-    """Look whether something is a finite number.
-
-    Raises:
-        MalformedError: It is not.
-    """
+    """Raise `MalformedError` unless something is a finite number."""
     is_one = (type(value) is int and abs(value) <= _LARGEST) or (type(value) is float and math.isfinite(value))
     need(is_one, where, "is not a finite number")
 
 
 def mapping(value: Any, where: str, keys: Collection[str], *, exactly: bool = False) -> None:
-    """Look whether something is a dictionary with certain keys.
-
-    Raises:
-        MalformedError: It is not.
-    """
+    """Raise `MalformedError` unless something is a dictionary with certain keys."""
     need(isinstance(value, dict), where, f"is a {type(value).__name__} in place of a dictionary")
     lacking = sorted(set(keys) - value.keys())
     need(not lacking, where, f"lacks {', '.join(lacking)}")

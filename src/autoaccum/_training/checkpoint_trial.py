@@ -32,15 +32,12 @@ _LARGEST = 2**63
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, is_same_torch: bool) -> None:
-    """Look whether an optimizer can go on from what was saved of one.
+    """Raise `MalformedError` unless an optimizer can resume from a saved state.
 
     Args:
         optimizer: This run's; nothing of it is changed.
         saved: A `state_dict`, of the right form and with as many groups and parameters.
-        is_same_torch: Whether this torch wrote it; others have other settings.
-
-    Raises:
-        MalformedError: It cannot.
+        is_same_torch: Whether this version of torch wrote it; others have other settings.
     """
     own = optimizer.state_dict()["param_groups"]
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
@@ -75,16 +72,13 @@ def _check_group(group: Mapping[str, Any], now: Mapping[str, Any], where: str, *
 def check_scheduler(
     scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], *, is_same_torch: bool
 ) -> None:
-    """Look whether a scheduler can go on from what was saved of one; one of the user's own is left alone.
+    """Raise `MalformedError` unless a scheduler can resume from a saved state; one of the user's own is left alone.
 
     Args:
         scheduler: This run's; nothing of it is changed.
         saved: A `state_dict`.
         groups: The optimizer's groups as they were saved.
-        is_same_torch: Whether this torch wrote it; others have other attributes.
-
-    Raises:
-        MalformedError: It cannot.
+        is_same_torch: Whether this version of torch wrote it; others have other attributes.
     """
     if type(scheduler).__module__ != lr_scheduler.__name__:
         return
@@ -125,7 +119,7 @@ def _check_lambdas(kept: Any, own: list[Any]) -> None:
 
 
 def _check_alike(there: Any, here: Any, where: str, *, may_be_none: bool = False) -> None:
-    """Look whether a saved setting is of the kind of this run's."""
+    """Check that a saved setting is of the same kind as this run's."""
     if here is None or (there is None and may_be_none):
         return
     if isinstance(here, bool) or isinstance(there, bool):
@@ -179,7 +173,7 @@ def _stepped(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torc
 
 
 def _check_state(saved: Mapping[str, Any], fresh: torch.optim.Optimizer) -> None:
-    """Look whether what is saved of each parameter is of the kind that a step makes."""
+    """Check that the saved state of each parameter is of the kind that a step makes."""
     for group, kept in zip(fresh.param_groups, saved["param_groups"], strict=True):
         for number, parameter in zip(kept["params"], group["params"], strict=True):
             made, values = fresh.state.get(parameter, {}), saved["state"].get(number, {})
@@ -236,7 +230,7 @@ def _without_numbers(value: Any) -> Any:
 
 
 def _check_marks(state: Mapping[Any, Any]) -> None:
-    """Look whether what stands for tensors that are spread over ranks names a type."""
+    """Check that the placeholders of tensors that are spread over ranks name a type."""
     for number, values in state.items():
         for name, value in values.items():
             if isinstance(value, dict):

@@ -77,7 +77,7 @@ def sealing(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def check(file: BinaryIO) -> bool:
-    """Look whether a file is as it was sealed; return False for one that has no seal.
+    """Check that a file is as it was sealed; return False for one that has no seal.
 
     Raises:
         BrokenSealError: It is not.
