@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoaccum._sizing import cache as cache_module
-from autoaccum._sizing.cache import Key, PlanCache, Remembered
+from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of_command
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 
@@ -167,6 +167,12 @@ def test_folder_and_files_are_for_their_user_alone_whatever_the_umask(cache):
 
     assert stat.S_IMODE(cache._folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(files(cache)[0].stat().st_mode) == 0o600
+
+
+def test_command_has_the_key_that_earlier_versions_gave_it():
+    key = key_of_command({"arguments": ["python", "train.py"], "world_size": 2, "target_batch": None}, 64, {})
+
+    assert key.digest == "fd2d21227fa4945e25ec4221a789249d93b4c6439cfa8cad953b7a305c533c94"
 
 
 # --- files that are of no use -----------------------------------------------------------------------------------------
