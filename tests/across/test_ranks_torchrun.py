@@ -106,7 +106,7 @@ def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_after_a_restart(tmp_
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT are not"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are not; start every process by torchrun"),
         ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "numbered from 0"),
-        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is no whole number"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is not a whole number"),
     ],
 )
 def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):

@@ -300,7 +300,7 @@ def test_report_that_cannot_be_written_is_said_and_changes_nothing(tmp_path, cap
     def gone(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", gone)
+    monkeypatch.setattr(Path, "write_bytes", gone)
     model, _, _ = train(IN_FORWARD, folder, progress="lines")
     plain, _, _ = train(IN_FORWARD)
 

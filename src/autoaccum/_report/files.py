@@ -42,19 +42,11 @@ def beside(path: str | PathLike[str]) -> Iterator[Path]:
         InvalidInputError: The folder does not exist, or permission to write there is missing.
     """
     place = Path(path)
-    unfinished = None
     try:
-        try:
-            # With the same suffix, by which matplotlib chooses the format.
-            unfinished = safe_files.create_beside(place, is_hidden=True)
+        with safe_files.replacing(place, ending=place.suffix) as unfinished:
             yield unfinished
-            unfinished.replace(place)
-        except OSError as error:
-            raise _refused(place, error.strerror or str(error)) from error
-    finally:
-        if unfinished is not None:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise _refused(place, error.strerror or str(error)) from error
 
 
 def _refused(place: Path, reason: str, option: str = "") -> InvalidInputError:

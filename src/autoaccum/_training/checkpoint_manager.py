@@ -1,4 +1,4 @@
-"""The checkpoints of one training, by all of its processes: a moment in, a file out; a file in, its moment out."""
+"""Writes and resumes the checkpoints of one training, across all of its processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Keeping:
         runners: Cut its windows.
         world: The processes of this training.
         memory: Its limit is lifted for files.
-        notices: Where choices made for the user are said.
+        notices: Reports choices made for the user.
         finiteness: Knows whether what a checkpoint is to hold is finite.
 
     Attributes:
@@ -71,16 +71,16 @@ class Keeping:
 
         Raises:
             CheckpointInUseError: Another process trains with this folder.
-            CheckpointError: There are some, and none can be read; or there is none, and there must be.
+            CheckpointError: None can be read; or there is none, and `resume=True` requires one.
         """
         return self._world.find(self.saver, self._notices)
 
     def end(self) -> None:
-        """Give the folder to whoever comes next."""
+        """Release the lease on the folder."""
         self.saver.release_folder()
 
     def check(self) -> None:
-        """See that a checkpoint can be written, which is better known now than when the first one is due.
+        """Check that a checkpoint can be written, before the first one is due.
 
         Raises:
             InvalidInputError: It holds what no file can.
@@ -119,7 +119,7 @@ class Keeping:
         """Become what a checkpoint holds; return how windows were cut, where it was this process that cut them.
 
         Raises:
-            CheckpointError: It is of something else, or cannot be gone on from.
+            CheckpointError: It belongs to another run, or cannot be resumed.
         """
         self.contents.check(content, path)
         part = self._world.part_of(content, path)
@@ -127,8 +127,8 @@ class Keeping:
         if part is None:
             moment = self._course.taken_over(moment)
             self._notices.say(
-                f"the checkpoint {path} was written by another number of processes: samples are shared out anew, and "
-                "what is drawn at random begins anew"
+                f"the checkpoint {path} was written by another number of processes: samples are redistributed, and "
+                "random generators begin from new seeds"
             )
         # First, since a loader may turn out to be another one: then nothing else has been changed.
         with self._course.undone_on_error():
@@ -139,7 +139,7 @@ class Keeping:
             self._course.put_random_state_back()  # which reading has moved
         self.saver.note(moment)
         self._notices.say(
-            f"going on from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
+            f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
         )
         for callback in self._runners.callbacks:
             callback.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
@@ -153,7 +153,7 @@ class Keeping:
 
         Raises:
             StateDamagedError: There is none that is whole.
-            CheckpointError: It cannot be taken up.
+            CheckpointError: It cannot be resumed.
         """
         self._memory.release()
         with self._memory.lifted():

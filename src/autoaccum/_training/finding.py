@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
-from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of
+from autoaccum._sizing.cache import Key, PlanCache, Remembered
 from autoaccum._sizing.controller import Wanted
+from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
 
@@ -95,12 +96,14 @@ class Finding:
         most = first.samples if self._cap is None else min(first.samples, self._cap)
         if self._cache is not None:
             self._key = key_of(
-                self._step,
+                self._step.objective.modules,
                 largest,
+                optimizer=self._step.optimizer,
+                memory=self._step.memory,
+                precision=self._step.precision.name,
                 target_batch=self._target_batch,
                 limit_bytes=self._limit_bytes,
                 loss_scope=self._loss_scope,
-                forward=self._forward,
                 cap=self._cap,
             )
             self._remembered = self._cache.find(self._key)

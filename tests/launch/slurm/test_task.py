@@ -88,7 +88,7 @@ def test_recipe_that_starts_anew_does_so_only_once(run, folder, capfd):
 
     run(checks=False)
 
-    assert "going on from the checkpoint" in capfd.readouterr().err
+    assert "resuming from the checkpoint" in capfd.readouterr().err
 
 
 def test_job_that_cannot_fit_ends_with_a_report_of_what_would_help(run, folder):
