@@ -214,7 +214,7 @@ class _Training(autoaccum.Callback):
 
     def _step(self, window):
         runner, played = self._runner, self.played
-        done = runner._standing.windows
+        done = runner.windows_done
         if self._fault is not None:
             self._fault.runner = runner
         try:
@@ -224,7 +224,7 @@ class _Training(autoaccum.Callback):
             if isinstance(error, KeyboardInterrupt) and (self._fault is None or not self._fault.hits):
                 raise  # a person's own
             played.error, played.phase = error, runner._step.phase
-            played.finished, played.left = runner._standing.windows > done, self._state()
+            played.finished, played.left = runner.windows_done > done, self._state()
             return None
 
     def _note(self, report):
