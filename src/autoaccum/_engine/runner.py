@@ -30,8 +30,8 @@ from autoaccum._engine.recovery import Recovery
 from autoaccum._engine.step import assemble, drop_old_gradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._records import DeviceScalar, Plan, StepReport
-from autoaccum._sizing.controller import Cutting, Sizing, Wanted
-from autoaccum._sizing.headroom import Room
+from autoaccum._sizing.controller import Cutting, Sizing, SizingOptions
+from autoaccum._sizing.headroom import Headroom
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
@@ -139,7 +139,7 @@ class WindowRunner:
         self._peers: Peers = peers or Alone(step.updates)
         self._move = commit or NothingMoves()
         self._loss_scope = loss_scope
-        self._room = Room(step.memory)
+        self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms, peers=self._peers)
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
@@ -414,7 +414,7 @@ class Runner(WindowRunner):
             notices=notices,
         )
         events = Events(callbacks, notices)
-        sizing = Sizing(step.memory, lambda: step.parameters, Cutting.of(plan), Wanted(), events)
+        sizing = Sizing(step.memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         super().__init__(step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm)
         self._evaluator: Evaluator | None = None
 

@@ -47,7 +47,7 @@ CLOSE = 1.05
 _NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
-class Tempo:
+class Autotune:
     """The micro-batch that makes updates fastest, from one window to the next.
 
     What holds, by simulation with a first window of each size that takes half as long again on average

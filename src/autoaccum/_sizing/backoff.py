@@ -19,7 +19,7 @@ LONGEST_WAIT_WINDOWS = 512
 CLEAN_WINDOWS = 4
 
 
-class Pace:
+class Backoff:
     """The largest micro-batch to use, window by window.
 
     Args:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
-from autoaccum._sizing.autotune import Tempo
-from autoaccum._sizing.backoff import Pace
-from autoaccum._sizing.online_search import Learning
+from autoaccum._sizing.autotune import Autotune
+from autoaccum._sizing.backoff import Backoff
+from autoaccum._sizing.online_search import OnlineSearch
 from autoaccum._sizing.planner import plan
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _LESS = 0.7
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SizingOptions:
     """What is asked of the cut.
 
     Attributes:
@@ -133,7 +133,7 @@ class Sizing:
         memory: MemoryBackend,
         parameters: Callable[[], Iterable[Tensor]],
         cutting: Cutting,
-        wanted: Wanted,
+        wanted: SizingOptions,
         watcher: Watcher,
     ) -> None:
         plan = cutting.grows_to
@@ -149,11 +149,11 @@ class Sizing:
         self._wanted = wanted
         self._watcher = watcher
         self._relative: list[float] = []
-        self._learning: Learning | None = None
+        self._learning: OnlineSearch | None = None
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
         self._before_state = 0  # how many of them ran when the optimizer had no state yet
-        self._pace = Pace(plan.target_batch, plan.micro_batch)
+        self._pace = Backoff(plan.target_batch, plan.micro_batch)
         self._alone: set[int] = set()  # samples of this window that failed alone, by where they stand
         self._windows = 0
         self._fits = wanted.fits  # what the plan need not use, but the rest of a window may
@@ -161,7 +161,7 @@ class Sizing:
         self._counts_bytes = wanted.by_bytes
         self.peak_bytes: int | None = None
         self._times_after = wanted.times_after if wanted.strategy == "fastest" else None
-        self._tempo: Tempo | None = None
+        self._tempo: Autotune | None = None
         self._timed: Plan | None = None  # the plan that is being timed
         if cutting.plan.micro_batch < plan.micro_batch:  # failures had led there
             self.plan, self._times_after = cutting.plan, None
@@ -343,8 +343,8 @@ class Sizing:
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
-    def _learn(self) -> Learning:
-        return Learning(
+    def _learn(self) -> OnlineSearch:
+        return OnlineSearch(
             self._capped(max(math.ceil(each * relative) for each, relative in _rests(self._groups, self._relative, 0))),
             begins_with=self._wanted.begins_with,
             fitted_before=self._wanted.fitted_before,
@@ -352,7 +352,7 @@ class Sizing:
             fails_cleanly=self._memory.fails_cleanly,
         )
 
-    def _cut_to_learn(self, learning: Learning, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
+    def _cut_to_learn(self, learning: OnlineSearch, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
         """Yield the size of the next micro-batch, and then the others as they would be if nothing were learned."""
         self._memory.trim()
         (rest, relative), *others = rests
@@ -375,7 +375,7 @@ class Sizing:
             self._trials.append(trial)
             self._watcher.trial(trial)
 
-    def _conclude(self, learning: Learning, sizes: Sequence[int]) -> None:
+    def _conclude(self, learning: OnlineSearch, sizes: Sequence[int]) -> None:
         line = learning.line
         self._learning = None
         self.bytes_per_sample = None if line is None else int(line.bytes_per_sample)
@@ -396,7 +396,7 @@ class Sizing:
         """Try later for a plan that should fit by all that is known, of which something failed all the same."""
         if larger.micro_batch > self.plan.micro_batch:
             self.set_plan, smaller = larger, self.plan.micro_batch
-            self._pace = Pace(larger.target_batch, larger.micro_batch)
+            self._pace = Backoff(larger.target_batch, larger.micro_batch)
             self._pace.grow(smaller)
             self._pace.stay()
 
@@ -404,7 +404,7 @@ class Sizing:
 
     def _begin_with(self, plan: Plan) -> None:
         self.plan = self.set_plan = plan
-        self._pace, self._tempo, self._timed = Pace(plan.target_batch, plan.micro_batch), None, None
+        self._pace, self._tempo, self._timed = Backoff(plan.target_batch, plan.micro_batch), None, None
 
     def _plan_of(self, most: int) -> Plan:
         wanted, target = self._wanted, self.plan.target_batch
@@ -419,7 +419,7 @@ class Sizing:
             return False
         if self._tempo is not None:
             known = self._tempo.seconds
-            self._time(Tempo(self.plan.target_batch, self._pace.size, known=known))
+            self._time(Autotune(self.plan.target_batch, self._pace.size, known=known))
         self._follow_pace()
         return True
 
@@ -444,10 +444,10 @@ class Sizing:
         if self._times_after is None or self._windows < self._times_after or self.plan != self.set_plan:
             return False
         self._times_after = None
-        self._time(Tempo(self.plan.target_batch, self.plan.micro_batch))
+        self._time(Autotune(self.plan.target_batch, self.plan.micro_batch))
         return True
 
-    def _time(self, tempo: Tempo) -> None:
+    def _time(self, tempo: Autotune) -> None:
         """Run the next window as the clock asks, or settle."""
         if not tempo.is_settled:
             self._tempo, self._timed = tempo, self._plan_of(tempo.size)

@@ -16,7 +16,7 @@ _LOOK_INTERVAL_S = 0.25
 _LOOKS_AT_THRASHING = 2
 
 
-class Room:
+class Headroom:
     """The room that windows leave on a device.
 
     Args:

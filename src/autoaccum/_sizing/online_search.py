@@ -37,7 +37,7 @@ class _Seen(NamedTuple):
     bytes: int
 
 
-class Learning:
+class OnlineSearch:
     """Learns the largest cut that fits.
 
     Args:

@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from autoaccum._training.checkpoint_contents import Contents, Kept
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.one_process import OneProcess
-    from autoaccum._training.plan_lifecycle import Runners
-    from autoaccum._training.progress import Course
+    from autoaccum._training.plan_lifecycle import PlanLifecycle
+    from autoaccum._training.progress import TrainingProgress
 
 
 # Names that ranks tell each other of what is not finite.
 _NAMED = 8
 
 
-class Keeping:
+class CheckpointManager:
     """Writes checkpoints of where a training stands, and goes back to them.
 
     Args:
         saver: Writes and finds files.
         contents: What a checkpoint holds.
-        course: Where training stands.
-        runners: Cut its windows.
+        progress: Where training stands.
+        lifecycle: Cut its windows.
         world: The processes of this training.
         memory: Its limit is lifted for files.
         notices: Reports choices made for the user.
@@ -48,8 +48,8 @@ class Keeping:
         self,
         saver: Saver,
         contents: Contents,
-        course: Course,
-        runners: Runners,
+        progress: TrainingProgress,
+        lifecycle: PlanLifecycle,
         world: OneProcess,
         memory: MemoryBackend,
         notices: Notices,
@@ -57,8 +57,8 @@ class Keeping:
     ) -> None:
         self.saver = saver
         self.contents = contents
-        self._course = course
-        self._runners = runners
+        self._progress = progress
+        self._lifecycle = lifecycle
         self._world = world
         self._memory = memory
         self._notices = notices
@@ -87,7 +87,7 @@ class Keeping:
         """
         # No part of what training takes.
         with self._memory.lifted():
-            kept = self.contents.take(self._course.moment, self._runners.kept, None)
+            kept = self.contents.take(self._progress.moment, self._lifecycle.kept, None)
             check_that_it_can_be_kept(without_tensors(kept))
 
     def write(self) -> Path | None:
@@ -101,7 +101,7 @@ class Keeping:
         with signals.held(), self._memory.lifted():
             if self._is_refused():
                 return None
-            return self._world.write(self.saver, self.contents, self._course.moment, self._runners.kept)
+            return self._world.write(self.saver, self.contents, self._progress.moment, self._lifecycle.kept)
 
     def _is_refused(self) -> bool:
         """Whether some process holds what is no longer finite: then the last checkpoint is worth more than this one."""
@@ -110,7 +110,7 @@ class Keeping:
         if not damage:
             return False
         self.saver.check_folder()  # as writing one would: a process that was taken over from does not go on
-        moment = self._course.moment
+        moment = self._progress.moment
         self._finiteness.tell_refusal(damage, moment.windows, self.saver.newest)
         self.saver.note(moment)  # the next one is due when it would have been after this one
         return True
@@ -125,23 +125,23 @@ class Keeping:
         part = self._world.part_of(content, path)
         moment = self.contents.moment(content, part)
         if part is None:
-            moment = self._course.taken_over(moment)
+            moment = self._progress.taken_over(moment)
             self._notices.say(
                 f"the checkpoint {path} was written by another number of processes: samples are redistributed, and "
                 "random generators begin from new seeds"
             )
         # First, since a loader may turn out to be another one: then nothing else has been changed.
-        with self._course.undone_on_error():
-            self._course.go_to(moment)
+        with self._progress.undone_on_error():
+            self._progress.go_to(moment)
             self.contents.put_back(content)
         if self.contents.is_sharded:
             self._world.read_shards(path, content, self.contents.spread())
-            self._course.put_random_state_back()  # which reading has moved
+            self._progress.put_random_state_back()  # which reading has moved
         self.saver.note(moment)
         self._notices.say(
             f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
         )
-        for callback in self._runners.callbacks:
+        for callback in self._lifecycle.callbacks:
             callback.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
         return None if part is None else self.contents.kept(part)
 
@@ -160,7 +160,7 @@ class Keeping:
             found = self.saver.find_again()
         if found is None:
             raise damage
-        windows = self._course.moment.windows
+        windows = self._progress.moment.windows
         self._notices.say(f"step {windows + 1}: {damage}", key=f"damage {windows}")
         try:
             self.take_up(*found)

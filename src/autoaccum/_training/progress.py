@@ -50,7 +50,7 @@ class Data:
     steps_per_epoch: int | None
 
 
-class Course:
+class TrainingProgress:
     """Goes through a loader's epochs, window by window.
 
     Args:

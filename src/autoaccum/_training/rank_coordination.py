@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._data.batches import Window, stream
 from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
-from autoaccum._distributed.data_parallel import Joint, trained
-from autoaccum._distributed.fsdp import ShardedJoint
+from autoaccum._distributed.data_parallel import DataParallel, trained
+from autoaccum._distributed.fsdp import ShardedDataParallel
 from autoaccum._distributed.load_balance import Shares, cut
 from autoaccum._distributed.loader import (
     DealtLoader,
@@ -91,7 +91,7 @@ class SeveralRanks(OneProcess):
             )
         super().__init__(loader, target_batch, last_window)
         self.ranks: Ranks = ranks
-        self.peers: Joint | None = None
+        self.peers: DataParallel | None = None
         self._notices = notices
         self._overlap, self._hindrance = overlap, hindrance
         self._shards = shard
@@ -161,12 +161,12 @@ class SeveralRanks(OneProcess):
             "is_timed": self._shares.by_speed,
         }
         if is_sharded(step.objective.modules):
-            self.peers = ShardedJoint(self.ranks, step, grows_to, **said)
+            self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
             return
         room = None
         if self._overlap:
             room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
-        self.peers = Joint(self.ranks, step, room=room, say=self._notices.say, **said)
+        self.peers = DataParallel(self.ranks, step, room=room, say=self._notices.say, **said)
 
     # --- whose samples are whose --------------------------------------------------------------------------------------
 
