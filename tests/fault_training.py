@@ -229,7 +229,7 @@ class _Training(autoaccum.Callback):
 
     def _note(self, report):
         played = self.played
-        played.cuts.append(self._runner._accumulation.sizes if report is None else report.micro_batches)
+        played.cuts.append(self._runner._work.sizes if report is None else report.micro_batches)
         played.events.append(report and report.oom_events)
         played.recomputed.append(report and report.recomputed_samples)
         figures = report and (report.loss, dict(report.losses), report.grad_norm, report.skipped, report.samples)

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 import rank_training
 from autoaccum._data.transfer import Transfer
 from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._memory.host import Host
-from autoaccum._sizing.controller import Sizing
 
 
 def sharded(model, *, last_layer_is_whole=False):
@@ -134,7 +134,7 @@ def unsharded(rank, size, *, norm=False, **arguments):
 
 
 WHERE = {
-    "enter": (Sizing, "enter"),
+    "enter": (MicroBatches, "_enter"),
     "transfer": (Transfer, "feed"),
     "reserve": (Updates, "reserve"),
     "after the passes": (DataParallel, "_fill_losses"),
