@@ -4,8 +4,8 @@
 
 The update is of 3 micro-batches of a small network on the CPU, by `Runner.step` and within `fit`, after the windows in
 which sizes and losses are looked at. A change of module is a call whose nearest caller in the package stands in another
-module. Of several updates in a row the shortest walk counts: from time to time a longer one looks at the device's memory. No
-time is measured.
+module. Of several updates in a row the shortest walk counts: from time to time a longer one looks at the device's
+memory. No time is measured.
 """
 
 import argparse

@@ -214,7 +214,7 @@ class _Training(autoaccum.Callback):
 
     def _step(self, window):
         runner, played = self._runner, self.played
-        done = runner._standing.windows
+        done = runner.windows_done
         if self._fault is not None:
             self._fault.runner = runner
         try:
@@ -224,12 +224,12 @@ class _Training(autoaccum.Callback):
             if isinstance(error, KeyboardInterrupt) and (self._fault is None or not self._fault.hits):
                 raise  # a person's own
             played.error, played.phase = error, runner._step.phase
-            played.finished, played.left = runner._standing.windows > done, self._state()
+            played.finished, played.left = runner.windows_done > done, self._state()
             return None
 
     def _note(self, report):
         played = self.played
-        played.cuts.append(self._runner._accumulation.sizes if report is None else report.micro_batches)
+        played.cuts.append(self._runner._work.sizes if report is None else report.micro_batches)
         played.events.append(report and report.oom_events)
         played.recomputed.append(report and report.recomputed_samples)
         figures = report and (report.loss, dict(report.losses), report.grad_norm, report.skipped, report.samples)
