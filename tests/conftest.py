@@ -130,7 +130,7 @@ def no_leaks():
         put_back(before)
     left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     for thread in left:
-        thread.join(timeout=1)
+        thread.join(timeout=10)
     assert not changed, f"left changed: {', '.join(changed)}"
     assert not any(thread.is_alive() for thread in left), f"left running: {left}"
 

@@ -21,7 +21,7 @@ HERE = TESTS
 
 def torchrun(folder, action, *options, size=2, job="torchrun_job.py"):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    # Else all that is started by torchrun on a machine meets at the same port, that of other tests as well.
+    # An older torch would else let all that it starts on a machine meet at one and the same port.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
     return subprocess.Popen(
         [*command, str(HERE / job), str(folder), action],
