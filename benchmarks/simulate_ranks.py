@@ -56,7 +56,7 @@ class World:
         small_micro_batch: What a rank with less memory takes.
         small_share: How many of the ranks have less memory, 0 to 1.
         sample_ms: What a sample takes, on average.
-        micro_step_ms: What each micro-step takes beside its samples. 1: bookkeeping (the README measures 0.1 to
+        micro_step_ms: What each micro-step takes beside its samples. 1: bookkeeping (docs/overhead.md: 0.1 to
             0.4 ms) and starting kernels.
         lasting: Spread of speed over ranks, as the standard deviation of its logarithm. 0.05: cards of one kind (an
             assumption; 0.3 where kinds are mixed).

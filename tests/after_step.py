@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
-from autoaccum._engine.runner import Runner
+from autoaccum._engine.runner import WindowRunner
 
 WINDOWS, TARGET = 4, 4
 _LIBRARY = str(Path(autoaccum.__file__).parent)
@@ -73,7 +73,7 @@ class Fault(TorchDispatchMode):
         self.hits += 1
         if self.hits == 1:
             self.where = what
-            self.in_step = _is_within(frame, Runner._report_of.__code__)
+            self.in_step = _is_within(frame, WindowRunner.step.__code__)
         if not self.lasts:
             self.disarm()
         raise MemoryError(f"injected at {what}")
@@ -179,13 +179,13 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
     arguments = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False, "cache": False} | options
     arguments["callbacks"] = [back := Back(), *arguments.get("callbacks", ())]
     error, told = None, -1
-    made = Runner._step_with
+    made = WindowRunner.step
 
     def begin(runner, window):
         fault.disarm()
         return made(runner, window)
 
-    with fault, contextlib.redirect_stderr(io.StringIO()), mock.patch.object(Runner, "_step_with", begin):
+    with fault, contextlib.redirect_stderr(io.StringIO()), mock.patch.object(WindowRunner, "step", begin):
         try:
             result = autoaccum.fit(
                 model, loader, TARGET, optimizer=optimizer, scheduler=scheduler, max_steps=WINDOWS, micro_batch=2,

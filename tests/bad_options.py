@@ -73,6 +73,7 @@ BAD = {
         "max_steps": COUNTS,
         "micro_batch": COUNTS,
         "memory_limit": LIMITS,
+        "probe": ["later", ""],
         "strategy": ["best"],
         "fallback": ["nope"],
         "on_nan": ["nope"],
@@ -85,8 +86,11 @@ BAD = {
 }
 # Switches apart: what sbatch itself judges, what is any text, and places that are made when they are needed.
 LEFT_OUT = {
-    "run": {"command", "log"},
-    "slurm": {"partition", "time_limit", "mem", "account", "qos", "constraint", "job_name", "folder", "checkpoint"},
+    "run": {"command"},
+    "slurm": {
+        *("partition", "time_limit", "mem", "account", "qos", "constraint", "job_name"),
+        *("folder", "checkpoint", "oom_report"),
+    },
     "jobs": {"folder"},
 }
 RECIPE = """

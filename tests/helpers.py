@@ -9,7 +9,7 @@ from autoaccum._engine.events import Events
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._engine.step import assemble
 from autoaccum._memory import backend_for
-from autoaccum._sizing.controller import Cutting, Sizing, Wanted
+from autoaccum._sizing.controller import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def training_step(model, loss=None, optimizer=None, *, memory=None, precision="f
 def runner_of(step, plan, *, cutting=None, notices=None, callbacks=()):
     """What makes the windows of a training step that is put together already; `cutting` in place of `plan`."""
     events = Events(callbacks)
-    sizing = Sizing(step.memory, lambda: step.parameters, cutting or Cutting.of(plan), Wanted(), events)
+    sizing = Sizing(step.memory, lambda: step.parameters, cutting or Cutting.of(plan), SizingOptions(), events)
     return WindowRunner(step, sizing, events, notices or Notices(silent=True))
 
 

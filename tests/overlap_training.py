@@ -12,7 +12,7 @@ from torch import nn
 import autoaccum
 import rank_training
 from autoaccum._distributed import overlap as overlapping
-from autoaccum._distributed.data_parallel import Joint
+from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.overlap import Overlap
 from rank_training import CLASSES, WIDTH
 
@@ -32,7 +32,7 @@ class Sends:
 def watched(bucket_bytes=BUCKET_BYTES):
     """Count what is sent, in small buckets; the backward pass waits for what the others say of their parts."""
     sends = Sends()
-    arrive, send, take, add_up = Overlap._arrive, Overlap._send_next, Overlap.take, Joint.add_up
+    arrive, send, take, add_up = Overlap._arrive, Overlap._send_next, Overlap.take, DataParallel.add_up
 
     def arriving(self, parameter):
         ends = time.monotonic() + 5  # these models are done before the others have said a word
@@ -66,7 +66,7 @@ def watched(bucket_bytes=BUCKET_BYTES):
         mock.patch.object(Overlap, "_arrive", arriving),
         mock.patch.object(Overlap, "_send_next", sending),
         mock.patch.object(Overlap, "take", taking),
-        mock.patch.object(Joint, "add_up", adding),
+        mock.patch.object(DataParallel, "add_up", adding),
         mock.patch.object(overlapping, "LEAST_BYTES", bucket_bytes),
     ):
         yield sends

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import rank_training
 from autoaccum._data.transfer import Transfer
-from autoaccum._distributed.data_parallel import Joint
+from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._memory.host import Host
 from autoaccum._sizing.controller import Sizing
@@ -137,7 +137,7 @@ WHERE = {
     "enter": (Sizing, "enter"),
     "transfer": (Transfer, "feed"),
     "reserve": (Updates, "reserve"),
-    "after the passes": (Joint, "_fill_losses"),
+    "after the passes": (DataParallel, "_fill_losses"),
 }
 
 

@@ -46,6 +46,7 @@ def test_only_errors_and_former_names_are_importable_by_public_names():
 
     assert public == {
         "autoaccum",
+        "autoaccum.cli_slurm",
         "autoaccum.errors",
         "autoaccum.jobs",
         "autoaccum.jobs.slurm_again",

@@ -1,12 +1,11 @@
-"""The checks that many arguments have in common. Each refuses with the argument's name, its value and a next step.
+"""Checks what kind of value an argument is, and refuses others with its name, the value and a next step.
 
-What an argument means is checked where it is used; here is only what kind of value it is.
+The code that uses an argument checks what it means.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,10 +63,10 @@ def check_positive_number(name: str, value: object) -> float:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: any text would count as true, "no" and "False" included.
+    """Refuse anything but True and False: every text counts as true, "no" and "False" included.
 
     Raises:
-        InvalidInputError: It is neither.
+        InvalidInputError: The value is neither.
     """
     if not isinstance(value, bool):
         raise InvalidInputError(f"{name}={shown(value)} is unknown; choose True or False")
@@ -92,7 +91,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_path(name: str, value: object, what: str) -> Path:
-    """Return a path as it was given, "~" for the home folder aside; whether anything is there is not looked at.
+    """Return a path with "~" expanded; whether anything is there is not looked at.
 
     Args:
         name: The argument.
@@ -100,14 +99,14 @@ def check_path(name: str, value: object, what: str) -> Path:
         what: What the path is to be of, such as "folder for checkpoints".
 
     Raises:
-        InvalidInputError: It is no path, or one that no file can have.
+        InvalidInputError: It is not a path, or one that no file can have.
     """
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
     except Exception:  # noqa: BLE001 - a __fspath__ of the user's may raise anything
         text = None
     if not isinstance(text, str):  # bytes are a path to the system, and none to pathlib
-        raise InvalidInputError(f"{name}={shown(value)} is no path; pass the {what}")
+        raise InvalidInputError(f"{name}={shown(value)} is not a path; pass the {what}")
     if not text:  # which pathlib takes for the current folder
         raise InvalidInputError(f"{name}='' names no {what}; pass one ('.' for the current folder)")
     if "\0" in text:
@@ -123,18 +122,29 @@ def check_path(name: str, value: object, what: str) -> Path:
 
 
 def check_iterable(name: str, value: object) -> None:
-    """Refuse what gives no batches one after the other.
+    """Refuse what does not yield batches.
 
     Raises:
-        InvalidInputError: It cannot be iterated over, or what it gives are no batches.
+        InvalidInputError: The value cannot be iterated over, or is a dataset of single samples.
     """
     if isinstance(value, type):
         raise InvalidInputError(f"{name}={shown(value)} is a class; pass an object of it, {value.__name__}(...)")
+    if _is_map_style_dataset(value):
+        raise InvalidInputError(
+            f"{name}={shown(value)} is a dataset, which gives single samples; wrap it in torch.utils.data.DataLoader, "
+            "which gives batches"
+        )
     gives = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     if not gives or isinstance(value, str | bytes | bytearray):
         raise InvalidInputError(
             f"{name}={shown(value)} cannot be iterated over; pass a DataLoader, or any iterable of batches"
         )
+
+
+def _is_map_style_dataset(value: object) -> bool:
+    """Whether a value is a Dataset of torch's without an iterator: this module does without torch, so by name."""
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
+    return "torch.utils.data.dataset.Dataset" in names and not hasattr(value, "__iter__")
 
 
 def check_function(name: str, value: object, parameters: str) -> None:
@@ -190,8 +200,3 @@ def check_whole_number(name: str, value: object, least: int, most: int) -> int:
     if not least <= value <= most:
         raise InvalidInputError(f"{name}={shown(value)} must be a whole number from {least} to {most}")
     return value
-
-
-def is_finite_number(value: object) -> bool:
-    """Whether a value is a number (no bool) that is neither NaN nor infinite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

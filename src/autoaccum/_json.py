@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,22 +12,12 @@ if TYPE_CHECKING:
 
 def trial_record(trial: Trial) -> dict[str, Any]:
     """Return a trial as JSON's types: size, fits, peak_bytes, elapsed_s."""
-    return {
-        "size": trial.size,
-        "fits": trial.fits,
-        "peak_bytes": trial.peak_bytes,
-        "elapsed_s": trial.elapsed_s,
-    }
+    return asdict(trial)
 
 
 def probe_record(probe: ProbeResult) -> dict[str, Any]:
     """Return a probe's answer as JSON's types: micro_batch, limit_bytes, fixed_bytes, bytes_per_sample."""
-    return {
-        "micro_batch": probe.micro_batch,
-        "limit_bytes": probe.limit_bytes,
-        "fixed_bytes": probe.fixed_bytes,
-        "bytes_per_sample": probe.bytes_per_sample,
-    }
+    return {name: value for name, value in asdict(probe).items() if name != "trials"}
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
@@ -61,7 +52,7 @@ def step_record(report: StepReport) -> dict[str, Any]:
 
 def oom_record(event: MemoryEvent) -> dict[str, Any]:
     """Return one running out of memory as JSON's types: phase, size, message."""
-    return {"phase": event.phase, "size": event.size, "message": event.message}
+    return asdict(event)
 
 
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
@@ -76,5 +67,5 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def finite(number: float | None) -> float | None:
-    """Return `number`, or None where it is NaN or infinite: JSON has no word for those."""
+    """Return `number`, or None where it is NaN or infinite, which JSON lacks."""
     return number if number is not None and math.isfinite(number) else None

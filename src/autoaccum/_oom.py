@@ -1,9 +1,8 @@
-"""Is this exception lack of memory? And if so: let go of what it pins.
+"""Classifies exceptions that a smaller micro-batch or a new process may cure, and releases what they pin.
 
-In comes an exception, out comes an answer. Three answers are told apart, because each calls for something
-else: memory ran out (`is_oom`), a kernel cannot count that far (`is_too_large`), the device is gone for this
-process (`is_device_lost`). Types are asked first; after them the messages of one table, because below Python
-most libraries only have a message. Nothing here frees device memory or decides what to do next.
+Memory ran out (`is_oom`), a kernel cannot count that far (`is_too_large`), or the device is lost for this process
+(`is_device_lost`). The type decides first, then the message, by one table: most libraries below Python only have a
+message. Nothing here frees device memory or decides what to do next.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class Sign:
 
 
 OOM_SIGNS = (
-    Sign(
-        r"CUDA out of memory",
-        "CUDA",
-        "pytorch c10/cuda/CUDACachingAllocator.cpp; older versions: RuntimeError",
-    ),
+    Sign(r"CUDA out of memory", "CUDA", "pytorch c10/cuda/CUDACachingAllocator.cpp; older versions: RuntimeError"),
     Sign(
         r"CUDA (driver |runtime )?error: out of memory",
         "CUDA",
@@ -73,11 +68,7 @@ OOM_SIGNS = (
         "cuSOLVER, cuSPARSE, cuFFT",
         "status names in the public headers of these libraries",
     ),
-    Sign(
-        r"CUDNN_STATUS_ALLOC_FAILED",
-        "cuDNN",
-        "issue 151 of QwenLM/Qwen3-VL, together with the engine message",
-    ),
+    Sign(r"CUDNN_STATUS_ALLOC_FAILED", "cuDNN", "issue 151 of QwenLM/Qwen3-VL, together with the engine message"),
     Sign(
         r"CUDNN_STATUS_\w*(HOST|DEVICE)_ALLOCATION_FAILED",
         "cuDNN",
@@ -106,11 +97,7 @@ OOM_SIGNS = (
         "XPU",
         "issues 854 of intel-extension-for-pytorch, 1324 of torch-xpu-ops: memory was full",
     ),
-    Sign(
-        r"MPS backend out of memory",
-        "MPS",
-        "pytorch aten/src/ATen/mps/MPSAllocator.mm; issue 7440 of ComfyUI",
-    ),
+    Sign(r"MPS backend out of memory", "MPS", "pytorch aten/src/ATen/mps/MPSAllocator.mm; issue 7440 of ComfyUI"),
     Sign(
         r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (host )?(calloc|alloc|malloc)",
         "NCCL",
@@ -137,11 +124,7 @@ OOM_SIGNS = (
         "oneDNN",
         "ResNet-18 under RLIMIT_DATA (torch 2.15); a descriptor is not memory, so its failure is not meant",
     ),
-    Sign(
-        r"could not execute a primitive",
-        "oneDNN",
-        "issue 914 of oneDNN: the scratchpad is taken at execution",
-    ),
+    Sign(r"could not execute a primitive", "oneDNN", "issue 914 of oneDNN: the scratchpad is taken at execution"),
     Sign(r"std::bad_alloc|\bbad allocation\b", "CPU", "C++ operator new, as torch passes it on (two spellings)"),
 )
 
@@ -153,24 +136,16 @@ TOO_LARGE_SIGNS = (
         "pytorch: batches beyond 65,535, and tensors beyond what its kernels index",
     ),
     Sign(
-        r"canUse32BitIndexMath",
-        "CUDA",
-        "strings of libtorch_cuda (torch 2.15): the checks before pooling, upsampling",
+        r"canUse32BitIndexMath", "CUDA", "strings of libtorch_cuda (torch 2.15): the checks before pooling, upsampling"
     ),
     Sign(
         r"must fit in(to)? (a )?32[- ]bit|32[- ]bit (unsigned |integer )?index",
         "CUDA",
         "pytorch aten/src/ATen/native/cuda: kernels whose indices are 32-bit",
     ),
+    Sign(r"invalid configuration argument", "CUDA, HIP", "CUDA error 9: a launch whose grid is beyond the limits"),
     Sign(
-        r"invalid configuration argument",
-        "CUDA, HIP",
-        "CUDA error 9: a launch whose grid is beyond the limits",
-    ),
-    Sign(
-        r"\bINT_MAX\b",
-        "CUDA",
-        "pytorch aten/src/ATen/native: nonzero, sort and others on more than INT_MAX elements",
+        r"\bINT_MAX\b", "CUDA", "pytorch aten/src/ATen/native: nonzero, sort and others on more than INT_MAX elements"
     ),
     Sign(
         r"integer out of range|too large to fit into a (MKL_)?int\b|too large for the channels_last CUDA",
@@ -217,10 +192,10 @@ def is_oom(exception: BaseException) -> bool:
         exception: Any exception.
 
     Raises:
-        InvalidInputError: It is no exception.
+        InvalidInputError: It is not an exception.
     """
     if not isinstance(exception, BaseException):
-        raise InvalidInputError(f"exception={shown(exception)} is no exception; pass the one that was caught")
+        raise InvalidInputError(f"exception={shown(exception)} is not an exception; pass the one that was caught")
     return any(_says_oom(link) for link in _causes(exception))
 
 
@@ -306,7 +281,7 @@ def _says_oom(exception: BaseException) -> bool:
 
 def _shows(exception: BaseException, signs: tuple[Sign, ...]) -> bool:
     # Native code reaches Python as RuntimeError. A ValueError or a user's own type with the same words is
-    # somebody's sentence about memory, not a report of it.
+    # a sentence about memory, not a report of it.
     if not isinstance(exception, RuntimeError):
         return False
     message = str(exception)

@@ -177,6 +177,13 @@ class StepReport:
         recomputed_samples: Samples that had to be worked on again because memory ran out: all of a micro-batch that
             failed, however early, and what else of the window was thrown away with it. Those that failed twice count
             twice, so it can be more than `samples`.
+        loss: The loss of the whole window, all terms added. This and the next two wait for the device when they are
+            first read.
+        losses: By name, what the loss returned: the terms of `loss`, and what is only reported.
+        grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm`.
+        device_losses: The terms of `loss` by name, maybe still on the device; and so the next two.
+        device_grad_norm: As `grad_norm`.
+        device_reported: What is only reported, by name.
     """
 
     step: int
@@ -257,7 +264,8 @@ class FitResult:
         history: A report for each window of this call; empty where a checkpoint was found finished.
         plan: The plan in force at the end.
         plans: Every plan of the whole run, each with the step from which it held.
-        oom_events: How often memory ran out while training, in the whole run.
+        oom_events: How often memory ran out while training, in the whole run. A number here; the JSON that `autoaccum
+            fit` prints has a list under this name, an entry for each event of the call.
         evaluations: One for each epoch that ended in this call, where there was a `val_loader`.
         elapsed_s: Seconds the whole call took.
         resumed_from: Windows that were done when this call began, where it went on from a checkpoint; else None.

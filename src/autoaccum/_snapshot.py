@@ -1,4 +1,4 @@
-"""Takes and puts back what a training step changes: buffers, random state, parameters, gradients, optimizer.
+"""Saves and restores what a training step changes: buffers, random state, parameters, gradients, optimizer.
 
 `Mark` is cheap and taken for every window: buffers and random state, which a forward pass moves before it can fail.
 `Snapshot` is whole and taken once, before trials: also parameters, gradients and optimizer state, set aside in host
@@ -8,6 +8,7 @@ memory so that a model that does not fit twice can be tried. Both put back bit f
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import struct
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-# A Mersenne twister that has moved or was seeded anew has another position or another key. Of its 624 words these are
+# A Mersenne twister that has moved or was seeded again has another position or another key. Of its 624 words these are
 # enough to tell: two keys agree in them by chance once in 2 ** 128.
 _WORDS_LOOKED_AT = 4
 _WORD_BYTES = 4
@@ -30,7 +31,7 @@ _KEY_BYTES = 624 * _WORD_BYTES
 
 
 class _NumpyState:
-    """NumPy's global generator, read anew only when it has moved: reading it costs 33 microseconds."""
+    """NumPy's global generator, read again only when it has moved: reading it costs 33 microseconds."""
 
     def __init__(self) -> None:
         self._generator: Any = None
@@ -59,7 +60,7 @@ class _NumpyState:
 
 
 class _PythonState:
-    """Python's global generator, read anew only when it has moved: reading it costs 11 microseconds.
+    """Python's global generator, read again only when it has moved: reading it costs 11 microseconds.
 
     Where its key lies in memory is CPython's own business, so it is looked at only if it is found to be so.
     """
@@ -128,6 +129,17 @@ class RandomState:
         np.random.set_state(of_numpy)  # noqa: NPY002
         for own, state in zip(self._own, own_states, strict=True):
             own.put_back(state)
+
+    def has_moved(self) -> bool:
+        """Whether a global generator was drawn from, or seeded, since `take`."""
+        on_host, on_device, of_python, of_numpy, _ = self.taken
+        numpy_now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
+        return (
+            not torch.equal(torch.default_generator.get_state(), on_host)
+            or (self._module is not None and not torch.equal(self._module.get_rng_state(self._device), on_device))
+            or random.getstate() != of_python
+            or pickle.dumps(numpy_now) != pickle.dumps(of_numpy)
+        )
 
     @property
     def taken(self) -> tuple[Any, ...]:
@@ -295,7 +307,7 @@ class Mark:
                 kept[name] = self._copy(number, name, tensor)
 
     def _copy(self, number: int, name: Any, tensor: Tensor) -> _Kept:
-        """Copy a tensor anew. Copies of large ones are never written to afterwards, and so can be shared."""
+        """Copy a tensor. Copies of large ones are never written to afterwards, and so can be shared."""
         if number >= self._modules:
             return _Kept(tensor, tensor.detach().clone(), always=True)
         if self._earlier is not None:
@@ -404,7 +416,7 @@ class _KeptTensor:
 
 
 def _kept(value: Any) -> Any:
-    """Return what `_put_back` needs to make this again: containers anew, tensors the same ones with what they held."""
+    """Return what `_put_back` needs to restore this: new containers with the same tensors and their values."""
     if isinstance(value, Tensor):
         return _KeptTensor(value, _aside(value))
     if type(value) in (list, tuple):

@@ -16,7 +16,7 @@ import autoaccum
 from after_step import same
 from autoaccum import UpdateCompleteError
 from autoaccum._cli.exit_codes import ExitCode, code_for
-from autoaccum._engine.runner import Runner
+from autoaccum._engine.runner import Runner, WindowRunner
 from helpers import batches_of, classifier, labelled
 from long_runs import Run, checkpoints
 
@@ -268,12 +268,12 @@ def test_scheduler_that_takes_more_than_a_real_limit_makes_no_update_twice(tmp_p
 
 
 def test_the_sweep_itself_sees_a_window_that_is_made_again(tmp_path, undisturbed, monkeypatch):
-    def twice(step, window):
-        report = made(step, window)
-        step.optimizer.step()
+    def twice(runner, window):
+        report = made(runner, window)
+        runner._step.optimizer.step()
         return report
 
-    made = Runner._report_of
-    monkeypatch.setattr(Runner, "_report_of", twice)
+    made = WindowRunner.step
+    monkeypatch.setattr(WindowRunner, "step", twice)
 
     assert after_step.judged(tmp_path, 3, 20, "call", undisturbed)[0]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._distributed.data_parallel import Joint
+from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._engine.parameters import Inventory
 from autoaccum._engine.step import TrainingStep
 from autoaccum._system.notices import Notices
@@ -316,7 +316,7 @@ def test_optimizer_cannot_be_set_within_a_window():
 def test_several_ranks_refuse_parameters_that_have_come_and_bear_those_that_have_gone():
     model = Scores().double()
     step = training_step(model, nn.CrossEntropyLoss())
-    joint = object.__new__(Joint)
+    joint = object.__new__(DataParallel)
     joint._step, joint._trained = step, [parameter for parameter in step.parameters if parameter.requires_grad]
 
     freeze(model, None)

@@ -396,13 +396,13 @@ def test_provisional_weight_is_set_right_before_the_scaler_unscales(clip_grad_no
     expected, _ = full_batch_gradient(model, pair, tokens)
     seen = []
 
-    class Keeping(torch.optim.SGD):
+    class CheckpointManager(torch.optim.SGD):
         def step(self, closure=None):
             seen.append(torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]]))
 
     runner = autoaccum.Runner(
         copy.deepcopy(model),
-        lambda parameters: Keeping(parameters, lr=1.0),
+        lambda parameters: CheckpointManager(parameters, lr=1.0),
         autoaccum.Plan(10, (4, 3, 3)),
         loss=pair,
         device="cpu",

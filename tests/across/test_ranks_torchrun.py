@@ -123,7 +123,7 @@ def assert_is_smaller_cut(found, undisturbed_spread):
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT are not"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are not; start every process by torchrun"),
         ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "numbered from 0"),
-        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is no whole number"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is not a whole number"),
     ],
 )
 def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):

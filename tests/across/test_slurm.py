@@ -82,7 +82,7 @@ def test_at_its_time_limit_it_is_requeued_and_goes_on_until_it_is_cancelled(limi
     job.limit_to(minutes=job.minutes + 1)
     job.until(lambda: job.folder.restarts)
     job.limit_to(minutes=30)
-    job.until(lambda: "going on from the checkpoint" in job.log)
+    job.until(lambda: "resuming from the checkpoint" in job.log)
 
     job.cancel()
     state = job.ended()
@@ -108,7 +108,7 @@ def test_stopped_by_a_warning_it_is_requeued_and_ends_bit_for_bit_as_if_undistur
     (restart,) = job.folder.restarts
     assert restart.kind == "requeue"
     assert 3 <= restart.step < 80
-    assert f"going on from the checkpoint {job.folder.checkpoints}" in job.log
+    assert f"resuming from the checkpoint {job.folder.checkpoints}" in job.log
     undisturbed, disturbed = end_of(tmp_path / "undisturbed"), end_of(job.folder.checkpoints)
     assert all(torch.equal(undisturbed[name], disturbed[name]) for name in undisturbed)
     progress = job.folder.progress
@@ -157,7 +157,7 @@ def test_plain_script_for_sbatch_goes_on_after_a_warning(jobs):
     assert job.ended() == "COMPLETED"
 
     assert "is saved in" in job.log
-    assert "going on from the checkpoint" in job.log
+    assert "resuming from the checkpoint" in job.log
 
     assert list((job.folder.path / "runs" / "recipe").glob("step-*.pt"))
 

@@ -1,5 +1,6 @@
 """`autoaccum report`: what goes to which stream, into which file, and with which exit code the process ends."""
 
+import functools
 import json
 import re
 import subprocess
@@ -102,8 +103,9 @@ def given(monkeypatch):
     """Put a stand-in for `preflight` in place that keeps what it was given."""
     arguments = {}
 
-    def keep(*positional, **named):
-        arguments.update(named, target_batch=positional[2])
+    @functools.wraps(report.preflight)
+    def keep(**named):
+        arguments.update(named)
         return REPORT
 
     monkeypatch.setattr(report, "preflight", keep)
@@ -432,7 +434,7 @@ def test_where_the_oom_report_is_none_it_is_said(invoke, tmp_path):
     result = invoke("--oom", path)
 
     assert result.exit_code == ExitCode.BAD_INPUT
-    assert "is no report of memory running out" in result.stderr
+    assert "is not an out-of-memory report" in result.stderr
 
 
 ALIVE = {

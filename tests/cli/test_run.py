@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,8 +31,6 @@ def test_what_follows_the_command_is_the_commands(given, begin):
         ("--world-size", "2", "world_size", 2),
         ("--retries", "0", "retries", 0),
         ("--grace", "1.5", "grace_s", 1.5),
-        ("--log", "log.json", "log", Path("log.json")),
-        ("--report", None, "reports", True),
         ("--no-cache", None, "cache", False),
     ],
 )

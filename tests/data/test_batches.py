@@ -572,3 +572,18 @@ def test_function_is_applied_to_every_tensor_and_nothing_else():
 
 def test_taking_batches_apart_does_not_change_how_others_use_optree():
     assert optree.tree_leaves(Wrapped({"a": 1})) == optree.tree_leaves(Wrapped({"a": 1}), namespace="another")
+
+
+def test_dataset_in_place_of_a_loader_is_refused_with_the_loader_that_is_missing():
+    dataset = torch.utils.data.TensorDataset(torch.zeros(4, 2))
+
+    with pytest.raises(InvalidInputError, match=r"is a dataset.*wrap it in torch.utils.data.DataLoader"):
+        autoaccum.windows(dataset, 2)
+
+
+def test_dataset_that_yields_batches_itself_is_a_loader():
+    class Batches(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([torch.zeros(4, 2)])
+
+    assert [len(window) for window in autoaccum.windows(Batches(), 2)] == [2, 2]

@@ -8,7 +8,7 @@ import autoaccum
 from autoaccum._engine.accumulator import Accumulator
 from autoaccum._engine.events import Events
 from autoaccum._engine.step import assemble_without_optimizer
-from autoaccum._sizing.controller import Cutting, Sizing, Wanted
+from autoaccum._sizing.controller import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices
 
 SAMPLES, CLASSES = 12, 3
@@ -49,7 +49,9 @@ def accumulator_of(model, micro_batch, loss=None):
         notices=notices,
     )
     cutting = Cutting.of(autoaccum.plan(SAMPLES, micro_batch))
-    return Accumulator(step, Sizing(step.memory, lambda: step.parameters, cutting, Wanted(), events), events, notices)
+    return Accumulator(
+        step, Sizing(step.memory, lambda: step.parameters, cutting, SizingOptions(), events), events, notices
+    )
 
 
 def expected(*batches):

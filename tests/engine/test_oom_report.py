@@ -300,7 +300,7 @@ def test_report_that_cannot_be_written_is_said_and_changes_nothing(tmp_path, cap
     def gone(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", gone)
+    monkeypatch.setattr(Path, "write_bytes", gone)
     model, _, _ = train(IN_FORWARD, folder, progress="lines")
     plain, _, _ = train(IN_FORWARD)
 
@@ -441,7 +441,7 @@ def test_report_without_a_step_and_without_a_size_is_shown(written, tmp_path):
     ("content", "reason"),
     [
         ("", "empty"),
-        ("no json", "no JSON"),
+        ("no json", "not JSON"),
         ('{"format": "autoaccum.oom_report", "ver', "cut short"),
         ("[1, 2]", "something else"),
         ('{"format": "other"}', "something else"),

@@ -437,7 +437,7 @@ def test_operator_that_asks_for_a_driver_is_answered_by_a_real_step():
     assert estimate.footprints[-1].peak_bytes > 0
 
 
-class Keeping(nn.Linear):
+class CheckpointManager(nn.Linear):
     """Has tensors that are no buffers."""
 
     def __init__(self, *sizes):
@@ -450,7 +450,7 @@ class Keeping(nn.Linear):
 
 @pytest.mark.parametrize("card", [None, CARD])
 def test_tensors_that_a_model_keeps_as_they_are_are_copied_too(card):
-    estimate = estimate_step(Keeping(64, 10), batch_of((64,)), card=card)
+    estimate = estimate_step(CheckpointManager(64, 10), batch_of((64,)), card=card)
 
     assert not estimate.real_step
 

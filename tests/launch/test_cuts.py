@@ -1,10 +1,10 @@
-"""Cuts for scripts that cut by themselves: always exact, always smaller, and a poor choice is said."""
+"""Cuts for scripts that cut by themselves: always exact, always smaller, and a poor choice is remarked upon."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum._launch.cuts import Cut, cut_within, remark, smaller, smaller_cap
+from autoaccum._launch.cuts import Cut, cut_within, remark, smaller
 from autoaccum.errors import InvalidInputError
 
 
@@ -58,11 +58,6 @@ def test_ranks_that_cannot_share_equally_are_refused_with_the_targets_that_can()
 def test_a_target_below_the_ranks_is_refused():
     with pytest.raises(InvalidInputError, match="such as 8"):
         cut_within(5, 8)
-
-
-@pytest.mark.parametrize(("failed", "cap"), [(34, 17), (3, 1), (2, 1), (1, None)])
-def test_without_a_target_the_cap_is_halved(failed, cap):
-    assert smaller_cap(failed) == cap
 
 
 def test_a_cut_of_single_samples_is_told_as_such():

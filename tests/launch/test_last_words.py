@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from autoaccum._launch.deaths import Ended, judge
+from autoaccum._launch.deaths import Ended, diagnose
 from autoaccum._system.reason_file import Reason
 from log_examples import (
     ABORT,
@@ -242,34 +242,34 @@ def ended(status, text):
 
 @pytest.mark.parametrize(("status", "text"), LACK.values(), ids=LACK)
 def test_lack_of_memory_that_ended_the_command_is_recognised(status, text):
-    verdict = judge(ended(status, text))
+    diagnosis = diagnose(ended(status, text))
 
-    assert (verdict.kind, verdict.evidence[:11]) == ("out_of_memory", "on stderr: ")
+    assert (diagnosis.kind, diagnosis.evidence[:11]) == ("out_of_memory", "on stderr: ")
 
 
 @pytest.mark.parametrize(("status", "text"), OTHER.values(), ids=OTHER)
 def test_lack_of_memory_that_did_not_end_it_is_not(status, text):
-    assert judge(ended(status, text)).kind == "other"
+    assert diagnose(ended(status, text)).kind == "other"
 
 
 @pytest.mark.parametrize("status", [2, 3, 5, 99, 126, 127, 130, 139, 143, -2, -11, -15])
 def test_no_traceback_explains_a_status_that_python_does_not_end_with(status):
-    assert judge(ended(status, OOM)).kind == "other"
+    assert diagnose(ended(status, OOM)).kind == "other"
 
 
 @pytest.mark.parametrize("text", ["(" + "x" * (1 << 22), "  + " + "-" * (1 << 22), "srun: error: " + " " * (1 << 22)])
 def test_a_line_of_megabytes_is_read_to_its_end(text):
-    assert judge(ended(1, f"  + Exception Group {OPENED}{text}\n{text}\n{OOM}")).kind == "out_of_memory"
+    assert diagnose(ended(1, f"  + Exception Group {OPENED}{text}\n{text}\n{OOM}")).kind == "out_of_memory"
 
 
 def test_every_other_end_of_a_log_of_lack_of_memory_names_its_status():
-    assert judge(ended(3, SURVIVED)).evidence == "exit code 3"
+    assert diagnose(ended(3, SURVIVED)).evidence == "exit code 3"
 
 
 @pytest.mark.parametrize("status", [1, 3, 139, -6, -11])
 def test_a_reason_file_that_names_the_cause_wins_over_the_log(status):
-    assert judge(ended(status, ERROR), reason=Reason("out_of_memory")).kind == "out_of_memory"
-    other = judge(ended(status, OOM), reason=Reason("device_lost", message="ECC error"))
+    assert diagnose(ended(status, ERROR), reason=Reason("out_of_memory")).kind == "out_of_memory"
+    other = diagnose(ended(status, OOM), reason=Reason("device_lost", message="ECC error"))
     assert (other.kind, other.evidence) == ("other", "its reason file: device_lost: ECC error")
 
 
@@ -288,4 +288,4 @@ KILLED_EARLIER = traceback("RuntimeError: DataLoader worker (pid 7) is killed by
 def test_a_worker_that_the_kernel_killed_and_the_command_survived_says_nothing(status, text):
     counted = {"kills_before": {"memory.events": 2}, "kills_after": {"memory.events": 3}}
 
-    assert judge(ended(status, text), **counted).kind == "other"
+    assert diagnose(ended(status, text), **counted).kind == "other"

@@ -1,16 +1,13 @@
 """Recipes: from a file to the Job in it, and what goes wrong on the way."""
 
 import contextlib
-import inspect
 import pickle
 import sys
 import traceback
 
 import pytest
-import torch
 
-import autoaccum
-from autoaccum._launch import Job, load_recipe
+from autoaccum._launch import load_recipe
 from autoaccum._launch.recipe import check_recipe
 from autoaccum.errors import InvalidInputError
 
@@ -36,46 +33,6 @@ def recipe(tmp_path):
         return str(path)
 
     return write
-
-
-def test_a_job_hands_fit_every_argument_by_name():
-    model, loader = torch.nn.Linear(2, 1), [torch.zeros(3, 2)]
-    job = Job(model, loader, 100, None, torch.optim.SGD, epochs=3, memory_limit="600MiB")
-
-    arguments = job.fit_arguments()
-
-    assert (arguments["model"], arguments["loader"], arguments["optimizer"]) == (
-        model,
-        loader,
-        torch.optim.SGD,
-    )
-    assert (arguments["target_batch"], arguments["epochs"], arguments["memory_limit"]) == (100, 3, "600MiB")
-
-
-def test_a_job_has_the_arguments_of_fit_with_their_defaults():
-    of_fit = dict(inspect.signature(autoaccum.fit).parameters)
-    of_fit.pop("progress")  # how it is watched is no part of what is to be done
-
-    of_job = inspect.signature(Job).parameters
-
-    assert of_job.keys() == of_fit.keys()
-    assert {name: parameter.default for name, parameter in of_job.items()} == {
-        name: parameter.default for name, parameter in of_fit.items()
-    }
-
-
-def test_a_jobs_model_may_be_a_function_that_makes_it():
-    job = Job(lambda: torch.nn.Linear(2, 1), [], 100)
-
-    model = job.fit_arguments()["model"]
-
-    assert isinstance(model, torch.nn.Linear)
-
-
-@pytest.mark.parametrize("model", [None, 3, lambda: "no module"])
-def test_a_job_whose_model_is_none_is_refused(model):
-    with pytest.raises(InvalidInputError, match=r"model must be a torch\.nn\.Module"):
-        Job(model, [], 100).fit_arguments()
 
 
 def test_without_a_name_the_function_called_job_is_taken(recipe):

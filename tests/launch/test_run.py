@@ -1,6 +1,5 @@
 """`autoaccum run` from end to end, with commands that really run out of memory."""
 
-import json
 import os
 import signal
 import sys
@@ -106,10 +105,6 @@ print(result.resumed_from, result.steps)
 
 def lines_of(wrapper):
     return wrapper.out.read_text().splitlines()
-
-
-def attempts_in(path):
-    return json.loads(path.read_text())["attempts"]
 
 
 def test_a_command_that_runs_out_is_started_again_with_the_same_target(tmp_path):
@@ -368,56 +363,6 @@ def test_a_script_that_uses_fit_goes_on_from_its_checkpoint_and_ends_where_the_u
     assert all(torch.equal(disturbed[name], undisturbed[name]) for name in undisturbed)
 
 
-# --- what is written down ---------------------------------------------------------------------------------------------
-
-
-def test_the_log_tells_every_attempt(tmp_path):
-    log = tmp_path / "log.json"
-
-    run(tmp_path, python(SCRIPT, "{micro_batch}", 4), target_batch=8, log=log)
-
-    document = json.loads(log.read_text())
-    first, second = document["attempts"]
-    assert (document["exit_code"], document["target_batch"], document["retries"]) == (0, 8, 5)
-    assert document["command"][-2:] == ["{micro_batch}", "4"]
-    assert first["command"][-2:] == ["8", "4"]
-    assert first["cut"] == {"target_batch": 8, "micro_batch": 8, "accum_steps": 1, "world_size": 1}
-    assert (first["exit_code"], first["signal"], first["kind"]) == (1, None, "out_of_memory")
-    assert "CUDA out of memory" in first["evidence"]
-    assert (second["cut"]["micro_batch"], second["exit_code"], second["kind"]) == (4, 0, "done")
-    assert first["started"] < first["ended"] <= second["started"] < second["ended"]
-    assert first["devices"][0]["name"] == "host memory"
-    assert 0 < first["devices"][0]["free_bytes"] <= first["devices"][0]["total_bytes"]
-
-
-def test_a_killed_wrapper_leaves_a_log_of_the_attempt_that_had_begun(tmp_path):
-    log = tmp_path / "log.json"
-    source = "import os; os.kill(os.getppid(), 9)"
-
-    run(tmp_path, python(source), log=log)
-
-    (attempt,) = attempts_in(log)
-    assert attempt["started"] is not None
-    assert attempt["ended"] is None
-
-
-def test_a_log_that_cannot_be_written_any_more_costs_nothing_else(tmp_path):
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    source = "import shutil, sys; shutil.rmtree(sys.argv[1])"
-
-    wrapper, code = run(tmp_path, python(source, folder), log=folder / "log.json")
-
-    assert code == 0
-    assert "the log of attempts is not written any more" in wrapper.told[0]
-
-
-def test_the_report_tells_the_memory_there_is_before_each_attempt(tmp_path):
-    wrapper, _ = run(tmp_path, python(SCRIPT, "{micro_batch}", 4), target_batch=8, reports=True)
-
-    assert sum(line.startswith("autoaccum: host memory: ") and " free of " in line for line in wrapper.told) == 2
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -433,7 +378,6 @@ def test_the_report_tells_the_memory_there_is_before_each_attempt(tmp_path):
         (["python"], {"retries": -1}, "retries=-1"),
         (["python"], {"grace_s": float("nan")}, "grace=nan"),
         (["python"], {"target_batch": 10, "world_size": 4}, "choose a multiple of 4, such as 8 or 12"),
-        (["python"], {"log": Path("/no/such/folder/log.json")}, "there is no such folder"),
         (["torchrun", "--nnodes=1:4", "train.py"], {"target_batch": 8}, "--world-size"),
     ],
 )

@@ -114,7 +114,7 @@ def _value(value):
     return float(value.double().mean()) if isinstance(value, torch.Tensor) else value
 
 
-def runner_of(model, sizes, loss, notices=None, **options):
+def runner_with(model, sizes, loss, notices=None, **options):
     plan = autoaccum.Plan(sum(sizes), sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     notices = notices or Notices(silent=True)
@@ -124,7 +124,7 @@ def runner_of(model, sizes, loss, notices=None, **options):
 def update(model, sizes, loss, batch, **options):
     """The report of one window, and by how much SGD with a rate of 1 has moved the model: the gradient."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    report = runner_of(model, sizes, loss, **options).step(batch)
+    report = runner_with(model, sizes, loss, **options).step(batch)
     return report, [one - parameter.detach() for one, parameter in zip(before, model.parameters(), strict=True)]
 
 
@@ -280,7 +280,7 @@ def test_metric_that_is_no_number_does_not_end_the_training(model, batch):
 )
 def test_what_is_only_reported_is_told_once(loss, text, model, batch):
     notices = Notices(silent=True)
-    runner = runner_of(model, (5, 4, 3), loss, notices)
+    runner = runner_with(model, (5, 4, 3), loss, notices)
 
     runner.step(batch)
     runner.step(batch)
@@ -295,7 +295,7 @@ def test_entry_that_cannot_be_reported_is_left_out_and_told(model, batch):
     def loss(outputs, targets):
         return {"loss": tokens(outputs, targets), "logits": outputs}
 
-    report = runner_of(model, (12,), loss, notices).step(batch)
+    report = runner_with(model, (12,), loss, notices).step(batch)
 
     assert report.losses.keys() == {"loss"}
     told = [said for said in notices.texts if said.startswith("loss 'logits' is a tensor of shape")]
@@ -309,7 +309,7 @@ def test_entry_that_is_none_or_a_text_is_not_said_to_be_reported(model, batch):
     def loss(outputs, targets):
         return {"loss": tokens(outputs, targets), "nothing": None, "text": "twelve"}
 
-    report = runner_of(model, (12,), loss, notices).step(batch)
+    report = runner_with(model, (12,), loss, notices).step(batch)
 
     assert report.losses.keys() == {"loss"}
     assert not any("reported, not trained on" in said for said in notices.texts)

@@ -1,7 +1,9 @@
 """What an unknown loss runs over is found out on a few samples, without a trace, and what cannot be is said once."""
 
+import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -200,7 +202,7 @@ def test_own_loss_in_bfloat16_is_found_out_or_it_is_said_that_it_cannot_be_told(
 
     asked = Asked(Own().bfloat16(), None).settle(*[{"tokens": tokens, "labels": labels}] * 2)
 
-    assert asked.found == (Over.COUNTED, -100) or asked.said("cannot be told for sure") == 1
+    assert asked.found == (Over.COUNTED, -100) or asked.said("do not settle what it runs over") == 1
 
 
 def test_function_that_holds_tensors_in_single_precision_is_asked_in_that():
@@ -279,7 +281,7 @@ def test_losses_that_stay_alike_are_given_up_and_that_is_said_once():
 
     asked = Asked(model, plain).settle(*[rows([0, 1, 2, 1, 1, 0])] * 10)
 
-    assert asked.said("cannot be told for sure") == 1
+    assert asked.said("do not settle what it runs over") == 1
     assert asked.runs < 40
 
 
@@ -315,7 +317,7 @@ def test_micro_batch_in_which_nothing_counts_is_left_out_of_a_loss_that_is_not_k
 
     factors = asked.objective.factors(as_window((inputs, targets)), (4, 2, 6))
     assert [factor.of("loss") for factor in factors] == [4 / 12, 0.0, 6 / 12]
-    assert asked.said("no number for samples in which no target counts") == 1
+    assert asked.said("is NaN when all targets are ignored") == 1
 
 
 def test_micro_batch_with_all_targets_alike_stays_where_its_loss_is_a_number():
@@ -441,3 +443,23 @@ class FailsAt:
         if self.left == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
         return self.function(*arguments)
+
+
+@pytest.mark.parametrize(
+    "source", [lambda: torch.rand(()), random.random, np.random.random], ids=["torch", "Python", "NumPy"]
+)
+def test_loss_that_draws_random_numbers_is_named_as_such_with_loss_reduction_as_the_way_out(source):
+    def noisy(outputs, targets):
+        return functional.cross_entropy(outputs, targets) * (1.0 + float(source()))
+
+    asked = Asked(nn.Linear(4, 3), noisy).settle(rows([0, 1, 1, 2]))
+
+    assert asked.found[0] is Over.OPAQUE
+    assert asked.said("draws random numbers") == asked.said("loss_reduction='mean' or 'sum'") == 1
+
+
+def test_loss_that_is_unknown_for_another_reason_is_not_called_random():
+    asked = Asked(nn.Linear(4, 3), lambda outputs, targets: outputs.std() ** 3).settle(rows([0, 1, 1, 2]))
+
+    assert asked.said("could not be found out, so") == 1
+    assert asked.said("random") == 0

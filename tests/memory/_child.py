@@ -7,6 +7,7 @@ The process ends at once where one fails badly (a signal), so the tests that use
 # ruff: noqa: BLE001, TRY301 - what is raised, by whomever, is what the checks look at
 # ruff: noqa: PLC0415, T201 - only the child imports the package, and it answers on stdout
 
+import contextlib
 import json
 import os
 import resource
@@ -106,9 +107,18 @@ def check_process_at_its_own_limit_is_refused(host, torch):
 
 
 def check_threads_started_under_a_limit_do_not_end_the_process(host, torch):
-    torch.set_num_threads(4)
-    with host.limited(24 * _MIB):
+    with _threads(torch, 4), host.limited(24 * _MIB):
         return float((torch.ones(1024, 256) @ torch.ones(256, 64)).sum())
+
+
+@contextlib.contextmanager
+def _threads(torch, number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_twenty_failing_steps_leave_nothing_behind(host, torch):
@@ -132,42 +142,79 @@ def check_twenty_failing_steps_leave_nothing_behind(host, torch):
     return {"failed": failed, "left": min(used[-5:]) - used[0], "used_mib": [u >> 20 for u in used]}
 
 
+# Rows, inner side and columns. MKL has kernels of its own for AMD's processors; their largest buffers belong to other
+# products than those of the kernels for Intel's.
+_PRODUCTS = (
+    *((rows, 1024, 1024) for rows in (2, 8, 64, 256)),
+    (11, 2698, 1931),
+    (35, 3265, 2050),
+    (64, 512, 4096),
+    (256, 512, 4096),
+    (4096, 128, 2048),
+    (8192, 192, 96),
+)
+
+
 def check_matrix_products_of_many_sizes_leave_nothing_behind(host, torch):
     from autoaccum._memory import _glibc, _mkl
 
     def used_bytes(*, is_limited):
         _glibc.settle()  # else the heap keeps the products themselves
-        weight = torch.randn(1024, 1024)
+        factors = [
+            (torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype).t())
+            for rows, inner, columns in _PRODUCTS
+            for dtype in (torch.float32, torch.float64)
+        ]
         with host.limited(400 * _MIB if is_limited else None):
             before = host.reading().used_bytes
-            for size in (2, 8, 64, 256, 512, 700):
-                torch.randn(size, 1024) @ weight
+            for left, right in factors:
+                torch.mm(left, right)
             kept = host.reading().used_bytes - before
             host.trim()
             return {"kept": kept, "trimmed": host.reading().used_bytes - before}
 
-    free = used_bytes(is_limited=False)
-    return {"has_mkl": _mkl._function() is not None, "free": free, "limited": used_bytes(is_limited=True)}
+    seen = {"has_mkl": _mkl._library() is not None}
+    for number in (torch.get_num_threads(), 4):
+        with _threads(torch, number):
+            seen[f"free, {number} threads"] = used_bytes(is_limited=False)
+            seen[f"limited, {number} threads"] = used_bytes(is_limited=True)
+    hold, _mkl.hold_buffers = _mkl.hold_buffers, lambda: None
+    host.trim()
+    try:
+        seen["limited, nothing held"] = used_bytes(is_limited=True)
+    finally:
+        _mkl.hold_buffers = hold
+    return seen
 
 
 def check_matrix_products_have_the_same_bits_where_a_limit_is_used_up(host, torch):
     tried, other = 0, []
-    with host.limited(64 * _MIB):
-        for rows, inner, columns in ((768, 16, 256), (8, 512, 1536), (12, 384, 3072), (64, 512, 4096), (512, 512, 512)):
-            left, right = torch.randn(inner, rows).t(), torch.randn(inner, columns)
-            under, free = torch.empty(rows, columns), torch.empty(rows, columns)
-            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (4096, hard))  # not a byte more; Linux takes 0 for none
-            try:
-                torch.mm(left, right, out=under)
-            finally:
-                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-            with host.lifted():
-                torch.mm(left, right, out=free)
-            tried += 1
-            if not torch.equal(under, free):
-                other.append((rows, inner, columns))
+    for number in (torch.get_num_threads(), 4):
+        with _threads(torch, number):
+            host.trim()
+            with host.limited(64 * _MIB):
+                for rows, inner, columns in _USED_UP:
+                    tried += 1
+                    if not _has_the_same_bits(host, torch, rows, inner, columns):
+                        other.append((number, rows, inner, columns))
     return {"tried": tried, "other": other}
+
+
+_USED_UP = ((768, 16, 256), (8, 512, 1536), (12, 384, 3072), (64, 512, 4096), (512, 512, 512), (8192, 192, 96))
+
+
+def _has_the_same_bits(host, torch, rows, inner, columns):
+    left, right = torch.randn(inner, rows).t(), torch.randn(inner, columns)
+    under, free = torch.empty(rows, columns), torch.empty(rows, columns)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (4096, hard))  # not a byte more; Linux takes 0 for none
+    try:
+        torch.mm(left, right, out=under)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    with host.lifted():
+        torch.mm(left, right, out=free)
+    return torch.equal(under, free)
 
 
 def check_random_state_is_untouched(host, torch):

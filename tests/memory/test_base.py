@@ -208,14 +208,13 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 
 
 def run_in_child():
-    root = ROOT
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(TESTS)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(TESTS)])},
     )
     assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -223,7 +222,7 @@ def run_in_child():
 
 def reason_to_skip(kind):
     if kind == "host" and sys.platform != "linux":
-        return "a limit on the host takes Linux"
+        return "host memory limits require Linux"
     if kind == "cuda" and not torch.cuda.is_available():
         return "no CUDA card here"
     if kind == "accelerator":

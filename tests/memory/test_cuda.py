@@ -4,6 +4,7 @@ What a real card does is tested by test_base.py where there is one.
 """
 
 import contextlib
+import gc
 import os
 import subprocess
 import types
@@ -12,8 +13,7 @@ import warnings
 import pytest
 import torch
 
-from autoaccum._memory import Cuda, backend_for
-from autoaccum._memory import cuda as module
+from autoaccum._memory import Cuda, backend_for, nvml
 from autoaccum._memory.limits import describe_neighbours
 from autoaccum.errors import InvalidInputError
 
@@ -52,7 +52,7 @@ def card(monkeypatch):
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(module.gc, "collect", lambda: card.calls.append("collect"))
+    monkeypatch.setattr(gc, "collect", lambda: card.calls.append("collect"))
     return card
 
 
@@ -102,7 +102,7 @@ def test_cached_memory_is_given_back_before_a_limit_is_refused(card):
 
 
 def test_reading_counts_what_is_reserved_under_the_limit(card, monkeypatch):
-    monkeypatch.setattr(module, "pynvml", None)
+    monkeypatch.setattr(nvml, "pynvml", None)
     backend = cuda()
 
     with backend.limited(4 * GIB):
@@ -140,7 +140,7 @@ def test_missing_nvml_library_costs_no_error_and_no_warning(card, monkeypatch):
         def nvmlInit(cls):  # noqa: N802 - NVML's name
             raise cls.NVMLError
 
-    monkeypatch.setattr(module, "pynvml", NoLibrary)
+    monkeypatch.setattr(nvml, "pynvml", NoLibrary)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reading = cuda().reading()
@@ -162,7 +162,7 @@ def test_real_nvml_is_asked_and_may_be_missing(card):
     ],
 )
 def test_others_hold_what_nvml_counts_less_our_share(card, monkeypatch, shares, others):
-    monkeypatch.setattr(module, "pynvml", nvml_with(shares))
+    monkeypatch.setattr(nvml, "pynvml", nvml_with(shares))
 
     assert cuda().reading().others_bytes == others * GIB
 
@@ -170,7 +170,7 @@ def test_others_hold_what_nvml_counts_less_our_share(card, monkeypatch, shares, 
 def test_others_are_named_with_what_they_hold(card, monkeypatch):
     with subprocess.Popen(["sleep", "60"]) as other:  # noqa: S607
         shares = [(os.getpid(), GIB), (2**22 + 1, None), (other.pid, 3 * GIB)]
-        monkeypatch.setattr(module, "pynvml", nvml_with(shares))
+        monkeypatch.setattr(nvml, "pynvml", nvml_with(shares))
         text = describe_neighbours(cuda())
         other.kill()
 
@@ -192,5 +192,5 @@ def nvml_with(shares):
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta"])
 def test_device_that_does_not_exist_is_named(device):
-    with pytest.raises(InvalidInputError, match=f"device='{device}' does not exist here"):
+    with pytest.raises(InvalidInputError, match=f"device='{device}' is not there"):
         backend_for(torch.device(device))

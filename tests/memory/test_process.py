@@ -6,7 +6,7 @@ import pytest
 
 from memory._child import run_checks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a limit on the host takes Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory limits require Linux")
 
 
 @pytest.fixture(scope="module")

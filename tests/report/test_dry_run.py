@@ -82,7 +82,7 @@ class Half(nn.Module):
 def test_parameters_that_got_no_gradient_are_warned_of():
     (warning,) = rehearsed(Half(), (torch.randn(4, 4), torch.randn(4, 3)), target=4).warnings
 
-    assert "2 parameters (60 B) need a gradient and got none" in warning
+    assert "2 parameters (60 B) require a gradient and got none" in warning
 
 
 class Late(torch.optim.SGD):
@@ -108,7 +108,7 @@ def test_a_loss_that_cannot_be_found_out_is_warned_of():
 
     warnings = rehearsed(nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3)), loss=contrastive).warnings
 
-    assert any("what it runs over could not be found out" in warning for warning in warnings)
+    assert any("its reduction could not be inferred" in warning for warning in warnings)
 
 
 def test_a_loss_that_is_known_is_not():

@@ -108,14 +108,14 @@ def test_a_card_tells_the_limit_that_it_is_held_to():
 
 
 def test_where_nothing_was_measured_it_is_said():
-    assert facts(PREDICTED_ONLY, "Device") == {"measured": "nothing: all that follows is predicted"}
+    assert facts(PREDICTED_ONLY, "Device") == {"measured": "nothing; all numbers are predicted"}
 
 
 def test_notes_on_predictions_are_no_choices():
     report = replace(REPORT, notes=(*REPORT.notes, "counted in bf16."))
 
     assert dict(notes_of(report)) == {
-        "Chosen, since nothing was said": ("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
+        "Chosen by default": ("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
         "About the predictions": ("counted in bf16.",),
     }
 
@@ -158,7 +158,7 @@ def test_on_the_host_it_is_told_what_counts_beside_the_model():
 
     rows = {name: first for name, first, *_ in section(on_host, "Memory of a step").rows}
 
-    assert rows["beside the model"] == "5.2 GiB"
+    assert rows["excluding model"] == "5.2 GiB"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_loader_is_held_against_the_training(feeds, told):
 def test_a_loader_of_one_batch_has_no_speed():
     report = replace(REPORT, loader=replace(LOADER, samples_per_s=None, workers=0))
 
-    assert facts(report, "Time")["loader"] == "its only batch came after 0.25 s, loads in the training's own process"
+    assert facts(report, "Time")["loader"] == "its only batch took 0.25 s, loads in the training process"
 
 
 def test_an_update_of_one_micro_batch_is_no_plural():
@@ -236,7 +236,7 @@ def test_how_long_the_whole_training_takes_stands_beside_what_it_may_take():
 
     told = facts(replace(REPORT, measured=replace(MEASURED, pace=pace)), "Time")
 
-    assert told["whole training"] == "2 h 6 min; it may take 12 h 0 min"
+    assert told["whole training"] == "2 h 6 min; 12 h 0 min allowed"
 
 
 def test_the_length_for_which_all_is_said_is_told():
@@ -245,6 +245,6 @@ def test_the_length_for_which_all_is_said_is_told():
     def told(lengths):
         return facts(replace(REPORT, lengths=lengths), "Job")["length"]
 
-    assert told(seen) == "512, the longest; 8 batches looked at: 37 to 512"
-    assert told(replace(seen, used=1024, is_asked=True)) == "1024, as was asked; 8 batches looked at: 37 to 512"
-    assert told(Lengths(64, 64, 1, 64, is_asked=False, varies=False)) == "64, as in the batch looked at"
+    assert told(seen) == "512, the longest; 8 batches seen: 37 to 512"
+    assert told(replace(seen, used=1024, is_asked=True)) == "1024, as requested; 8 batches seen: 37 to 512"
+    assert told(Lengths(64, 64, 1, 64, is_asked=False, varies=False)) == "64, as in the batch seen"

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from autoaccum._sizing.autotune import MOST_WINDOWS, Tempo
+from autoaccum._sizing.autotune import MOST_WINDOWS, Autotune
 
 SMOOTH = ("fixed cost", "saturating", "out of cache", "ever dearer")
 JUMPS = ("one jump", "two jumps")
@@ -62,7 +62,7 @@ class Run:
         for steps in range(fewest, self.target + 1):
             small, larger_ones = divmod(self.target, steps)
             seconds[steps] = (steps - larger_ones) * cost(small) + larger_ones * cost(small + 1) + update_s
-        tempo = Tempo(self.target, self.largest)
+        tempo = Autotune(self.target, self.largest)
         self.used = []
         while not tempo.is_settled:
             self.used.append(tempo.size)
@@ -90,14 +90,14 @@ def drive(tempo, seconds):
 
 def test_window_that_can_be_cut_in_one_way_only_is_settled_at_once():
     for target, largest in ((1, 1), (1, 9), (100, 1)):
-        tempo = Tempo(target, largest)
+        tempo = Autotune(target, largest)
 
         assert (tempo.size, tempo.is_settled) == (1, True)
 
 
 def test_begins_with_the_largest_size_that_cuts_evenly():
-    assert Tempo(100, 37).size == 34
-    assert Tempo(100, 400).size == 100
+    assert Autotune(100, 37).size == 34
+    assert Autotune(100, 400).size == 100
 
 
 def test_every_size_is_the_largest_of_an_even_cut_and_fits():
@@ -144,7 +144,7 @@ def test_search_costs_a_few_windows_more_than_staying_with_the_largest(noise):
 
 
 def test_clear_case_is_settled_after_three_sizes():
-    tempo = Tempo(1024, 512)
+    tempo = Autotune(1024, 512)
 
     used = drive(tempo, lambda size: 1024 / size * (100 + size))
 
@@ -154,7 +154,7 @@ def test_clear_case_is_settled_after_three_sizes():
 
 
 def test_smaller_one_is_chosen_where_both_are_as_fast():
-    tempo = Tempo(256, 256)
+    tempo = Autotune(256, 256)
 
     drive(tempo, lambda size: 1.0 if size >= 64 else 64 / size)
 
@@ -172,26 +172,26 @@ def test_first_window_of_a_size_does_not_decide():
 
         return seconds
 
-    slow, even = Tempo(512, 512), Tempo(512, 512)
+    slow, even = Autotune(512, 512), Autotune(512, 512)
 
     assert drive(slow, times(40_000)) == drive(even, lambda size: 1 + 20 / size + size / 300)
     assert slow.size == even.size < 200
 
 
 def test_windows_with_more_work_are_no_slower():
-    tempo, work = Tempo(512, 256), 1.0
+    tempo, work = Autotune(512, 256), 1.0
     while not tempo.is_settled:
         work = work % 3 + 1
         tempo.note((50 + tempo.size) / tempo.size * work, work=work)
 
-    alike = Tempo(512, 256)
+    alike = Autotune(512, 256)
     drive(alike, lambda size: (50 + size) / size)
     assert tempo.size == alike.size
     assert dict(tempo.seconds) == pytest.approx(dict(alike.seconds))
 
 
 def test_settled_search_hears_no_more():
-    tempo = Tempo(64, 64)
+    tempo = Autotune(64, 64)
     drive(tempo, lambda size: 1 + 10 / size)
     before = dict(tempo.seconds)
 
@@ -201,16 +201,16 @@ def test_settled_search_hears_no_more():
 
 
 def test_search_with_what_was_known_runs_no_window_again():
-    first = Tempo(512, 256)
+    first = Autotune(512, 256)
     drive(first, lambda size: 1 + 10 / size + size / 500)
 
-    again = Tempo(512, 256, known=first.seconds)
+    again = Autotune(512, 256, known=first.seconds)
 
     assert (again.size, again.is_settled) == (first.size, True)
 
 
 def test_known_sizes_that_do_not_fit_any_more_are_forgotten():
-    tempo = Tempo(512, 64, known={256: 0.1, 128: 0.2, 64: 0.3})
+    tempo = Autotune(512, 64, known={256: 0.1, 128: 0.2, 64: 0.3})
 
     drive(tempo, lambda size: 0.3 * 64 / size)
 
@@ -219,7 +219,7 @@ def test_known_sizes_that_do_not_fit_any_more_are_forgotten():
 
 
 def test_search_can_be_copied_and_saved_halfway():
-    tempo = Tempo(512, 256)
+    tempo = Autotune(512, 256)
     for _ in range(7):
         tempo.note(1 + 10 / tempo.size)
     others = [copy.deepcopy(tempo), pickle.loads(pickle.dumps(tempo))]  # noqa: S301 - made here
@@ -231,7 +231,7 @@ def test_search_can_be_copied_and_saved_halfway():
 
 @pytest.mark.parametrize("taken", [0.0, 1.0, 1e-300, 1e300])
 def test_clock_that_always_says_the_same_ends_the_search(taken):
-    tempo = Tempo(4096, 4096)
+    tempo = Autotune(4096, 4096)
 
     assert len(drive(tempo, lambda _: taken)) <= MOST_WINDOWS
     assert math.log2(tempo.size) <= 4  # all as fast: the least memory, nearly

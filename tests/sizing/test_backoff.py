@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from autoaccum._sizing.backoff import FIRST_WAIT_WINDOWS, Pace
+from autoaccum._sizing.backoff import FIRST_WAIT_WINDOWS, Backoff
 
 
 def windows_until_larger(pace, most=10_000):
@@ -16,14 +16,14 @@ def windows_until_larger(pace, most=10_000):
 
 
 def test_without_a_failure_nothing_changes():
-    pace = Pace(100, 50)
+    pace = Backoff(100, 50)
 
     assert windows_until_larger(pace) is None
     assert (pace.size, pace.is_troubled) == (50, False)
 
 
 def test_failure_takes_one_micro_step_more_and_a_clean_stretch_one_less():
-    pace = Pace(100, 50)
+    pace = Backoff(100, 50)
 
     assert pace.fail(50) == 34
     assert pace.is_troubled
@@ -31,7 +31,7 @@ def test_failure_takes_one_micro_step_more_and_a_clean_stretch_one_less():
 
 
 def test_each_failure_of_a_size_doubles_its_wait():
-    pace = Pace(100, 50)
+    pace = Backoff(100, 50)
     waits = []
     for _ in range(4):
         pace.fail(50)
@@ -43,7 +43,7 @@ def test_each_failure_of_a_size_doubles_its_wait():
 
 
 def test_size_that_has_held_is_forgiven():
-    pace = Pace(100, 50)
+    pace = Backoff(100, 50)
     for _ in range(3):
         pace.fail(50)
         pace.grow(windows_until_larger(pace)[1])
@@ -56,7 +56,7 @@ def test_size_that_has_held_is_forgiven():
 
 
 def test_growth_without_memory_waits_for_another_stretch():
-    pace = Pace(100, 50)
+    pace = Backoff(100, 50)
     pace.fail(50)
     windows_until_larger(pace)
 
@@ -67,11 +67,11 @@ def test_growth_without_memory_waits_for_another_stretch():
 
 
 def test_one_sample_that_fails_leaves_nothing_smaller():
-    assert Pace(8, 1).fail(1) is None
+    assert Backoff(8, 1).fail(1) is None
 
 
 def test_failure_of_a_short_last_window_is_grown_back_from_too():
-    pace = Pace(100, 50)
+    pace = Backoff(100, 50)
 
     pace.fail(10)
 
@@ -85,7 +85,7 @@ def test_failure_of_a_short_last_window_is_grown_back_from_too():
 
 def simulate(free_at, *, windows=10_000, target=256, largest=128):
     """Run windows in which a micro-batch of n fits where n <= free_at(window); return failures and sizes used."""
-    pace = Pace(target, largest)
+    pace = Backoff(target, largest)
     failures, used = 0, []
     for window in range(windows):
         failed = False

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum._sizing.online_search import Learning
+from autoaccum._sizing.online_search import OnlineSearch
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Device:
         return sizes
 
     def learn(self, target, **options):
-        learning = Learning(target, **options)
+        learning = OnlineSearch(target, **options)
         while not learning.is_done:
             if self.window(learning, target) is None:
                 return None
@@ -161,7 +161,7 @@ def test_on_a_line_the_fewest_steps_are_found_with_few_failures(
 
 
 def test_whole_window_that_took_little_sets_right_what_small_sizes_had_shown():
-    learning = Learning(100)
+    learning = OnlineSearch(100)
     for size, extra in ((2, 90), (3, 100), (10, 900)):  # of which most was a kernel's first time
         learning.note(size, extra, is_first=size == 2, is_whole=False, gradient_bytes=0)
 

@@ -132,7 +132,7 @@ def test_without_a_folder_nothing_is_written_and_the_result_says_so(tmp_path, mo
 def test_fresh_start_is_said(tmp_path, capsys):
     Run(checkpoint=tmp_path).fit(progress="lines")
 
-    assert capsys.readouterr().err.count(f"training starts anew: there is no checkpoint in {tmp_path} yet") == 1
+    assert capsys.readouterr().err.count(f"training starts from scratch: there is no checkpoint in {tmp_path} yet") == 1
 
 
 def test_going_on_is_said_and_told(tmp_path, capsys):
@@ -142,7 +142,7 @@ def test_going_on_is_said_and_told(tmp_path, capsys):
     Run(checkpoint=tmp_path).fit(told, progress="lines")
 
     assert told.resumed == [("step-00000007.pt", 7, 2)]
-    assert "going on from the checkpoint" in capsys.readouterr().err
+    assert "resuming from the checkpoint" in capsys.readouterr().err
 
 
 def test_resume_true_wants_a_checkpoint(tmp_path):
@@ -164,7 +164,7 @@ def test_resume_false_starts_anew_and_replaces_the_old_ones_by_its_first(tmp_pat
     assert run.end == undisturbed
     assert result.resumed_from is None
     assert files == [["step-00000009.pt"], ["step-00000003.pt"]]
-    assert "starts anew (resume=False)" in capsys.readouterr().err
+    assert "starts from scratch (resume=False)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_resume_false_starts_anew_and_replaces_the_old_ones_by_its_first(tmp_pat
         ({"resume": None}, "resume=None is unknown"),
         ({"resume": True}, "resume= needs a folder"),
         ({"checkpoint_steps": 5}, "checkpoint_steps= needs a folder"),
-        ({"checkpoint": 5}, "checkpoint=5 is no path"),
+        ({"checkpoint": 5}, "checkpoint=5 is not a path"),
         ({"checkpoint": ""}, "checkpoint='' names no folder"),
         ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' cannot be found"),
         ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' holds a null byte"),
@@ -342,7 +342,7 @@ def test_damage_is_gone_back_from_and_the_run_ends_as_if_it_had_not_happened(tmp
     assert result.resumed_from is None
     error = capsys.readouterr().err
     assert "step 9: the optimizer failed after it had begun to write" in error
-    assert "going on from the checkpoint" in error
+    assert "resuming from the checkpoint" in error
 
 
 def once():
@@ -755,7 +755,7 @@ def test_checkpoint_from_a_newer_version_is_refused(tmp_path, monkeypatch):
 def test_file_of_something_else_is_refused(tmp_path):
     torch.save({"weights": torch.zeros(3)}, tmp_path / "step-00000001.pt")
 
-    with pytest.raises(CheckpointError, match="is no checkpoint of autoaccum"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of autoaccum"):
         Run(checkpoint=tmp_path).fit()
 
 
@@ -763,7 +763,7 @@ def test_file_of_something_else_is_refused(tmp_path):
 def test_file_with_parts_missing_is_refused(tmp_path, number):
     torch.save({"autoaccum": "1", "format": number}, tmp_path / "step-00000001.pt")
 
-    with pytest.raises(CheckpointError, match="is no checkpoint of autoaccum"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of autoaccum"):
         Run(checkpoint=tmp_path).fit()
 
 
@@ -803,7 +803,7 @@ def test_checkpoint_of_another_device_is_gone_on_from_and_its_random_state_is_sa
     run.fit(progress="lines")
 
     assert run.end == undisturbed
-    assert "made on cuda, and this is cpu: what is drawn there begins anew" in capsys.readouterr().err
+    assert "made on cuda, and this is cpu: its random generator is not restored" in capsys.readouterr().err
 
 
 def test_checkpoint_can_be_read_without_autoaccum(tmp_path):

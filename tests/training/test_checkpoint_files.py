@@ -256,11 +256,19 @@ def fails_with(number):
     return fail
 
 
-@pytest.mark.parametrize("call", ["os.fsync", "os.utime", "_NotingFile.flush", "_flush_folder"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "_training.checkpoint_files.os.fsync",
+        "_training.checkpoint_files.os.utime",
+        "_training.checkpoint_files._NotingFile.flush",
+        "_system.safe_files._flush_folder",
+    ],
+)
 def test_failing_disk_is_told_and_the_one_before_stays(storage, notices, monkeypatch, call):
     storage.write(content_of(1), 1)
     with monkeypatch.context() as broken:
-        broken.setattr(f"autoaccum._training.checkpoint_files.{call}", fails_with(errno.ENOSPC))
+        broken.setattr(f"autoaccum.{call}", fails_with(errno.ENOSPC))
         with pytest.raises(CheckpointError, match=r"step-00000002.pt could not be written \(No space left on device\)"):
             storage.write(content_of(2), 2)
 

@@ -1,28 +1,8 @@
-"""The command line: arguments in, text and exit codes out.
+"""The entry point of the command line, and `autoaccum fit`.
 
-`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, replaces in it what options say, and hands it to
-`fit`. Nothing is decided here that the library does not decide. Text for people goes to stderr; stdout is for
-results, which is one JSON document with --json and nothing without.
-
-`autoaccum report` is in `_cli/report.py`, `autoaccum run` in `_cli/run.py`, `autoaccum slurm` and `autoaccum jobs` are
-in `_cli/slurm.py`.
-
-Exit codes (`ExitCode`):
-
-- 0: done; of a report: it fits, and what was required is met
-- 1: an unexpected error, whose traceback is on stderr; or the result could not be written to stdout
-- 2: the command line could not be understood
-- 3: bad input, or a recipe that cannot be used, or that exits
-- 4: not even the smallest micro-batch fits in memory
-- 5: the device was lost, an optimizer failed half-way, or another process of the same training failed; start a new
-  process, from a checkpoint
-- 6: of a report: it fits, but only in smaller micro-batches than --require-micro-batch asks for
-- 7: of a report: the device is not there, or has less memory free than --require-free asks for
-- 8: another process trains with the checkpoint folder, or has taken it over
-- 9: the loss was not finite, and --on-nan stop was asked for
-- 75: start again from the checkpoint, with a smaller cut
-- 130: interrupted by Ctrl-C
-- 143: ended by SIGTERM; `run` passes on the exit codes of its command
+`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, replaces its arguments by the given options, and calls
+`fit`. Text for people goes to stderr; stdout is for results: one JSON document with --json and nothing without. The
+exit codes are in `exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -40,11 +20,12 @@ import typer
 
 from autoaccum._callbacks import Callback, check_callbacks
 from autoaccum._cli.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
-from autoaccum._cli.numbers import check_counts, check_minutes, check_seed, check_texts
+from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._cli.report import report_command
 from autoaccum._cli.run import SETTINGS, run_command_line
 from autoaccum._cli.slurm import jobs_command, slurm_command
 from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, trial_record
+from autoaccum._launch import load_recipe
 from autoaccum._launch.recipe_exits import exits_refused
 from autoaccum._system.output import Dropping, stand_in_for_closed
 from autoaccum._training.api import fit
@@ -57,11 +38,11 @@ __all__ = ["ExitCode", "app", "main"]
 
 app = typer.Typer(
     name="autoaccum",
-    help="Train with the batch size you mean: what fits is found, and running out of memory is survived.",
+    help="Train with the batch size you want: autoaccum finds what fits, and survives running out of memory.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
-    # An unexpected error is shown as Python shows it: whole, and the same on a terminal and in a log file.
+    # Python's own tracebacks, whole, and the same on a terminal and in a log file.
     pretty_exceptions_enable=False,
 )
 
@@ -92,22 +73,6 @@ def _root(
     """Hold the options that belong to no command."""
 
 
-def _auto_or_number(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither 'auto' nor a whole number") from None
-
-
-def _auto_or_yes_or_no(text: str) -> str | bool:
-    meanings: dict[str, str | bool] = {"auto": "auto", "yes": True, "no": False}
-    if text not in meanings:
-        raise typer.BadParameter(f"{text!r} is none of 'auto', 'yes' and 'no'")
-    return meanings[text]
-
-
 app.command("report", epilog=EPILOG)(report_command)
 app.command("run", epilog=EPILOG, context_settings=SETTINGS)(run_command_line)
 app.command("slurm", epilog=EPILOG)(slurm_command)
@@ -115,129 +80,31 @@ app.command("jobs", epilog=EPILOG)(jobs_command)
 
 
 @app.command("fit", epilog=EPILOG)
+@takes(of_fit())
 def fit_command(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE.py[:FUNCTION]",
-            help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
-            show_default=False,
-        ),
-    ],
+    recipe: Annotated[str, RECIPE],
     *,
-    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
-    ] = None,
-    micro_batch: Annotated[
-        Any,
-        typer.Option(parser=_auto_or_number, metavar="auto|N", help="Samples on the device at once; auto: what fits."),
-    ] = None,
-    probe: Annotated[
-        str | None,
-        typer.Option(
-            help="How that is found: inline, by the first windows themselves (default); before, by trials; off, not "
-            "at all."
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How windows are cut: fastest, balanced, uniform or greedy.")
-    ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither use nor keep what earlier runs found.")] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model by torch.compile.")] = False,
-    fallback: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What to do where not even one sample fits: checkpoint or offload; given twice, one after the other."
-        ),
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
-    device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every random generator.")] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write checkpoints there, and go on from the newest one."),
-    ] = None,
-    checkpoint_steps: Annotated[int | None, typer.Option(help="Updates from one checkpoint to the next.")] = None,
-    checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes from one checkpoint to the next.")] = None,
-    resume: Annotated[
-        Any,
-        typer.Option(
-            parser=_auto_or_yes_or_no,
-            metavar="auto|yes|no",
-            help="Go on from a checkpoint: if there is one; there must be one; start anew.",
-        ),
-    ] = None,
-    oom_report: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="When memory first runs out, write there what was alive."),
-    ] = None,
-    shard: Annotated[
-        bool,
-        typer.Option("--shard", help="Under torchrun: each rank takes its part of what the recipe's loader gives."),
-    ] = False,
-    shares: Annotated[
-        str | None, typer.Option(help="How windows are shared out with --shard: equal, or as the ranks' speed.")
-    ] = None,
-    overlap: Annotated[
-        bool,
-        typer.Option("--overlap", help="Under torchrun: add gradients up while the last backward pass still runs."),
-    ] = False,
-    on_nan: Annotated[
-        str | None, typer.Option(help="What to do where the loss is not finite: warn, stop or ignore.")
-    ] = None,
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Append each event to this file as a line of JSON."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+    **given: Any,
 ) -> None:
-    """Train the job that a recipe describes. Options replace what the job says."""
-    overrides: dict[str, Any] = {
-        "target_batch": target_batch,
-        "epochs": epochs,
-        "max_steps": max_steps,
-        "memory_limit": memory_limit,
-        "micro_batch": micro_batch,
-        "probe": probe,
-        "strategy": strategy,
-        "cache": False if no_cache else None,
-        "compile": True if compiled else None,
-        "fallback": fallback or None,
-        "precision": precision,
-        "device": device,
-        "seed": seed,
-        "checkpoint": checkpoint,
-        "checkpoint_steps": checkpoint_steps,
-        "checkpoint_minutes": checkpoint_minutes,
-        "resume": resume,
-        "oom_report": oom_report,
-        "shard": True if shard else None,
-        "shares": shares,
-        "overlap": True if overlap else None,
-        "on_nan": on_nan,
-    }
-    is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints what all have done
+    """Train the job that a recipe describes. Options replace the job's arguments."""
+    is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints for all
     with errors_as_exit_codes():
-        names = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
-        check_counts({name: overrides[name] for name in names})
-        check_seed(seed)
-        check_minutes("checkpoint_minutes", checkpoint_minutes)
-        check_texts({"memory_limit": memory_limit})
-        # What the recipe prints must not get into the document.
+        check_given(given)
+        # The recipe's own output must not get into the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            job = loaded(recipe)
+            job = loaded(recipe, load_recipe)
             memory_log = _MemoryLog()
-            chosen: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
             logs = [JSONLinesLog(log)] if log is not None and is_first else []
             with exits_refused(recipe):
                 check_callbacks(job.callbacks)
-                chosen["callbacks"] = [*job.callbacks, memory_log, *logs]
-                arguments = dataclasses.replace(job, **chosen).fit_arguments()
+                given["callbacks"] = [*job.callbacks, memory_log, *logs]
+                arguments = dataclasses.replace(job, **given).fit_arguments()
                 result = fit(**arguments, progress=False if quiet else "auto")
         if as_json and is_first:
             document = json.dumps(_document(recipe, result, memory_log), allow_nan=False)
@@ -245,7 +112,7 @@ def fit_command(
 
 
 class _MemoryLog(Callback):
-    """Keeps what the document tells and FitResult does not: the last probe and each running out of memory."""
+    """Keeps what the document has and FitResult does not: the last probe, and each time that memory ran out."""
 
     def __init__(self) -> None:
         self.probe: ProbeResult | None = None

@@ -1,7 +1,6 @@
-"""What a process's exit code says, and how errors become one: one table for every command.
+"""Exit codes of every command, and the errors that lead to them.
 
-Text for people goes to stderr, and an error of autoaccum's own is one line there. What is no such error keeps its
-traceback.
+An error of autoaccum's own is one line on stderr; any other keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ import contextlib
 import enum
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from autoaccum._launch import load_recipe
 from autoaccum._system.output import drop_pending, write_line
 from autoaccum.errors import (
     AutoaccumError,
@@ -31,13 +29,13 @@ from autoaccum.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from autoaccum._launch import Job
+_T = TypeVar("_T")
 
 
 class ExitCode(enum.IntEnum):
-    """What the process's exit code says; `--help` and docs/cli.md spell them out."""
+    """Exit codes; `--help` and docs/cli.md describe them."""
 
     DONE = 0
     UNEXPECTED = 1
@@ -68,14 +66,14 @@ EPILOG = (
 
 @contextlib.contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Turn what autoaccum raises into a message and an exit code; everything else keeps its traceback."""
+    """Turn errors of autoaccum's own into a message and an exit code; others keep their traceback."""
     try:
         yield
     except KeyboardInterrupt:
         complain("interrupted")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except AutoaccumError as error:
-        if isinstance(error, UpdateCompleteError):  # it is the user's scheduler, mostly: show where
+        if isinstance(error, UpdateCompleteError):  # mostly in the user's scheduler: show where
             show_traceback(error)
         complain(f"error: {error}")
         for note in getattr(error, "__notes__", ()):
@@ -84,20 +82,20 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 
 def complain(text: str) -> None:
-    """Say something to the person at the terminal, or in the log."""
+    """Write a line to stderr, marked as autoaccum's."""
     write_line(f"autoaccum: {text}")
 
 
 def print_result(text: str, *, done: str) -> None:
-    """Print a result to stdout, and end with an exit code of its own where that is not possible.
+    """Print a result to stdout, or end with exit code 1 where that is not possible.
 
     Args:
         text: The result.
-        done: What is done all the same, for the message.
+        done: What the command did all the same, for the message.
     """
     try:
         if sys.stdout is None:
-            raise OSError("it is closed")  # noqa: TRY301 - as if it had been written to
+            raise OSError("it is closed")  # noqa: TRY301 - like a failed write
         typer.echo(text)
     except (OSError, ValueError) as error:
         drop_pending(sys.stdout)
@@ -107,7 +105,7 @@ def print_result(text: str, *, done: str) -> None:
 
 
 def show_traceback(error: BaseException) -> None:
-    """Show where an error came from."""
+    """Write an error's traceback to stderr."""
     write_line("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
@@ -127,25 +125,18 @@ _CODES: tuple[tuple[type[AutoaccumError], ExitCode], ...] = (
 
 
 def code_for(error: AutoaccumError) -> ExitCode:
-    """Return the exit code that says what an error says."""
+    """Return the exit code of an error."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.UNEXPECTED)
 
 
-def loaded(recipe: str) -> Job:
-    """Load a recipe, and show the traceback of one that raises.
+def loaded(recipe: str, load: Callable[[str], _T]) -> _T:
+    """Load a recipe by a function, and show the traceback of a recipe that raises.
 
     Raises:
         InvalidInputError: It cannot be used.
     """
-    with recipes_told():
-        return load_recipe(recipe)
-
-
-@contextlib.contextmanager
-def recipes_told() -> Iterator[None]:
-    """Show the traceback of a recipe that raises: the message alone would not tell its author where."""
     try:
-        yield
+        return load(recipe)
     except InvalidInputError as error:
         if error.__cause__ is not None:
             show_traceback(error.__cause__)

@@ -1,7 +1,4 @@
-"""Bounds of the numbers that options take: what is not finite, or beyond any training, is refused before anything runs.
-
-Lower bounds that the library checks itself are left to it, and so are the units of sizes and times.
-"""
+"""Upper bounds of numbers and texts in options: the library checks lower bounds and units."""
 
 from __future__ import annotations
 
@@ -12,12 +9,10 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# A million million: no training counts so many samples or steps, and beyond 2**63 torch cannot.
+# No training counts so many samples or steps, and torch cannot beyond 2**63.
 MOST = 10**12
 # Slurm's own numbers have 32 bits.
 MOST_OF_SLURM = 2**31 - 1
-# What torch.manual_seed takes.
-_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
 # Ten years.
 _MOST_MINUTES = 10 * 366 * 24 * 60
 # A size or a time takes some twenty characters; Python refuses to read numbers of thousands of digits.
@@ -39,21 +34,11 @@ def check_counts(given: Mapping[str, int | None], most: int = MOST) -> None:
             raise InvalidInputError(f"--{_option(name)} {_short(value)} is too large; give at most {most}")
 
 
-def check_seed(seed: int | None) -> None:
-    """Refuse a seed that random generators do not take.
-
-    Raises:
-        InvalidInputError: It has more than 64 bits.
-    """
-    if seed is not None and not _LEAST_SEED <= seed <= _MOST_SEED:
-        raise InvalidInputError(f"--seed {_short(seed)} cannot be used; give a whole number from -2**63 to 2**64 - 1")
-
-
 def check_minutes(name: str, minutes: float | None) -> None:
-    """Refuse what is no time, or is longer than any training.
+    """Refuse a time that is not positive, not finite, or longer than any training.
 
     Raises:
-        InvalidInputError: It is not finite, not positive, or longer than ten years.
+        InvalidInputError: It is one of these.
     """
     if minutes is not None and not 0 < minutes <= _MOST_MINUTES:
         raise InvalidInputError(
@@ -62,7 +47,7 @@ def check_minutes(name: str, minutes: float | None) -> None:
 
 
 def check_texts(given: Mapping[str, str | None]) -> None:
-    """Refuse sizes and times of more characters than any has.
+    """Refuse sizes and times with more characters than any has.
 
     Args:
         given: Values by the name of their option, without dashes; None where it was not given.

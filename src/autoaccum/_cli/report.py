@@ -1,7 +1,6 @@
-"""`autoaccum report`: a recipe in, its pre-flight report on stdout and in files, and an exit code for job scripts.
+"""`autoaccum report`: calls `preflight` for a recipe, prints the report, and ends with an exit code for job scripts.
 
-The table, or with --json the document, is the result and goes to stdout; all else, what the recipe prints included,
-goes to stderr. Nothing is found out here that `preflight` does not find out.
+The table, or with --json the document, goes to stdout; all else, the recipe's own output included, goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,8 +21,11 @@ from torch import nn
 
 from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum._cli.numbers import check_counts, check_texts
+from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._data.batches import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
+from autoaccum._launch import load_recipe
+from autoaccum._launch.job import shared_arguments
 from autoaccum._launch.recipe_exits import exits_refused, is_exit
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
@@ -45,39 +47,23 @@ if TYPE_CHECKING:
     from autoaccum._launch import Job
     from autoaccum._report import Report
 
-# No sequence is as long; `int` refuses numbers of thousands of digits with an error of its own.
+# No sequence is longer, and `int` refuses numbers of thousands of digits with an error of its own.
 _MOST_DIGITS = 12
-# What CUDA says where another process has a card to itself.
+# CUDA's error where another process has a card to itself.
 _BUSY = "busy or unavailable"
 _DONE = "the report was made"
 
 
+@takes(of_fit("target_batch", "memory_limit", "device", "precision", "strategy"))
 def report_command(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE.py[:FUNCTION]",
-            help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
-            show_default=False,
-        ),
-    ] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     *,
-    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Predict for this card, such as h100-80gb; may be given several times."),
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Predict for a card of so much memory, such as 24GiB.")
-    ] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Measure on this one: cpu, cuda or cuda:1.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How windows are cut: fastest, balanced, uniform or greedy.")
     ] = None,
     max_micro_batch: Annotated[int | None, typer.Option(help="The largest micro-batch of interest.")] = None,
     length: Annotated[
@@ -91,7 +77,7 @@ def report_command(
         str | None,
         typer.Option(
             metavar="TIME",
-            help="What the training may take, such as 12h or 1-12:00:00; without it what Slurm leaves the job.",
+            help="Time limit of the training, such as 12h or 1-12:00:00; without it what Slurm leaves the job.",
         ),
     ] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Only predict, whatever device there is.")] = False,
@@ -111,8 +97,9 @@ def report_command(
         typer.Option(metavar="FILE", help="Show what was alive when memory ran out, as fit --oom-report wrote it."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no trials on the way.")] = False,
+    **given: Any,
 ) -> None:
-    """Say beforehand whether and how a recipe can be trained: measured here, or predicted for cards."""
+    """Report before a training whether it fits and how: measured here, or predicted for cards."""
     if (recipe is None) == (oom is None):
         raise typer.BadParameter("give either a recipe or --oom FILE")
     with errors_as_exit_codes(), _missing_as_exit_code():
@@ -120,36 +107,34 @@ def report_command(
             _print(read_postmortem(oom) if as_json else show_postmortem(oom))
             return
         assert recipe is not None
-        counts = {"target_batch": target_batch, "max_micro_batch": max_micro_batch}
-        check_counts({**counts, "require_micro_batch": require_micro_batch})
-        sizes = {"memory_limit": memory_limit, "device_memory": device_memory, "require_free": require_free}
-        check_texts({**sizes, "time": time})
+        check_given(given)
+        check_counts({"max_micro_batch": max_micro_batch, "require_micro_batch": require_micro_batch})
+        check_texts({"device_memory": device_memory, "require_free": require_free, "time": time})
         lengths = _lengths(length or ())
         limit_s = left_by_slurm(os.environ) if time is None else seconds_in(time, name="--time")
+        measures = not no_measure and _is_to_measure(given.get("device"), gpu, device_memory)
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
         _check_required(require_micro_batch, max_micro_batch)
         _check_cards(gpu or (), device_memory, no_measure=no_measure)
         _check_files(html, plot)
         with contextlib.redirect_stdout(sys.stderr):
-            job = loaded(recipe)
-            most = _most(job, target_batch, max_micro_batch, require_micro_batch)
-            overrides = {"target_batch": target_batch, "memory_limit": memory_limit, "device": device}
-            overrides |= {"precision": precision, "strategy": strategy}
-            given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+            job = loaded(recipe, load_recipe)
+            job = dataclasses.replace(job, **given)
+            most = _most(job, max_micro_batch, require_micro_batch)
             with (
                 exits_refused(recipe),
                 _in_words_of_options([*given, "length", "max_micro_batch"]),
-                _told(quiet=quiet) as on_part,
+                _status(quiet=quiet) as on_part,
             ):
                 report = _report_of(
-                    dataclasses.replace(job, **given),
+                    job,
                     gpus=gpu or (),
                     device_memory=device_memory,
                     max_micro_batch=most,
                     length=lengths,
                     time_limit=limit_s,
                     on_part=on_part,
-                    measure=None if not no_measure and _is_to_measure(device, gpu, device_memory) else False,
+                    measure=None if measures else False,
                     on_trial=(lambda _: None) if quiet else LineProgress().on_trial,
                 )
         report = dataclasses.replace(report, subject=dataclasses.replace(report.subject, recipe=recipe))
@@ -168,8 +153,8 @@ def report_command(
 def verdict(report: Report, *, require_micro_batch: int | None, require_free_bytes: int | None) -> tuple[ExitCode, str]:
     """Return the exit code for a report, and why it is not 0.
 
-    That the target batch takes several micro-batches is no failure: that is what accumulation is for. A device without
-    the memory that is required is busy, whatever fits in the rest.
+    Several micro-batches for the target batch are no failure. A device with less free memory than required is busy,
+    whatever fits in the rest.
     """
     if require_free_bytes is not None:
         asked = f"--require-free {format_bytes(require_free_bytes)}"
@@ -189,34 +174,12 @@ def verdict(report: Report, *, require_micro_batch: int | None, require_free_byt
 def _report_of(job: Job, **asked: Any) -> Report:
     batch = _first_batch(job)
     with _errors_of(job, batch):
-        return _preflight(job, batch, **asked)
-
-
-def _preflight(job: Job, batch: Any, **asked: Any) -> Report:
-    return preflight(
-        job.model,
-        batch,
-        job.target_batch,
-        loss=job.loss,
-        optimizer=job.optimizer,
-        device=job.device,
-        precision=job.precision,
-        memory_limit=job.memory_limit,
-        forward=job.forward,
-        loss_reduction=job.loss_reduction,
-        loss_scope=job.loss_scope,
-        epochs=job.epochs,
-        max_steps=job.max_steps,
-        batchnorm=job.batchnorm,
-        strategy=job.strategy,
-        loader=job.loader,
-        **asked,
-    )
+        return preflight(batch=batch, **shared_arguments(job, preflight) | asked)
 
 
 @contextlib.contextmanager
 def _errors_of(job: Job, batch: Any) -> Iterator[None]:
-    """Show the traceback of an error that the recipe's model, loss or optimizer raised, and say with which batch.
+    """Show the traceback of an error in the recipe's model, loss or optimizer, and raise one that describes the batch.
 
     Raises:
         InvalidInputError: There was one.
@@ -242,7 +205,7 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
-    """Let errors name options, and not arguments in Python, where the value was given on the command line."""
+    """Put the names of options into errors in place of Python arguments, for those given on the command line."""
     try:
         yield
     except InvalidInputError as error:
@@ -259,18 +222,18 @@ def _name_of(function: Any) -> str:
 
 
 def _is_to_measure(device: str | None, gpu: list[str] | None, device_memory: str | None) -> bool:
-    """Whether a device at hand is meant: not where cards are asked about on a machine without one.
+    """Whether to measure here: not where --gpu or --device-memory is given on a machine without an accelerator.
 
-    A recipe that names its device, as most do, is asked about there all the same.
+    The recipe's own device does not matter, since most recipes name one.
     """
     return device is not None or not (gpu or device_memory) or torch.accelerator.is_available()
 
 
-def _most(job: Job, target_batch: int | None, asked: int | None, required: int | None) -> int | None:
-    """Return the largest size of interest: one that is required is looked for even beyond the target batch."""
+def _most(job: Job, asked: int | None, required: int | None) -> int | None:
+    """Return the largest size to look for; a required one may be beyond the target batch."""
     if asked is not None or required is None:
         return asked if asked is not None or not isinstance(job.micro_batch, int) else job.micro_batch
-    return max(required, target_batch or job.target_batch)
+    return max(required, int(job.target_batch))
 
 
 def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:
@@ -302,7 +265,7 @@ def _first_batch(job: Job) -> Any:
     except Exception as error:
         if is_exit(error):
             raise
-        # Whatever it says, it is the loader's, and no device that is busy.
+        # An error of the loader, even where its text is that of a busy device.
         show_traceback(error)
         raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error
     raise InvalidInputError(
@@ -311,7 +274,7 @@ def _first_batch(job: Job) -> Any:
 
 
 def _check_cards(names: Sequence[str], device_memory: str | None, *, no_measure: bool) -> None:
-    """Refuse cards that are not known, and a question about none, before a recipe takes its time to be loaded."""
+    """Refuse unknown cards, and --no-measure without a card, before the recipe is loaded, which may take long."""
     for name in names:
         card_named(name)
     if device_memory is not None:
@@ -326,7 +289,7 @@ def _check_cards(names: Sequence[str], device_memory: str | None, *, no_measure:
 
 
 def _check_required(required: int | None, most: int | None) -> None:
-    """Refuse a micro-batch that is no requirement, or that nobody would look for."""
+    """Refuse a required micro-batch below 1 or above --max-micro-batch."""
     if required is None:
         return
     if required < 1:
@@ -338,7 +301,7 @@ def _check_required(required: int | None, most: int | None) -> None:
 
 
 def _check_files(html: Path | None, plot: Path | None) -> None:
-    """Refuse what cannot be written before anything takes its time."""
+    """Refuse files that cannot be written, before anything takes long."""
     for option, path in (("--html", html), ("--plot", plot)):
         if path is not None:
             check_place(path, option)
@@ -350,8 +313,8 @@ def _check_files(html: Path | None, plot: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _told(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what shows on a terminal what is being done; nothing is shown where there is none."""
+def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current part on a terminal, and nothing elsewhere."""
     if quiet or not is_terminal(sys.stderr):
         yield lambda _: None
         return
@@ -360,26 +323,26 @@ def _told(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _print(result: RenderableType | dict[str, Any]) -> None:
-    """Print a result to stdout: a document as JSON; all else in colours on a terminal, and plain where it is none."""
+    """Print a result to stdout: a document as JSON, anything else in colours on a terminal and plain elsewhere."""
     if isinstance(result, dict):
         print_result(json.dumps(result, allow_nan=False), done=_DONE)
         return
     if is_terminal(sys.stdout):
         Console().print(result)
     else:
-        # Not by what rich takes for a terminal: FORCE_COLOR would put escape codes into a file.
+        # rich would put escape codes into a file where FORCE_COLOR is set.
         print_result(plain_text(result), done=_DONE)
 
 
 @contextlib.contextmanager
 def _missing_as_exit_code() -> Iterator[None]:
-    """Tell a device that is not there, or that another process has to itself, from input that is wrong."""
+    """Give a missing device, and one that another process has to itself, an exit code other than bad input."""
     try:
         yield
     except DeviceMissingError as error:
         reason = str(error)
     except RuntimeError as error:
-        # A card so full that not even CUDA's own share fits: nothing has been tried yet.
+        # A card so full that not even CUDA's own share fits.
         if not is_oom(error) and _BUSY not in str(error):
             raise
         reason = first_line(error)

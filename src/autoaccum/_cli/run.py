@@ -1,11 +1,10 @@
-"""`autoaccum run`: options and a command in, the command's own output and its exit code out.
+"""The command line of `autoaccum run`.
 
-stdout belongs to the command alone; what is said about it goes to stderr, as lines that begin with "autoaccum: ".
+stdout belongs to the command alone; autoaccum's own lines go to stderr and begin with "autoaccum: ".
 """
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
 
 import typer
@@ -43,10 +42,6 @@ def run_command_line(
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", help="From a signal that asks the command to end to SIGKILL.")
     ] = GRACE_S,
-    report: Annotated[bool, typer.Option("--report", help="Tell the devices' memory before each attempt.")] = False,
-    log: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Keep the attempts in this file as one JSON document.")
-    ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither use nor keep what worked before.")] = False,
 ) -> None:
     """Run any command, and start it again with a smaller cut when it dies of lack of memory."""
@@ -57,8 +52,6 @@ def run_command_line(
             world_size=world_size,
             retries=retries,
             grace_s=grace,
-            reports=report,
-            log=log,
             cache=not no_cache,
         )
         code = run_command(command, options)

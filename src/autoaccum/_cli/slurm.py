@@ -1,7 +1,6 @@
-"""`autoaccum slurm` and `autoaccum jobs`: options in, a job of a cluster's or a list of them out.
+"""`autoaccum slurm` submits a job to a cluster, and `autoaccum jobs` lists such jobs.
 
-The number and the folder of a job are the result and go to stdout, as a document with --json; so does what --dry-run
-would submit. Nothing is decided here that `jobs/` does not decide.
+The job's number and folder, the list, and the script of --dry-run are results and go to stdout.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autoaccum._arguments import check_positive_int, check_positive_number
-from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, print_result, recipes_told
-from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_minutes, check_seed, check_texts
-from autoaccum._distributed.load_balance import SHARES, check_shares
+from autoaccum._arguments import check_choice, check_positive_int
+from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, loaded, print_result
+from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_texts
+from autoaccum._cli.options import NOT_ON_SLURM, RECIPE, check_given, of_fit, takes
+from autoaccum._distributed.load_balance import check_shares
 from autoaccum._engine.fallback import FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._launch.recipe import check_recipe
 from autoaccum._launch.slurm.folder import Submitted
 from autoaccum._launch.slurm.listing import jobs_in
-from autoaccum._launch.slurm.submission import WARNING_S, Wanted, script_of, submit
+from autoaccum._launch.slurm.submission import WARNING_S, Resources, script_of, submit
 from autoaccum._launch.slurm.task import Task, resubmission_of
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
@@ -40,13 +40,16 @@ if TYPE_CHECKING:
     from autoaccum._launch.slurm.listing import Listed
 
 FOLDER = Path("autoaccum-jobs")
-# What a machine usually keeps to itself.
+# Places that machines seldom share.
 _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - nothing is written there
 
 
 @dataclass(frozen=True)
 class TaskWithExitCodes:
-    """A task whose process ends with the exit codes of every command; submitit keeps it, and calls it on the node."""
+    """A task whose process ends with the exit codes of the command line.
+
+    submitit pickles it and calls it on a node, so this class cannot move without leaving its former name behind.
+    """
 
     task: Task
 
@@ -59,24 +62,18 @@ class TaskWithExitCodes:
             sys.exit(end.exit_code)
 
     def checkpoint(self) -> Any:
-        """Return what is to run after a requeue, as submitit wants it."""
+        """Return what submitit runs after a requeue."""
         return resubmission_of(self)
 
 
+@takes(of_fit(without=NOT_ON_SLURM))
 def slurm_command(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE.py[:FUNCTION]",
-            help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
-            show_default=False,
-        ),
-    ],
+    recipe: Annotated[str, RECIPE],
     *,
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="Cards on each node, and a process for each card.")] = 0,
     tasks_per_node: Annotated[int, typer.Option(help="Processes on each node, where there are no cards.")] = 1,
-    partition: Annotated[str | None, typer.Option(help="As for sbatch, and so are the next six.")] = None,
+    partition: Annotated[str | None, typer.Option(help="As for sbatch, like the next six.")] = None,
     time_limit: Annotated[
         str | None,
         typer.Option("--time", metavar="TIME", help="The time limit; a job is requeued before it, and goes on."),
@@ -92,105 +89,50 @@ def slurm_command(
         typer.Option(metavar="KEY[=VALUE]", help="Any other option of sbatch's, without dashes; may be given often."),
     ] = None,
     signal_delay: Annotated[
-        int, typer.Option(metavar="SECONDS", help="How long before the time limit the job is to leave a checkpoint.")
+        int, typer.Option(metavar="SECONDS", help="Seconds before the time limit to write a checkpoint.")
     ] = WARNING_S,
-    folder: Annotated[Path, typer.Option(help="Where each job gets a folder; the nodes must see it, too.")] = FOLDER,
+    folder: Annotated[Path, typer.Option(help="Where each job gets a folder, for its checkpoints too.")] = FOLDER,
     retries: Annotated[int, typer.Option(help="How often it may start again after it ran out of memory.")] = 5,
     no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Begin without a look at the device.")] = False,
-    target_batch: Annotated[int | None, typer.Option(help="Samples an optimizer update is made from.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Most samples on the device at once; else what fits.")] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How windows are cut: fastest, balanced, uniform or greedy.")
-    ] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model by torch.compile.")] = False,
-    fallback: Annotated[
-        list[str] | None, typer.Option(help="What to do where not even one sample fits: checkpoint or offload.")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every random generator.")] = None,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Each rank takes its part of what the recipe's loader gives.")
-    ] = False,
-    shares: Annotated[
-        str | None, typer.Option(help="How windows are shared out with --shard: equal, or as the ranks' speed.")
-    ] = None,
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Add gradients up while the last backward pass still runs.")
-    ] = False,
-    on_nan: Annotated[
-        str | None, typer.Option(help="What to do where the loss is not finite: warn, stop or ignore.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="For checkpoints; by default one in the job's folder.")
-    ] = None,
-    checkpoint_steps: Annotated[int | None, typer.Option(help="Updates from one checkpoint to the next.")] = None,
-    checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes from one checkpoint to the next.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+    **given: Any,
 ) -> None:
-    """Submit the training that a recipe describes to Slurm, so that it comes back until it is done."""
-    overrides: dict[str, Any] = {
-        "target_batch": target_batch,
-        "epochs": epochs,
-        "max_steps": max_steps,
-        "micro_batch": micro_batch,
-        "memory_limit": memory_limit,
-        "strategy": strategy,
-        "compile": True if compiled else None,
-        "fallback": fallback or None,
-        "precision": precision,
-        "seed": seed,
-        "shard": True if shard else None,
-        "shares": shares,
-        "overlap": True if overlap else None,
-        "on_nan": on_nan,
-        "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
-        "checkpoint_steps": checkpoint_steps,
-        "checkpoint_minutes": checkpoint_minutes,
-    }
-    chosen = {name: value for name, value in overrides.items() if value is not None}
+    """Submit the training that a recipe describes to Slurm. The job comes back until the training is done."""
+    # The job runs elsewhere.
+    given = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in given.items()}
     with errors_as_exit_codes():
-        _check(chosen, retries)
+        _check(given, retries)
         counts = {"nodes": nodes, "gpus_per_node": gpus_per_node, "tasks_per_node": tasks_per_node}
         counts |= {"signal_delay": signal_delay, "retries": retries}
         check_counts({**counts, "cpus_per_task": cpus_per_task}, MOST_OF_SLURM)
         check_texts({"time": time_limit, "mem": mem})
-        with recipes_told():
-            whole = check_recipe(recipe)
-        wanted = Wanted(
+        named = {"mem": mem, "partition": partition, "account": account, "qos": qos, "constraint": constraint}
+        others = {name: value for name, value in named.items() if value is not None}
+        whole = loaded(recipe, check_recipe)
+        resources = Resources(
             name=job_name or Path(whole.rpartition(":")[0]).stem,
             nodes=nodes,
             gpus_per_node=gpus_per_node,
             tasks_per_node=tasks_per_node,
             time=time_limit,
-            mem=mem,
             cpus_per_task=cpus_per_task,
-            partition=partition,
-            account=account,
-            qos=qos,
-            constraint=constraint,
             warning_s=signal_delay,
-            others=dict(_key_and_value(text) for text in slurm or ()),
+            others=others | dict(_key_and_value(text) for text in slurm or ()),
         )
         if dry_run:
-            print_result(script_of(wanted, folder), done="nothing was submitted")
+            print_result(script_of(resources, folder), done="nothing was submitted")
             return
         job_id, made = submit(
-            wanted,
+            resources,
             folder,
-            lambda made: TaskWithExitCodes(Task(whole, str(made.path), chosen, checks=not no_preflight)),
+            lambda made: TaskWithExitCodes(Task(whole, str(made.path), given, checks=not no_preflight)),
             Submitted(
-                name=wanted.name,
+                name=resources.name,
                 recipe=whole,
-                tasks=wanted.tasks,
+                tasks=resources.tasks,
                 retries=retries,
                 submitted_at=time.time(),
             ),
@@ -205,7 +147,7 @@ def jobs_command(
     folder: Annotated[Path, typer.Option(help="The folder that `autoaccum slurm` was given.")] = FOLDER,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as one JSON document.")] = False,
 ) -> None:
-    """List submitted jobs: their state, how far they are, how windows are cut, and why they were started again."""
+    """List submitted jobs: their state, progress, cut, and why they were started again."""
     with errors_as_exit_codes():
         listed = jobs_in(folder)
         if as_json:
@@ -216,28 +158,19 @@ def jobs_command(
             complain(f"there are no jobs in {folder.absolute()}")
 
 
-def _check(chosen: dict[str, Any], retries: int) -> None:
-    """Refuse here what `fit` would refuse hours later, on a node."""
-    names = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
-    for name in names:
-        if name in chosen:
-            check_positive_int(name, chosen[name])
-    check_counts({name: chosen.get(name) for name in names})
-    check_seed(chosen.get("seed"))
-    check_minutes("checkpoint_minutes", chosen.get("checkpoint_minutes"))
-    check_texts({"memory_limit": chosen.get("memory_limit")})
-    check_finding("auto", "off", chosen.get("strategy"))
-    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "shares": SHARES, "on_nan": ON_NAN}.items():
-        asked = chosen.get(name, ())
+def _check(given: dict[str, Any], retries: int) -> None:
+    """Refuse now what `fit` would refuse hours later, on a node."""
+    for name, value in given.items():
+        if isinstance(value, int) and not isinstance(value, bool) and name != "seed":
+            check_positive_int(name, value)
+    check_given(given)
+    check_finding(given.get("micro_batch", "auto"), given.get("probe", "inline"), given.get("strategy"))
+    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "on_nan": ON_NAN}.items():
+        asked = given.get(name, ())
         for value in [asked] if isinstance(asked, str) else asked:
-            if value not in known:
-                raise InvalidInputError(
-                    f"--{name.replace('_', '-')} {value!r} is unknown; choose from {', '.join(known)}"
-                )
-    check_shares(chosen.get("shares", "equal"), shard=chosen.get("shard", False))
-    if "checkpoint_minutes" in chosen:
-        check_positive_number("checkpoint_minutes", chosen["checkpoint_minutes"])
-    parse_limit(chosen.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
+            check_choice(name, value, known)
+    check_shares(given.get("shares", "equal"), shard=given.get("shard", False))
+    parse_limit(given.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
     if retries < 0:
         raise InvalidInputError(f"--retries {retries} must be 0 or more")
 
@@ -256,7 +189,7 @@ def _print_submitted(job_id: str, folder: JobFolder, *, as_json: bool) -> None:
         print_result(json.dumps(document), done=f"job {job_id} is submitted, in {folder.path}")
         return
     print_result(f"{job_id} {folder.path}", done=f"job {job_id} is submitted, in {folder.path}")
-    complain(f"submitted; its log is {folder.log(job_id)}, and `autoaccum jobs` says how far it is")
+    complain(f"submitted; its log is {folder.log(job_id)}, and `autoaccum jobs` shows its progress")
 
 
 def _print_jobs(listed: list[Listed]) -> None:
@@ -265,11 +198,11 @@ def _print_jobs(listed: list[Listed]) -> None:
         table.add_column(title, no_wrap=title != "state")
     for one in listed:
         table.add_row(*_row(one))
-    # As wide as it has to be: lines of a list that is cut, or broken, help nobody.
+    # Into a file as wide as necessary, so that no line is cut or broken.
     console = Console(width=200 if not sys.stdout.isatty() else None, color_system=None, highlight=False)
     console.print(table)
     for one in listed:
-        for text in _told(one):
+        for text in _remarks(one):
             typer.echo(f"{one.folder.name}: {text}")
 
 
@@ -293,15 +226,15 @@ def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _told(one: Listed) -> list[str]:
-    """Return what has no place in a table."""
-    told = [
+def _remarks(one: Listed) -> list[str]:
+    """Return the lines below the table."""
+    lines = [
         f"start {number} after step {restart.step}: {restart.reason}"
         + ("" if restart.max_micro_batch is None else f"; micro-batches of at most {restart.max_micro_batch}")
         for number, restart in enumerate(one.restarts, start=2)
     ]
     if one.progress is not None and one.progress.error is not None and one.progress.phase == "failed":
-        told.append(one.progress.error)
+        lines.append(one.progress.error)
     if one.reason is not None:
-        told.append(f"Slurm's reason: {one.reason}")
-    return [*told, *one.problems]
+        lines.append(f"Slurm's reason: {one.reason}")
+    return [*lines, *one.problems]

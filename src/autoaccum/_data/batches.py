@@ -1,4 +1,4 @@
-"""Batches of any nesting: counted, cut and joined; a loader's stream as windows of N samples. No device is touched.
+"""Counts, cuts and joins batches of any nesting, and regroups a loader's batches into windows. Touches no device.
 
 A batch is what a loader yields: a tensor, or tuples, lists, named tuples and mappings of tensors, nested at will. Its
 samples run along the first dimension of every tensor. What is not a tensor but as long as the batch (a list of file
@@ -164,6 +164,7 @@ class Window(Sequence[Any]):
         self._starts = (0, *itertools.accumulate(span.samples for span in spans))
         self.samples = self._starts[-1]
         self._groups: list[int] | None = None
+        self._tensors: list[Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -249,7 +250,9 @@ class Window(Sequence[Any]):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of every piece."""
-        return [tensor for span in self._spans for tensor in span.piece.tensors()]
+        if self._tensors is None:
+            self._tensors = [tensor for span in self._spans for tensor in span.piece.tensors()]
+        return self._tensors
 
 
 def windows(loader: Iterable[Any], target_batch: int, *, last_window: str = "step") -> Iterator[Any]:
@@ -283,16 +286,12 @@ def check_windows(target_batch: int, last_window: str) -> None:
 
 
 def stream(
-    batches: Iterable[Any],
-    target_batch: int | Iterable[int],
-    *,
-    last_window: str = "step",
-    skip: int = 0,
+    batches: Iterable[Any], target_batch: int | Iterable[int], *, last_window: str = "step", skip: int = 0
 ) -> Iterator[Window]:
     """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
 
-    The first `skip` samples of the first batch are left out: where a loader is taken up again, a window before has used
-    them. Windows may each have a size of their own.
+    The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
+    Windows may each have a size of their own.
     """
     sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
     spans: list[_Span] = []
@@ -509,7 +508,7 @@ def _count(leaves: Iterable[Any], batch: Any) -> int:
     if len(sizes) > 1:
         raise InvalidInputError(
             "the tensors of a batch must agree in their first size, the number of samples, but found "
-            f"{shapes_of(batch)}"
+            f"{shapes_of(batch)}; let the loader yield one entry a sample in each of them"
         )
     return sizes.pop()
 

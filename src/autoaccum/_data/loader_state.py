@@ -1,10 +1,9 @@
-"""Where a run stands in its loader, as values that a checkpoint can keep; and the way back there.
+"""Records the position in a loader as values that a checkpoint can keep, and brings a loader back to it.
 
-A loader cannot be asked where it is, nor told to go somewhere, unless it has `state_dict` and `load_state_dict` (as
-torchdata's StatefulDataLoader has). Any other is wound forward: its epoch is begun again from the random state in which
-it began, which gives the same order and the same seeds for its workers, and batches are drawn and thrown away. The
-random state before the last batch is kept as well, for a batch of which a later window still needs the rest: transforms
-draw from it what they drew the first time.
+A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) restores its position itself. Any
+other is wound forward: its epoch begins again from the same random state, which gives the same order and the same seeds
+for its workers, and batches are drawn and thrown away. The random state before the last batch is kept as well, since a
+later window may need the rest of that batch: transforms then draw what they drew the first time.
 """
 
 from __future__ import annotations
@@ -42,17 +41,16 @@ class Position:
 
     Attributes:
         epoch: The epoch, from 1.
-        batches: Batches that were drawn in it; 0 where it is still to begin.
+        batches: Batches drawn in the epoch; 0 before it begins.
         used: Samples of the last of them that are used; 0 where all are.
-        closed: Whether what follows after an epoch's last window (the evaluation) has nothing to do here: it was
-            done, or no window has come since.
-        start: The random state before the epoch's batches were asked for; None where it is still to begin.
+        closed: Whether what follows an epoch's last window (the evaluation) is done, or no window has come since.
+        start: The random state before the epoch's iterator was made; None before the epoch begins.
         before_last: The random state before the last batch was drawn, where a part of it is left.
-        generators: The loader's own generators before the epoch's batches were asked for.
-        loader_state: What a loader that keeps its own state said: before the last batch where a part of that is left,
+        generators: The loader's own generators before the epoch's iterator was made.
+        loader_state: The `state_dict` of a loader that has one: before the last batch where a part of that is left,
             else after it.
-        length: Batches that the loader said it has; None where it does not say.
-        batch_size: Samples a batch, as the loader said; None where it does not say.
+        length: `len` of the loader; None where it has none.
+        batch_size: `batch_size` of the loader; None where it has none.
     """
 
     epoch: int = 1
@@ -68,9 +66,9 @@ class Position:
 
 
 class Track:
-    """Goes through a loader, epoch by epoch, and knows where it stands. As an iterator it gives the epoch's batches.
+    """Iterates over a loader, epoch by epoch, and knows the position in it.
 
-    Nothing of a batch is kept here once it was given. An error of the loader arrives as it is.
+    Keeps no reference to a batch that it has yielded, and passes errors of the loader on as they are.
 
     Args:
         loader: The loader.
@@ -308,7 +306,7 @@ def _refusals_told(loader: Any) -> Iterator[None]:
         raise CheckpointError(
             f"{type(loader).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
             f"{first_line(error)}), and everything is as it was before; pass the same loader over the same data, or "
-            "resume=False to start anew"
+            "resume=False to start from scratch"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Looks at a loader's first batches as if nobody had: what it draws from and counts with is put back.
+"""Reads a loader's first batches and then restores its random state and its counters.
 
-What cannot be begun again, such as a generator, is for its owner to leave alone; nor can be put back what a dataset
-keeps in lists or files.
+Callers leave alone what cannot be read twice, such as a generator. What a dataset keeps in lists or files is not
+restored.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def counters_kept(owners: Iterable[Any]) -> Iterator[None]:
 
 
 def _begins_with_class(owner: Any, name: str) -> bool:
-    """Whether an attribute stands for one of the class, as a count does that begins there (`calls = 0`)."""
+    """Whether an attribute shadows one of its class, as a count does that begins there (`calls = 0`)."""
     return isinstance(vars(owner)[name], _PLAIN) and isinstance(getattr(type(owner), name, owner), _PLAIN)
 
 

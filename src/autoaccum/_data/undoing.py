@@ -1,7 +1,7 @@
-"""Remembers what objects hold that judge for themselves what they are given, to put it back where they refuse.
+"""Undoes a `load_state_dict` that raised half-way.
 
-A scheduler, a loader or a module with a state of its own may raise from `load_state_dict` with half of it taken. What
-such an object holds in its attributes, and what objects like it that it holds hold in theirs, is put back.
+A scheduler, a loader or a module with a `load_state_dict` of its own may raise after it has taken a part of the state.
+Its attributes, and those of the objects that it holds, are then set to what they were.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, deque)
 _NOT_ENTERED = (nn.Module, torch.optim.Optimizer, Tensor, type, FunctionType, MethodType, BuiltinFunctionType)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
-# Where nothing in a module has a say, loading cannot fail half-way, and a copy of a large one would be for nothing.
+# Where no module has loading code of its own, loading cannot fail half-way, and a copy of a large one is needless.
 _MOST_COPIED_BYTES = 1 << 30
 
 

@@ -82,7 +82,7 @@ class Part:
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
-class Joint:
+class DataParallel:
     """Makes windows together with other ranks.
 
     Args:

@@ -16,7 +16,7 @@ from torch import distributed
 
 from autoaccum._data.batches import Window, copied
 from autoaccum._distributed.data_parallel import (
-    Joint,
+    DataParallel,
     Outcome,
     Part,
     Share,
@@ -64,14 +64,14 @@ class LackElsewhereError(torch.OutOfMemoryError):
     """Some rank has said, before a pass, that it lacks memory for it."""
 
 
-class ShardedJoint(Joint):
+class ShardedDataParallel(DataParallel):
     """Makes windows together with ranks that hold the other parts of the model.
 
     Args:
         ranks: All of them.
         step: This one's training step.
         grows_to: The largest size that is wanted, where sizes grow by what is seen; None where they are set.
-        said: As for `Joint`.
+        said: As for `DataParallel`.
     """
 
     adds_up_gradients = False

@@ -13,7 +13,7 @@ from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.recovery import Recovery
 from autoaccum._loss.reported import means
-from autoaccum._sizing.headroom import Room
+from autoaccum._sizing.headroom import Headroom
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
 
@@ -71,7 +71,7 @@ class Accumulator:
         self._step = step
         self._sizing = sizing
         self._events = events
-        self._room = Room(step.memory)
+        self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms)
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)

@@ -43,12 +43,16 @@ class BatchNorms:
 
     Raises:
         InvalidInputError: The mode is unknown.
+
+    Attributes:
+        rescales: Whether the mode is "rescale".
+        is_there: Whether there are such layers.
     """
 
     def __init__(self, modules: Iterable[nn.Module], mode: str, notices: Notices) -> None:
         check_batchnorm(mode)
         self._modules = list(modules)
-        self._rescales = mode == "rescale"
+        self.rescales = mode == "rescale"
         self._notices = notices
         self._has_spoken = False
         self._own: list[tuple[_BatchNorm, float]] = []
@@ -58,6 +62,7 @@ class BatchNorms:
         """Search the modules for layers, which may have changed since; not within a window."""
         parts = dict.fromkeys(part for module in self._modules for part in module.modules())
         self._layers = [part for part in parts if isinstance(part, _BatchNorm)]
+        self.is_there = bool(self._layers)
 
     @property
     def need_several(self) -> bool:
@@ -79,7 +84,7 @@ class BatchNorms:
         layers = f"{count} layers in training mode normalise" if count > 1 else "1 layer in training mode normalises"
         remedy = (
             "Running statistics move as far as with one batch (batchnorm='rescale'). "
-            if self._rescales
+            if self.rescales
             else "batchnorm='rescale' sets right how fast running statistics move; "
         )
         found = str(max(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
@@ -100,7 +105,7 @@ class BatchNorms:
             share: The micro-batch's part of the window's samples. It holds until the next call, so that a forward pass
                 that activation checkpointing runs again finds it too.
         """
-        if not self._rescales:
+        if not self.rescales:
             return
         if not self._own:
             self._own = [

@@ -144,7 +144,7 @@ class MicroBatches:
             noted = self._accumulated.reported
         self.size = None
         self._see_what_is_written()
-        return Given(losses, pair_weight, self._window.samples, _sums_of(noted))
+        return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {})
 
     def keep(self) -> None:
         """After lack of memory: put back what has to be done again, and no more than that."""
@@ -177,7 +177,8 @@ class MicroBatches:
 
     def end(self) -> None:
         """Let go of the window, which has become an update."""
-        self._norms.put_back()
+        if self._norms.rescales:
+            self._norms.put_back()
         if self._window.versions() != self._versions_of_data:
             self._step.transfer.copy_always()
         self._forget()
@@ -248,7 +249,7 @@ class MicroBatches:
         """Run the micro-batches that are not done, each forward and backward."""
         while sum(self.sizes[: self._done]) < self._window.samples:
             self._plan()
-            if not self._sizing.is_learning:
+            if self._norms.is_there and not self._sizing.is_learning:
                 self._norms.announce(self.sizes)  # of a cut that will be used again
             start = sum(self.sizes[: self._done])
             rest = self.sizes[self._done :]
@@ -292,7 +293,8 @@ class MicroBatches:
             self._adding = Aside(step.parameters)
         with self._adding or nullcontext():
             step.accumulate(batch, size, self._factors[self._done], given)
-        self._sizing.leave(size)
+        if self._sizing.measures:
+            self._sizing.leave(size)
         self._accumulated.add(given)
         self._done += 1
 
@@ -303,8 +305,11 @@ class MicroBatches:
             return
         start = self._entered % self._window.samples if self._whole is not None else sum(self.sizes[: self._done])
         self._entered += size
-        self._norms.rescale(size / self._window.samples)
-        self._sizing.enter(start, size)
+        if self._norms.rescales:
+            self._norms.rescale(size / self._window.samples)
+        self._sizing.start = start
+        if self._sizing.measures:
+            self._sizing.enter(size)
 
     def _worked_on(self) -> int:
         """Samples that have been worked on in this window since it began (anew)."""
@@ -411,6 +416,9 @@ class MicroBatches:
 
     def _see_what_is_written(self) -> None:
         """Keep from now on what this window has shown to be written."""
+        if not self._is_first and not self._watched:
+            self._seen_written = []
+            return
         self._seen_written = written = self._written()
         if written or self._is_first:
             self._kept += written

@@ -6,12 +6,10 @@ is said once and never reaches the training, and nothing that is looked at is he
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
 import platform
-import secrets
 import traceback
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -151,8 +149,7 @@ class PostMortem:
                 "alive": _summary(alive),
                 "allocator_snapshot": snapshot,
             }
-            with _whole_or_not_at_all(path) as unfinished:
-                unfinished.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            safe_files.write(path, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
         self._notices.say(f"memory ran out; what was alive is in {path} (autoaccum report --oom {path} shows it)")
 
 
@@ -180,7 +177,7 @@ class _History:
             lines = dict(_lines(snapshot))
             for one in alive:
                 one.source = lines.get(one.address, one.source)
-            with _whole_or_not_at_all(path) as unfinished, unfinished.open("wb") as file:
+            with safe_files.replacing(path) as unfinished, unfinished.open("wb") as file:
                 pickle.dump(snapshot, file)
         except Exception as problem:  # noqa: BLE001 - private to PyTorch, and only an addition
             traceback.clear_frames(problem.__traceback__)
@@ -266,15 +263,3 @@ def _lines(snapshot: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
                 if file.endswith(".py") and not any(part in file for part in _FOREIGN):
                     yield block["address"], f"{file}:{frame['line']}"
                     break
-
-
-@contextlib.contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[Path]:
-    # A name that nobody can guess, and that is free: no link of that name is written through.
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}.unfinished")
-    safe_files.create(unfinished).close()
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -163,10 +163,12 @@ class Alone:
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which is the whole window's already."""
-        losses = given.corrected_losses()
+        losses, correction = given.losses, given.correction
+        if given.pair_weight is not None:
+            losses = given.corrected_losses()
         before_update(losses, given.samples)
-        norm = self._updates.prepare(given.correction)
-        return Reduced(losses, means(given.slots), given.samples, norm)
+        norm = self._updates.prepare(correction)
+        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm)
 
     def commit(self, reduced: Reduced) -> Update:
         """Step the optimizer. Lack of memory arrives as it is: the window can be made again."""

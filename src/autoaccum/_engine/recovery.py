@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.micro_batches import MicroBatches
     from autoaccum._engine.step import GradientStep
     from autoaccum._sizing.controller import Sizing
-    from autoaccum._sizing.headroom import Room
+    from autoaccum._sizing.headroom import Headroom
 
 # So often what the loss runs over is asked for; it takes many small steps, of which each can fail.
 _TRIES_TO_WEIGH = 4
@@ -60,7 +60,7 @@ class Recovery:
         step: GradientStep,
         work: MicroBatches,
         sizing: Sizing,
-        room: Room,
+        room: Headroom,
         events: Events,
         norms: BatchNorms,
     ) -> None:

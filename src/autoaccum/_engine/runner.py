@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum import _oom
@@ -29,8 +30,8 @@ from autoaccum._engine.recovery import Recovery
 from autoaccum._engine.step import assemble, drop_old_gradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._records import DeviceScalar, Plan, StepReport
-from autoaccum._sizing.controller import Cutting, Sizing, Wanted
-from autoaccum._sizing.headroom import Room
+from autoaccum._sizing.controller import Cutting, Sizing, SizingOptions
+from autoaccum._sizing.headroom import Headroom
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
@@ -84,6 +85,27 @@ class NothingMoves:
         """Do nothing."""
 
 
+@dataclass(slots=True)
+class _Now:
+    """Where a runner is.
+
+    Attributes:
+        made_before: Updates that were made before the present window.
+        number: The number of its update.
+        has_moved: Whether all that moves with the update has moved.
+        is_at_work: Whether a window has begun and not ended.
+        is_checked: Whether the loss and the gradients of an earlier window were seen to be usable.
+        checks_finite: Whether the first loss is still to be seen to be finite.
+    """
+
+    made_before: int
+    number: int
+    has_moved: bool = False
+    is_at_work: bool = False
+    is_checked: bool = False
+    checks_finite: bool = False
+
+
 class WindowRunner:
     """Makes one update from each window.
 
@@ -96,9 +118,6 @@ class WindowRunner:
         commit: Moves with every update.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
-
-    Attributes:
-        sizing: Cuts the windows.
     """
 
     def __init__(
@@ -120,14 +139,12 @@ class WindowRunner:
         self._peers: Peers = peers or Alone(step.updates)
         self._move = commit or NothingMoves()
         self._loss_scope = loss_scope
-        self._room = Room(step.memory)
+        self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms, peers=self._peers)
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
-        self._made_before, self._coming = step.updates.made, events.windows + 1
-        self._is_checked = self._has_moved = self._is_at_work = False
         # A loss that is not finite is refused in the first window only: later it may be the training's own doing.
-        self._checks_finite = events.windows == 0
+        self._now = _Now(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -144,8 +161,8 @@ class WindowRunner:
             AutoaccumError: As `Runner.step`.
         """
         started = time.perf_counter()
-        work, peers, recovery = self._work, self._peers, self._recovery
-        self._made_before, self._coming, self._has_moved = self._step.updates.made, self._events.windows + 1, False
+        now, work, peers, recovery = self._now, self._work, self._peers, self._recovery
+        now.made_before, now.number, now.has_moved = self._step.updates.made, self._events.windows + 1, False
         try:
             self._begin(part)
             try:
@@ -162,7 +179,7 @@ class WindowRunner:
                     except Exception as error:
                         if self._is_made:
                             raise
-                        peers.failed(error, work, self._coming)
+                        peers.failed(error, work, now.number)
                         lack = recovery.put_back(error)
                     self._step.updates.let_go()
                     recovery.cut_smaller(lack) if lack is not None else self._step.memory.release()
@@ -181,7 +198,7 @@ class WindowRunner:
     @property
     def _is_made(self) -> bool:
         """Whether the update of the present window is made."""
-        return self._step.updates.made != self._made_before
+        return self._step.updates.made != self._now.made_before
 
     @property
     def is_past_return(self) -> bool:
@@ -232,7 +249,7 @@ class WindowRunner:
             self._peers.check_parameters()
             self._norms.search()
             self._work.take_stock()
-            self._is_checked = False
+            self._now.is_checked = False
             self._say_what_stays()
         drop_old_gradients(step, self._notices)
         self._room.follow(self._sizing.plan)
@@ -240,16 +257,16 @@ class WindowRunner:
         if part.samples:
             self._sizing.begin(part)
         self._work.begin(part, self._peers.begin(part, self._sizing))
-        self._is_at_work = True
+        self._now.is_at_work = True
 
     def _before_update(self, losses: dict[str, Tensor], samples: int) -> None:
         """Refuse an update that cannot be wanted, and make ready what moves with it, while there is a way back."""
-        if not self._is_checked:
-            if self._checks_finite:
+        if not self._now.is_checked:
+            if self._now.checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():
                 raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
-            self._is_checked, self._checks_finite = True, False
+            self._now.is_checked, self._now.checks_finite = True, False
         self._move.prepare(samples)
 
     def _update(self, reduced: Reduced) -> Update:
@@ -257,15 +274,15 @@ class WindowRunner:
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         with signals.held():
             update = self._peers.commit(reduced)
-            self._events.windows = self._coming
+            self._events.windows = self._now.number
             self._step.clear_gradients()
             self._move.update_made(skipped=update.skipped)
-            self._has_moved = True
+            self._now.has_moved = True
         return update
 
     def _end(self) -> None:
         """Let go of the window."""
-        self._is_at_work = False
+        self._now.is_at_work = False
         self._step.updates.let_go()
         self._work.end()
 
@@ -297,11 +314,11 @@ class WindowRunner:
 
     def _tell_that_it_is_made(self, error: BaseException) -> None:
         """Raise what failed after the update as an error that says that the update is made, where it does not."""
-        self._events.windows = self._coming  # an assignment alone: whatever else fails, this window counts as done
+        self._events.windows = self._now.number  # an assignment alone: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = afterwards.told(error, self._coming, has_moved=self._has_moved)
+        said = afterwards.told(error, self._now.number, has_moved=self._now.has_moved)
         if said is error:
             return
         try:
@@ -397,7 +414,7 @@ class Runner(WindowRunner):
             notices=notices,
         )
         events = Events(callbacks, notices)
-        sizing = Sizing(step.memory, lambda: step.parameters, Cutting.of(plan), Wanted(), events)
+        sizing = Sizing(step.memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         super().__init__(step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm)
         self._evaluator: Evaluator | None = None
 
@@ -421,8 +438,8 @@ class Runner(WindowRunner):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer | MakesOptimizer) -> None:
-        if optimizer is None or self._is_at_work:
-            why = "within a window" if self._is_at_work else "to None"
+        if optimizer is None or self._now.is_at_work:
+            why = "within a window" if self._now.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 

@@ -22,7 +22,7 @@ from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.parameters import Inventory
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._loss import reported
-from autoaccum._loss.objective import Objective, check_graph
+from autoaccum._loss.objective import Objective, no_gradient
 from autoaccum._loss.weighting import Over
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
@@ -185,29 +185,33 @@ class GradientStep:
         """Run one forward pass and the backward pass of what came out."""
         scaler = self.precision.scaler
         self.stage.phase = Phase.FORWARD
-        with self.precision.autocast():
+        with self.precision.context:
             # Without the outputs, which a loss seldom needs for its gradient.
             terms = self.objective.terms(source, batch, samples)[0]
-        losses = [term for term in terms if not term.is_reported]
-        if len(losses) < len(terms):
-            reported.note(terms, samples, factors, self.objective.weighting, into.reported)
         weighted: list[Tensor] = []
-        for term in losses:
+        has_reported = False
+        for term in terms:
+            if term.is_reported:
+                has_reported = True
+                continue
             value = self._weighted(term, factors, into)
             if value is not None:
                 into.losses.setdefault(term.name, []).append(value.detach())
                 weighted.append(value)
+        if has_reported:
+            reported.note(terms, samples, factors, self.objective.weighting, into.reported)
         if not weighted:
             return
         total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
-        check_graph(total, (term.name for term in losses))
+        if not total.requires_grad:
+            raise no_gradient(term.name for term in terms if not term.is_reported)
         self.stage.phase = Phase.BACKWARD
         self.has_added = True
         (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
 
     def _weighted(self, term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
         """Return what a term adds to the window's loss; None where nothing in it counts."""
-        factor = factors.of(term.name)
+        factor = factors.named.get(term.name, factors.usual)
         if term.over is Over.PAIR and term.name not in factors.named:
             assert term.weight is not None
             if factors.alone:

@@ -24,7 +24,7 @@ from autoaccum._engine.phases import Phase
 from autoaccum._engine.step import check_weight
 from autoaccum._loss import reported
 from autoaccum._loss.counting import is_pair
-from autoaccum._loss.objective import Factors, check_graph
+from autoaccum._loss.objective import Factors, no_gradient
 from autoaccum._loss.weighting import Over
 from autoaccum._snapshot import Mark, RandomState
 from autoaccum.errors import InvalidInputError
@@ -286,7 +286,8 @@ class WholeWindow:
         self.reported = {}
         reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weighting, self.reported)
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
-        check_graph(total, values)
+        if not total.requires_grad:
+            raise no_gradient(values)
         scaler = self._step.precision.scaler
         self._step.stage.phase = Phase.BACKWARD
         self._step.has_added = True

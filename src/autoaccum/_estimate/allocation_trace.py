@@ -1,7 +1,7 @@
-"""What storages of one training step come and go, in order; and what they hold at their peak.
+"""The timeline of one training step: the storages allocated and freed, in order, and their peak.
 
-Written by `_estimate/tracer.py`, read by `_estimate/estimate.py`. Pure arithmetic: no torch, no device, no rounding.
-How an allocator makes room for such a timeline is in `_estimate/cuda_allocator.py`.
+`_estimate/tracer.py` records it, `_estimate/cuda_allocator.py` replays it on a card's allocator. Pure arithmetic: no
+torch, no device, no rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 
 class Category(Enum):
-    """What a storage holds. Those made within the step are told apart by how long they live."""
+    """What a storage holds. Those allocated within the step are distinguished by their lifetime."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -31,7 +31,7 @@ class Storage:
     Attributes:
         size_bytes: Its size.
         category: What it holds.
-        operator: What made it; "" for what was there before the step.
+        operator: The operator that allocated it; "" for what existed before the step.
     """
 
     size_bytes: int
@@ -44,9 +44,9 @@ class Peak:
     """The moment at which a timeline holds most.
 
     Attributes:
-        index: Of the event after which it does.
-        live_bytes: What is held then.
-        alive: Numbers of the storages that are alive then, in the order in which they were made.
+        index: The index of the event before it.
+        live_bytes: Bytes alive then.
+        alive: Numbers of the storages alive then, in the order of allocation.
     """
 
     index: int
@@ -61,8 +61,8 @@ class Timeline:
     Attributes:
         size: Samples in its micro-batch.
         storages: Every storage, by number.
-        events: The number of a storage where it comes; where it goes, its complement (`~number`), which is negative.
-        phases: Where each phase begins: index of its first event, and name. The first is "before".
+        events: The number of a storage where it is allocated; its complement (`~number`, negative) where it is freed.
+        phases: The index of each phase's first event, and its name. The first is "before".
     """
 
     size: int
@@ -71,11 +71,11 @@ class Timeline:
     phases: list[tuple[int, str]] = field(default_factory=lambda: [(0, "before")])
 
     def phase_at(self, index: int) -> str:
-        """Return the phase in which an event is."""
+        """Return the phase of an event."""
         return self.phases[bisect_right(self.phases, index, key=lambda phase: phase[0]) - 1][1]
 
     def peak(self) -> Peak:
-        """Return the moment at which most is held, the first of several."""
+        """Return the first moment at which most is alive."""
         live = best = 0
         at = -1
         for index, event in enumerate(self.events):
@@ -88,7 +88,7 @@ class Timeline:
         return Peak(at, best, self.alive_at(at))
 
     def alive_at(self, index: int) -> tuple[int, ...]:
-        """Return the numbers of the storages that are alive after an event, in the order in which they came."""
+        """Return the numbers of the storages alive after an event, in the order of allocation."""
         alive: dict[int, None] = {}
         for event in self.events[: index + 1]:
             if event < 0:
@@ -98,14 +98,14 @@ class Timeline:
         return tuple(alive)
 
     def with_held(self, size_bytes: int) -> Timeline:
-        """Return the timeline with one more storage held all the time."""
+        """Return the timeline with one more storage that is alive throughout."""
         number = len(self.storages)
         storages = [*self.storages, Storage(size_bytes, Category.WORKSPACE)]
         phases = [self.phases[0], *((start + 1, name) for start, name in self.phases[1:])]
         return Timeline(self.size, storages, [number, *self.events], phases)
 
     def kept_for_backward(self) -> set[int]:
-        """Return the numbers of storages that were made in a forward pass and outlived it."""
+        """Return the numbers of storages allocated in a forward pass that outlived it."""
         kept: set[int] = set()
         bounds = [*self.phases, (len(self.events), "end")]
         for (start, name), (stop, _) in pairwise(bounds):
@@ -122,16 +122,15 @@ class Timeline:
 
 
 def between(low: Timeline, high: Timeline, size: int) -> Timeline | None:
-    """Return the timeline of another size, where every storage of two timelines is fixed or grows with the samples.
+    """Derive the timeline of another size, if every storage is fixed or proportional to the samples.
 
     Args:
         low: The step of one size.
         high: The same step of a larger size.
-        size: Samples in the one that is asked for.
+        size: The size wanted.
 
     Returns:
-        What a step of that size holds; None where the two do not go through the same operators, or where a storage is
-        neither fixed nor proportional to the samples, so that two sizes do not tell what a third takes.
+        The timeline; None if the two steps run different operators, or a storage is neither fixed nor proportional.
     """
     if low.events != high.events or low.phases != high.phases or len(low.storages) != len(high.storages):
         return None

@@ -1,10 +1,8 @@
-"""What kernels of the CPU take for themselves while they run: one named rule an operator.
+"""Workspaces of CPU kernels: one rule for each operator, from its arguments and results to sizes in bytes.
 
-An operator, its arguments and its results come in; sizes in bytes go out. Each rule was read off the profiler's memory
-events of the real operator, and its test measures that operator anew
-(`tests/estimate/test_cpu_kernels.py`). What is missing here takes nothing worth naming. Sizes that hang on the
-processor are told for the one at hand: oneDNN blocks channels by the width of its vectors, and gives each thread
-buffers of its own.
+Each rule follows the profiler's memory events of the real operator, which its test measures again
+(`tests/estimate/test_cpu_kernels.py`). Operators without a rule allocate nothing of note. Sizes are those of this
+machine's processor: oneDNN blocks channels by the width of its vectors, and gives each thread its own buffers.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What one call of an operator takes beside its arguments and results.
+    """What one call of an operator allocates and frees, excluding its results.
 
     Attributes:
-        steps: Sizes that are held at the same time and given back before the results are made; one group after another.
-        beside: Sizes that are held from the first step until the results are there.
+        steps: Sizes held at the same time and freed before the results are allocated, one group after another.
+        beside: Sizes held from the first step until the results exist.
     """
 
     steps: tuple[tuple[int, ...], ...] = ()
@@ -38,7 +36,7 @@ class Workspace:
 
 # Floats of one vector register, by which oneDNN blocks channels.
 _LANES = {"AVX512": 16, "AVX2": 8}
-# Up to so many channels the first layer of a network is read in the layout in which it comes.
+# Up to so many channels the first layer of a network is read in its own layout.
 _PLAIN_CHANNELS = 4
 _SMALL_KERNEL = 3
 _MKLDNN = ("Mkldnn", "MkldnnTranspose", "MkldnnEmpty")
@@ -56,15 +54,9 @@ class _Convolution:
     source: int
     weight: int
     result: int
-    plain_source: int
-    plain_weight: int
     wide_weight: int
     source_is_read_plain: bool
-    is_channels_last: bool
-    is_strided: bool
-    is_pointwise: bool
     is_small_groups: bool
-    is_transposed: bool
     scratch: int
     backward_scratch: int
     weight_scratch: int
@@ -75,12 +67,14 @@ def _blocked(tensor: Tensor, channels: int) -> int:
     return tensor.nbytes // channels * (math.ceil(channels / lanes) * lanes)
 
 
-def _convolution_of(
-    source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], groups: int, *, transposed: bool
-) -> _Convolution:
+def _is_strided(stride: Sequence[int]) -> bool:
+    return any(step > 1 for step in stride)
+
+
+def _convolution_of(source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], groups: int) -> _Convolution:
     inputs, outputs = source.shape[1], result.shape[1]
     of_kernel = weight.shape[2:].numel()
-    strided = any(step > 1 for step in stride)
+
     depthwise = groups == inputs == outputs
     lanes, threads = _lanes(), torch.get_num_threads()
 
@@ -97,8 +91,8 @@ def _convolution_of(
     pixels = result.shape[2:].numel()
     channels_last = not result.is_contiguous()
     scratch = weight_scratch = 0
-    if of_kernel == 1 and strided:
-        scratch += threads * inputs * pixels * source.element_size()  # the pixels that count, gathered
+    if of_kernel == 1 and _is_strided(stride):
+        scratch += threads * inputs * pixels * source.element_size()  # the strided pixels, gathered
     half = source.dtype != torch.float32
     backward_scratch = scratch
     if of_kernel == 1 and half:
@@ -118,15 +112,9 @@ def _convolution_of(
         source=_blocked(source, inputs),
         weight=weight_bytes,
         result=_blocked(result, outputs),
-        plain_source=source.nbytes,
-        plain_weight=weight.nbytes,
-        source_is_read_plain=plain,
         wide_weight=weight.nbytes * wide * wide,
-        is_channels_last=channels_last,
-        is_strided=strided,
-        is_pointwise=of_kernel == 1,
+        source_is_read_plain=plain,
         is_small_groups=small_groups,
-        is_transposed=transposed,
         scratch=scratch,
         backward_scratch=backward_scratch,
         weight_scratch=weight_scratch,
@@ -145,7 +133,7 @@ def _columns(source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[in
 
 
 def _unfolded(args: Sequence[Any], result: Any) -> Workspace:
-    """Where oneDNN does not take a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
+    """Where oneDNN does not support a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
     source, weight, _, stride, padding, _, _, _, groups = args
     columns = _columns(source, weight, result, stride, padding)
     if groups > 1:
@@ -155,7 +143,7 @@ def _unfolded(args: Sequence[Any], result: Any) -> Workspace:
 
 
 def _unfolded_backward(args: Sequence[Any]) -> Workspace:
-    """As `_unfolded`; both gradients are there before the columns are."""
+    """As `_unfolded`; both gradients are allocated before the columns."""
     gradient, source, weight, _, stride, padding, _, _, _, groups, mask = args
     columns = _columns(source, weight, gradient, stride, padding)
     made = (source.nbytes if mask[0] else 0, weight.nbytes if mask[1] else 0)
@@ -166,24 +154,22 @@ def _unfolded_backward(args: Sequence[Any]) -> Workspace:
 
 
 def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
-    """Arguments and result of a convolution are turned from and into oneDNN's blocked layout."""
+    """A convolution converts its arguments to oneDNN's blocked layout, and its result back."""
     source, weight, _, stride, _, _, transposed, _, groups = args
     backend = _backend(args)
     if backend == _UNFOLDED:
         return _unfolded(args, result)
     if backend not in _MKLDNN:
         return None
-    of = _convolution_of(source, weight, result, stride, groups, transposed=transposed)
-    if of.is_channels_last:
-        return Workspace(beside=(of.plain_weight, of.plain_weight))
+    if not result.is_contiguous():  # channels last
+        return Workspace(beside=(weight.nbytes, weight.nbytes))
+    of = _convolution_of(source, weight, result, stride, groups)
     read = () if of.source_is_read_plain else (of.source,)
-    return Workspace(
-        steps=((*read, of.weight, of.scratch),), beside=(of.result, of.result) if of.is_transposed else (of.result,)
-    )
+    return Workspace(steps=((*read, of.weight, of.scratch),), beside=(of.result,) * (2 if transposed else 1))
 
 
 def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
-    """The two halves of a convolution's backward pass turn their arguments into the blocked layout, each for itself."""
+    """The two halves of a convolution's backward pass each convert their arguments to the blocked layout."""
     gradient, source, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask = args
     backend = _backend(
         (source, weight, None, stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
@@ -192,22 +178,22 @@ def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
         return _unfolded_backward(args)
     if backend not in _MKLDNN:
         return None
-    of = _convolution_of(source, weight, gradient, stride, groups, transposed=transposed)
-    made = of.plain_source if mask[0] else 0
-    if of.is_channels_last:
-        return Workspace(steps=((made, of.wide_weight, of.plain_weight, of.plain_weight, of.weight_scratch),))
+    of = _convolution_of(source, weight, gradient, stride, groups)
+    made = source.nbytes if mask[0] else 0
+    if not gradient.is_contiguous():  # channels last
+        return Workspace(steps=((made, of.wide_weight, weight.nbytes, weight.nbytes, of.weight_scratch),))
     steps: list[tuple[int, ...]] = []
     if mask[0]:
         # Once more where there are strides: the result is copied on its way back to the plain layout.
-        again = (of.plain_source,) if of.is_strided else ()
-        steps += [(of.result, of.weight, of.source, of.backward_scratch), (of.source, of.plain_source, *again)]
+        again = (source.nbytes,) if _is_strided(stride) else ()
+        steps += [(of.result, of.weight, of.source, of.backward_scratch), (of.source, source.nbytes, *again)]
     if mask[1]:
         if of.is_small_groups:
             steps.append((made, of.weight, of.weight_scratch))
         else:
             read = () if of.source_is_read_plain else (of.source,)
             steps.append((made, of.result, *read, of.weight, of.weight_scratch))
-        steps.append((made, of.weight, of.plain_weight))
+        steps.append((made, of.weight, weight.nbytes))
     return Workspace(steps=tuple(steps))
 
 
@@ -218,6 +204,6 @@ _RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
 
 
 def cpu_workspace(func: Any, args: Sequence[Any], result: Any) -> Workspace | None:
-    """Return what an operator takes for itself on this machine's CPU; None where there is no rule."""
+    """Return an operator's workspace on this machine's CPU; None where there is no rule."""
     rule = _RULES.get(func)
     return None if rule is None else rule(args, result)

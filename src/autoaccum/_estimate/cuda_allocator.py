@@ -1,7 +1,6 @@
-"""PyTorch's caching allocator for CUDA, replayed: what it hands out and what it takes from the device.
+"""Replays a timeline on a model of PyTorch's caching allocator for CUDA: what it allocates and what it reserves.
 
-Sizes come and go in the order of a timeline; peaks in bytes go out. Constants and rules are those of
-c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream. No device is asked, and no address is real.
+Constants and rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream.
 """
 
 from __future__ import annotations
@@ -18,45 +17,45 @@ MIB = 2**20
 BLOCK_BYTES = 512
 # kSmallSize: up to here blocks come from small segments.
 SMALL_BYTES = 1 * MIB
-# kSmallBuffer: what such a segment has.
+# kSmallBuffer: the size of a small segment.
 SMALL_SEGMENT_BYTES = 2 * MIB
 # kMinLargeAlloc: from here on a block gets a segment of its own size.
 LARGE_BYTES = 10 * MIB
 # kLargeBuffer: the segment of blocks in between.
 MEDIUM_SEGMENT_BYTES = 20 * MIB
-# kRoundLarge: to what a segment of its own size is rounded up.
+# kRoundLarge: a segment of its own size is rounded up to a multiple of it.
 ROUND_BYTES = 2 * MIB
-# Steps that a replay makes: in the first the cache is filled, in the second its fragments are met.
+# Steps of a replay: the first fills the cache, the second uses its fragments.
 STEPS = 2
 
 
 class OutOfMemoryError(Exception):
-    """A block cannot be had within the capacity."""
+    """A block does not fit in the capacity."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A piece of a segment, free or handed out."""
+    """A piece of a segment, free or allocated."""
 
     size: int
     small: bool
-    number: int  # in the order of addresses, as far as they are told apart
+    number: int  # stands for its address in the order of free blocks
     free: bool = True
     before: Block | None = None
     after: Block | None = None
 
 
 class CachingAllocator:
-    """Hands out blocks and takes them back.
+    """Allocates and frees blocks.
 
     Args:
-        capacity_bytes: What the device has for it; None for as much as it wants.
+        capacity_bytes: The device's memory; None for unlimited.
 
     Attributes:
-        allocated_bytes: What is handed out now.
-        reserved_bytes: What is taken from the device now.
-        peak_allocated_bytes: The most that was handed out.
-        peak_reserved_bytes: The most that was taken.
+        allocated_bytes: Bytes in allocated blocks now.
+        reserved_bytes: Bytes in segments now.
+        peak_allocated_bytes: The most that was allocated.
+        peak_reserved_bytes: The most that was reserved.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -67,10 +66,10 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
 
     def allocate(self, size_bytes: int) -> Block:
-        """Hand out a block.
+        """Allocate a block.
 
         Raises:
-            OutOfMemoryError: It cannot be had, not even with the cache given back.
+            OutOfMemoryError: It does not fit, not even after flushing the cache.
         """
         size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= SMALL_BYTES
@@ -84,7 +83,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, and join it with free neighbours."""
+        """Free a block, and join it with free neighbours."""
         self.allocated_bytes -= block.size
         block.free = True
         for other in (block.before, block.after):
@@ -94,7 +93,7 @@ class CachingAllocator:
         self._keep(block)
 
     def release_cached(self) -> None:
-        """Give segments of which nothing is handed out back to the device."""
+        """Give unused segments back to the device."""
         for blocks in self._free.values():
             whole = [entry for entry in blocks if entry[2].before is None and entry[2].after is None]
             for entry in whole:
@@ -148,11 +147,11 @@ class CachingAllocator:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an allocator came to when it served a timeline.
+    """The peaks of a replay.
 
     Attributes:
-        peak_bytes: The most that was handed out, rounded as it rounds.
-        reserved_bytes: The most that was taken from the device.
+        peak_bytes: The most that was allocated, rounded as the allocator rounds.
+        reserved_bytes: The most that was reserved.
     """
 
     peak_bytes: int
@@ -160,14 +159,14 @@ class Served:
 
 
 def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | None:
-    """Replay a step as it is met in the middle of training, with the cache that a step before has left.
+    """Replay a step from the middle of training, with the cache left by the step before.
 
     Args:
         timeline: The step.
-        capacity_bytes: What the device has; None for as much as the allocator wants.
+        capacity_bytes: The device's memory; None for unlimited.
 
     Returns:
-        Its peaks; None where the capacity does not do.
+        The peaks; None where the capacity is too small.
     """
     allocator = CachingAllocator(capacity_bytes)
     blocks: dict[int, Block] = {}
@@ -177,7 +176,7 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
         replay(allocator, timeline, before, blocks)
         for _ in range(STEPS):
             replay(allocator, timeline, step, blocks)
-            # What a step leaves behind is let go of before the next.
+            # What a step leaves allocated is freed before the next.
             for number in blocks.keys() - set(before):
                 allocator.free(blocks.pop(number))
     except OutOfMemoryError:
@@ -186,16 +185,16 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
 
 
 def replay(allocator: CachingAllocator, timeline: Timeline, events: list[int], blocks: dict[int, Block]) -> None:
-    """Let an allocator serve events of a timeline.
+    """Replay events of a timeline.
 
     Args:
         allocator: The allocator.
-        timeline: Whose storages they are.
+        timeline: The timeline, for the storages' sizes.
         events: The events.
-        blocks: By storage the blocks that are handed out; kept up.
+        blocks: The allocated blocks by storage; updated.
 
     Raises:
-        OutOfMemoryError: The allocator cannot serve one.
+        OutOfMemoryError: A block does not fit.
     """
     for event in events:
         if event >= 0:

@@ -1,10 +1,10 @@
-"""What CUDA does otherwise than a fake tensor shows: attention's kernels, workspaces, autocast without a driver.
+"""Where CUDA differs from what fake tensors do: the choice of attention's kernel, workspaces, autocast, no driver.
 
-Fakes of device "cuda" go the ways of CUDA by themselves wherever the way hangs on the device alone (fused dropout,
-cuDNN's batch norm, autocast's own lists). These rules are for the rest: what is chosen by asking the card, and what
-kernels take for themselves (`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from
-PyTorch's sources, named at each. There is none for recurrent layers (LSTM, GRU), which ask the driver as they begin:
-`_estimate/estimate.py` makes a real step for them where there is none.
+Fakes of device "cuda" take CUDA's paths by themselves wherever the path depends on the device alone (fused dropout,
+cuDNN's batch norm, autocast's own lists). These rules are for the rest: choices that need the card, and kernels'
+workspaces (`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from PyTorch's sources, named
+at each. There is no rule for recurrent layers (LSTM, GRU), which call the driver as they begin: without a driver
+`_estimate/estimate.py` runs a real step for them.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# PyTorch's own, whatever stands for it while `without_driver` is entered.
+# PyTorch's own, which `without_driver` replaces for a while.
 _ATTENTION = functional.scaled_dot_product_attention
 # The largest head that flash attention has a kernel for (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _FLASH_HEAD = 256
 _FLASH_MULTIPLE = 8
-# To what the last dimension of an additive mask is padded (pad_bias in transformers/attention.cpp).
+# The last dimension of an additive mask is padded to a multiple of it (pad_bias in transformers/attention.cpp).
 _MASK_MULTIPLE = 16
-# cuBLAS's workspace by default, one for the thread of the forward pass and one for that of the backward pass
-# (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): ":4096:2:16:8", and 32 MiB on Hopper,
-# by newer versions of PyTorch on Blackwell too. cuBLASLt shares it (TORCH_CUBLASLT_UNIFIED_WORKSPACE, there).
+# cuBLAS's default workspace, one for the thread of the forward pass and one for that of the backward pass
+# (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): ":4096:2:16:8", and 32 MiB on Hopper, in newer
+# versions of PyTorch on Blackwell too. cuBLASLt shares it (TORCH_CUBLASLT_UNIFIED_WORKSPACE, there).
 CUBLAS_BYTES = (2 * 4096 + 8 * 16) * 1024
 CUBLAS_HOPPER_BYTES = 32 * 1024 * 1024
 _WITH_32_MIB = ("h100", "h200", "h800", "h20", "gh200", "b100", "b200", "b300", "gb200", "gb300", "rtx-50")
 
 
 class CudaCalls(TorchFunctionMode):
-    """Sends what asks the driver where it is answered without one: attention to its kernel, backward to its nodes."""
+    """Redirects calls that need the driver: attention to its kernel, backward to the graph's nodes."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function, or what stands for it."""
+        """Run a function, or its replacement."""
         kwargs = kwargs or {}
         if func is _ATTENTION:
             return attention(*args, **kwargs)
         if func is Tensor.backward:
-            # Entered anew: a checkpoint's second forward pass is made in there.
+            # Entered again: a checkpoint's second forward pass runs in there.
             with self:
                 return backward(args[0])
         return func(*args, **kwargs)
@@ -71,8 +71,8 @@ def attention(
 ) -> Tensor:
     """Run scaled dot product attention by the kernel that CUDA would choose.
 
-    Flash attention for half precision without a mask, else the memory-efficient one, as
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp orders them from sm80 on; by plain products where neither takes
+    Flash attention for half precision without a mask, else the memory-efficient kernel, as
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp orders them from sm80 on; plain products where neither takes
     the shapes.
     """
     if torch.is_autocast_enabled("cuda"):
@@ -123,7 +123,7 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 @contextmanager
 def autocast(dtype: torch.dtype) -> Iterator[None]:
-    """Cast as `torch.autocast("cuda")` does, also where there is no CUDA (there that switches itself off)."""
+    """Cast as `torch.autocast("cuda")` does, which disables itself without CUDA."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
@@ -141,7 +141,7 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_driver() -> Iterator[None]:
-    """Let fakes go the ways of CUDA also where PyTorch would ask a driver, or the build, whether there is CUDA."""
+    """Let fakes take CUDA's paths also where PyTorch would ask a driver, or the build, whether there is CUDA."""
     with (
         _casting_without_driver(),
         cudnn_kernels.layouts_without_driver(),
@@ -153,7 +153,7 @@ def without_driver() -> Iterator[None]:
 
 @contextmanager
 def _attending_inside_functions() -> Iterator[None]:
-    """Let functions of PyTorch that call attention come to its kernel: `CudaCalls` sees them, and nothing in them."""
+    """Redirect attention inside PyTorch's own functions: `CudaCalls` sees the functions, but not calls inside them."""
     functional.scaled_dot_product_attention = attention
     try:
         yield
@@ -163,7 +163,7 @@ def _attending_inside_functions() -> Iterator[None]:
 
 @contextmanager
 def _recomputing_without_engine() -> Iterator[None]:
-    """Let a reentrant checkpoint, whose backward pass makes one of its own, go back without autograd's engine."""
+    """Let a reentrant checkpoint, which runs a backward pass inside the backward pass, do so without the engine."""
     asked = torch.autograd.backward
 
     def called(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -181,7 +181,7 @@ def _recomputing_without_engine() -> Iterator[None]:
 
 @contextmanager
 def _casting_without_driver() -> Iterator[None]:
-    """Let `torch.autocast("cuda")` inside a model, or of a checkpoint's second pass, cast where there is no CUDA."""
+    """Let `torch.autocast("cuda")` inside a model, or in a checkpoint's second pass, cast without CUDA."""
     asked = torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *_, **__: True
@@ -198,12 +198,12 @@ _CONVOLUTIONS: dict[Any, Callable[..., Workspace | None]] = {
 
 
 def cuda_workspace(func: Any, args: Sequence[Any], result: Any, *, tensor_float: bool = True) -> Workspace | None:
-    """Return what an operator takes for itself on a card; None where there is no rule.
+    """Return an operator's workspace on a card; None where there is no rule.
 
     Args:
         func: The operator.
         args: Its arguments.
-        result: What it makes.
+        result: Its result.
         tensor_float: Whether the card computes float32 by Tensor Cores.
     """
     if (convolved := _CONVOLUTIONS.get(func)) is not None:
@@ -213,5 +213,5 @@ def cuda_workspace(func: Any, args: Sequence[Any], result: Any, *, tensor_float:
 
 
 def cublas_bytes(card_name: str) -> int:
-    """Return what cuBLAS takes for a handle on a card."""
+    """Return cuBLAS's workspace for a handle on a card."""
     return CUBLAS_HOPPER_BYTES if card_name.lower().startswith(_WITH_32_MIB) else CUBLAS_BYTES

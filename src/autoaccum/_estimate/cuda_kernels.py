@@ -1,7 +1,7 @@
-"""What PyTorch's own CUDA kernels take for themselves while they run: one named rule an operator.
+"""Workspaces of PyTorch's own CUDA kernels: one rule for each operator, from its arguments to sizes in bytes.
 
-An operator's arguments come in; sizes in bytes go out. No card is asked. Each rule is read off the kernel's source,
-which is named at it (below aten/src/ATen/native). What is missing here takes nothing worth naming.
+Each rule follows the kernel's source, which it names (below aten/src/ATen/native). Operators without a rule allocate
+nothing of note.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# To what flash attention rounds lengths in its backward pass, and the efficient one in its log-sum-exp.
+# Flash attention rounds lengths up to it in its backward pass, the efficient kernel in its log-sum-exp.
 _FLASH_ROWS = 128
 _LANES = 32
 _FLOAT = 4
-# Up to so many indices an embedding's gradient is added up without sorting them.
+# Up to so many indices an embedding's gradient is summed without sorting them.
 _UNSORTED_INDICES = 3072
-# As many rows of a sorted embedding's gradient one thread adds up.
+# Rows of a sorted embedding's gradient that one thread sums.
 _ROWS = 10
 
 
 def flash_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Row sums and the query's gradient in float32; those of shared keys and values a head (mha_bwd, flash_api.cpp)."""
+    """Row sums, the query's gradient in float32, and shared keys' and values' per head (mha_bwd, flash_api.cpp)."""
     query, key = args[1], args[2]
     n, heads, length, head = query.shape
     rows = -(-length // _FLASH_ROWS) * _FLASH_ROWS
@@ -41,7 +41,7 @@ def flash_backward(args: Sequence[Any], _result: Any) -> Workspace:
 
 
 def efficient_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Row sums; and where gradients are halves, sums of them in float32 (attention_backward.cu)."""
+    """Row sums; for half-precision gradients also their sums in float32 (attention_backward.cu)."""
     query, key = args[1], args[2]
     n, heads, length, head = query.shape
     rows = -(-length // _LANES) * _LANES
@@ -50,21 +50,21 @@ def efficient_backward(args: Sequence[Any], _result: Any) -> Workspace:
 
 
 def softmax(args: Sequence[Any], _result: Any) -> Workspace:
-    """A copy of what is not contiguous (host_softmax, cuda/SoftMax.cu); log_softmax is the same."""
+    """A copy of a source that is not contiguous (host_softmax, cuda/SoftMax.cu); log_softmax is the same."""
     return Workspace(beside=_copied(args[0]))
 
 
 def softmax_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """The gradient times the result, whole (softmax_backward_cuda_out, cuda/SoftMax.cu), and a copy of one turned."""
+    """The product of gradient and result (softmax_backward_cuda_out, cuda/SoftMax.cu), and copies of other layouts."""
     gradient, made = args[0], args[1]
     product = made.numel() * torch.promote_types(gradient.dtype, made.dtype).itemsize
-    # It is laid out as the gradient is, so where that is contiguous there is nothing to ask.
+    # It has the gradient's layout, so it need not be computed where that is contiguous.
     again = () if gradient.is_contiguous() or (gradient * made).is_contiguous() else (product,)
     return Workspace(beside=(product, *again, *_copied(made)))
 
 
 def log_softmax_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Copies of what is not contiguous (host_softmax_backward, cuda/SoftMax.cu)."""
+    """Copies of arguments that are not contiguous (host_softmax_backward, cuda/SoftMax.cu)."""
     return Workspace(beside=_copied(args[0], args[1]))
 
 
@@ -79,9 +79,9 @@ def layer_norm_backward(args: Sequence[Any], _result: Any) -> Workspace:
 
 
 def embedding_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Indices sorted, and parts of sums in float32: a row for each ten indices, and one for each row that is met.
+    """Sorted indices, and partial sums in float32: a row for each ten indices, and one for each row that occurs.
 
-    How many rows are met is not known; the kernel allows for as many as there can be (cuda/Embedding.cu,
+    How many rows occur is unknown; the kernel allocates for the most possible (cuda/Embedding.cu,
     cuda/EmbeddingBackwardKernel.cu).
     """
     gradient, indices, rows, _, is_scaled_by_frequency = args

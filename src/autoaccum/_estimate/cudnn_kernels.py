@@ -1,29 +1,27 @@
-"""What cuDNN's convolutions take for themselves on a card: one named rule for each direction.
+"""Workspaces of cuDNN's convolutions on a card: one rule for each direction, from arguments to sizes in bytes.
 
-An operator's arguments come in; sizes in bytes go out. No card is asked. cuDNN chooses a kernel, and with it a
-workspace, as it runs. What is told is what the one takes that needs most among those that PyTorch is usually offered
-first, without `torch.backends.cudnn.benchmark` (run_single_conv in aten/src/ATen/native/cudnn/Conv_v8.cpp; where memory
-does not do for a plan, the next one is tried). The workspace comes from PyTorch's allocator and goes back to it after
-the call. docs/estimates.md says how far whole trainings on real cards were from it.
+cuDNN chooses a kernel, and with it a workspace, when it runs. These rules give the largest workspace among the kernels
+that it usually offers PyTorch first, without `torch.backends.cudnn.benchmark` (run_single_conv in
+aten/src/ATen/native/cudnn/Conv_v8.cpp; where memory is too short for a plan, the next one is tried). The workspace
+comes from PyTorch's allocator and goes back to it after the call. docs/estimates.md compares whole trainings on cards.
 
-Where this is from:
+Origins:
 
-- Tensor Cores read and write channels last, in channels padded to 16 bytes; what comes in another layout is turned
-  within the call. NVIDIA's "Convolutional Layers User's Guide" (docs.nvidia.com/deeplearning/performance) says both:
-  "Tensor Layouts In Memory: NCHW vs NHWC" and "Channels In And Out". They are used for halves, and for float32 where
-  the card has them for it (TF32, from Ampere on) and `torch.backends.cudnn.allow_tf32` is left on.
-- Where they are not, filters of 3 x 3 get Winograd's algorithm in its form that is not fused: tiles of 4 x 4 results,
-  for which source, filter and result are transformed to 6 x 6, as a whole (A. Lavin and S. Gray, "Fast Algorithms for
-  Convolutional Neural Networks", arXiv 1509.09308, F(4 x 4, 3 x 3)). cuDNN tells no sizes; with these, trainings of
-  PSPNet and UPerNet on V100s are met to 0.5 % in the median (docs/estimates.md).
-- The gradient of weights is a sum over pixels, which is split so that all multiprocessors have work; the parts are in
-  float32.
+- Tensor Cores read and write channels last, with channels padded to 16 bytes; other layouts are converted within the
+  call. NVIDIA's "Convolutional Layers User's Guide" (docs.nvidia.com/deeplearning/performance) says both: "Tensor
+  Layouts In Memory: NCHW vs NHWC" and "Channels In And Out". They are used for half precision, and for float32 where
+  the card supports it (TF32, from Ampere on) and `torch.backends.cudnn.allow_tf32` is left on.
+- Without them, filters of 3 x 3 get Winograd's algorithm, not fused: tiles of 4 x 4 results, for which source, filter
+  and result are transformed to 6 x 6, as a whole (A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural
+  Networks", arXiv 1509.09308, F(4 x 4, 3 x 3)). cuDNN documents no sizes; with these, predictions for trainings of
+  PSPNet and UPerNet on V100s are within 0.5 % in the median (docs/estimates.md).
+- The gradient of weights is a sum over pixels, split so that all multiprocessors have work; the parts are in float32.
 - A tensor that is not in the layout that PyTorch chooses is copied before the call (cudnn_conv_suggest_memory_format in
   aten/src/ATen/native/ConvUtils.h; ConvShared.cpp).
-- Depthwise convolutions in PyTorch's usual layout have kernels of its own without workspace (DepthwiseConv2d.cu), or
+- Depthwise convolutions in PyTorch's usual layout have kernels without workspace, its own (DepthwiseConv2d.cu) or
   cuDNN's direct ones (use_cudnn_depthwise in Convolution.cpp).
 
-Not in it: FFT, and Winograd's algorithm for other filters.
+Not covered: FFT, and Winograd's algorithm for other filters.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _FLOAT = 4
 _MULTIPROCESSORS = 132
 # What one multiprocessor works on at a time: the usual tile of the kernels in PyTorch's profiles ("128x128").
 _TILE = 128
-# Winograd's tiles: the filter that they are for, the results along a side, and the numbers that are transformed.
+# Winograd's tiles, along a side: the filter, the results, and the transformed numbers.
 _FILTER, _RESULTS, _TRANSFORMED = 3, 4, 6
 # MiB above which cuDNN drops a kernel (PyTorch's docs/source/cuda_environment_variables.rst).
 _CAP = "CUDNN_CONV_WSCAP_DBG"
@@ -57,11 +55,11 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def convolution(args: Sequence[Any], result: Tensor, *, tensor_float: bool = True) -> Workspace | None:
-    """Source, weight and result are turned into channels last where they are not.
+    """Source, weight and result are converted to channels last where they are not.
 
     Args:
         args: The operator's arguments.
-        result: What it makes.
+        result: Its result.
         tensor_float: Whether the card computes float32 by Tensor Cores.
     """
     source, weight, groups = args[0], args[1], args[8]
@@ -77,11 +75,11 @@ def convolution(args: Sequence[Any], result: Tensor, *, tensor_float: bool = Tru
 
 
 def convolution_backward(args: Sequence[Any], result: Any, *, tensor_float: bool = True) -> Workspace | None:
-    """Each half turns what it reads and writes; the weight's gradient is summed in parts.
+    """Each half converts what it reads and writes; the weight's gradient is summed in parts.
 
     Args:
         args: The operator's arguments.
-        result: What it makes.
+        result: Its results.
         tensor_float: Whether the card computes float32 by Tensor Cores.
     """
     gradient, source, weight, mask, groups = args[0], args[1], args[2], args[10], args[9]
@@ -105,7 +103,7 @@ def convolution_backward(args: Sequence[Any], result: Any, *, tensor_float: bool
 
 @contextmanager
 def layouts_without_driver() -> Iterator[None]:
-    """Let fakes of convolutions on a card have the layout of cuDNN also where PyTorch finds none and takes another."""
+    """Give fakes of convolutions on a card cuDNN's layout also where PyTorch finds no cuDNN and takes another."""
     asked = torch._C._conv_determine_backend_memory_format
 
     def determined(source: Tensor, weight: Tensor, backend: Any) -> Any:
@@ -144,12 +142,12 @@ def _copied(tensors: Sequence[Tensor], *, channels_last: bool) -> list[int]:
 def _allows_tensor_float() -> bool:
     try:
         return torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # convolutions were told something of their own
+    except RuntimeError:  # convolutions have a setting of their own
         return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
 def _is_winograd(args: Sequence[Any], source: Tensor, *, cores: bool) -> bool:
-    """Whether float32 is convolved by Winograd's algorithm; of a backward pass, the arguments from the source on."""
+    """Whether float32 is convolved by Winograd's algorithm; for a backward pass, its arguments from the source on."""
     weight, stride, dilation, transposed, groups = args[1], args[3], args[5], args[6], args[8]
     return (
         not cores
@@ -162,7 +160,7 @@ def _is_winograd(args: Sequence[Any], source: Tensor, *, cores: bool) -> bool:
 
 
 def _winograd(source: Tensor, result: Tensor) -> list[int]:
-    """Return what is transformed: what grows with the samples, and the filters, which do not."""
+    """Return the transformed bytes: source and result, which grow with the samples, and the filters."""
     n, outputs, *sides = result.shape
     inputs = source.shape[1]
     tiles = n * math.prod(math.ceil(side / _RESULTS) for side in sides)
@@ -170,7 +168,7 @@ def _winograd(source: Tensor, result: Tensor) -> list[int]:
 
 
 def _turned(tensor: Tensor, *, channels_last: bool, cores: bool) -> int:
-    """Return what a tensor takes as Tensor Cores read it; 0 where it is so already, or is not for them."""
+    """Return the bytes of a tensor as Tensor Cores read it; 0 if it is so already, or they do not compute it."""
     if tensor.dtype not in _HALVES and not (tensor.dtype is torch.float32 and cores):
         return 0
     channels = tensor.shape[1]
@@ -179,14 +177,14 @@ def _turned(tensor: Tensor, *, channels_last: bool, cores: bool) -> int:
 
 
 def _partial_sums(weight: Tensor, groups: int) -> int:
-    """Return what the parts of a weight's gradient take: as many as leave no multiprocessor without a tile."""
+    """Return the bytes of the parts of a weight's gradient: as many parts as give each multiprocessor a tile."""
     outputs, of_one = weight.shape[0] // groups or 1, weight.shape[1:].numel()
     tiles = groups * math.ceil(outputs / _TILE) * math.ceil(of_one / _TILE)
     return max(1, _MULTIPROCESSORS // tiles) * weight.numel() * _FLOAT
 
 
 def _capped(sizes: list[int]) -> list[int]:
-    """Return the pieces of one workspace, or what it is limited to."""
+    """Return the pieces of one workspace, or the cap on it."""
     cap = os.environ.get(_CAP, "")
     if cap.isdigit() and sum(sizes) > int(cap) << 20:
         return [int(cap) << 20]

@@ -1,14 +1,13 @@
-"""Peak memory of a full training step, without the device it is for: no memory is taken and no arithmetic done.
+"""Predicts the peak memory of a full training step on fake tensors, which take no memory and compute nothing.
 
-A model, a batch, a loss and an optimizer come in as `fit` takes them; an `Estimate` goes out. The step that is gone
-through, on fake tensors, is the one that `fit` makes in the middle of a window: gradients and optimizer state in place,
-gradients added to, outputs let go of before the backward pass, autocast with its cache of cast weights, an update.
-Nothing is measured here, and nothing is said about a device's speed.
+The step traced is the one that `fit` makes in the middle of a window: gradients and optimizer state in place, gradients
+accumulated, outputs freed before the backward pass, autocast with its cache of cast weights, an update. Speed is not
+predicted.
 
-For a card the fakes say that they are CUDA tensors, which needs no driver: then the dispatcher itself takes the ways of
-CUDA. CPU fakes with rules for every difference were the other choice; they would have had to rewrite dropout, batch
-norm and autocast's lists. What does need a driver (autograd's engine, the choice of attention's
-kernel) is done in `_estimate/fake_backward.py` and `_estimate/cuda_dispatch.py`.
+For a card the fakes claim to be CUDA tensors, which needs no driver, so that the dispatcher itself takes CUDA's paths.
+The alternative, CPU fakes with rules for every difference, would have to rewrite dropout, batch norm and autocast's
+lists. What does need a driver (autograd's engine, the choice of attention's kernel) is replaced in
+`_estimate/fake_backward.py` and `_estimate/cuda_dispatch.py`.
 """
 
 from __future__ import annotations
@@ -59,29 +58,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Traced", "estimate_step", "trace_step"]
 
-# Samples, and tokens.
+# Dimensions of token tensors: samples and tokens.
 _WITH_LENGTH = 2
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
 _OF_LENGTHS = "; lengths that vary fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
 # By the runs in docs/estimates.md, "Against real cards".
 _OF_CUDNN = (
-    "cuDNN chooses its convolutions' workspace when it runs; what is usual is counted, and measured runs (in fp32, on "
-    "two cards) took from 16 % less to 20 % more than is predicted so"
+    "cuDNN chooses its convolutions' workspace when it runs; the usual choice is counted, and measured runs (in fp32, "
+    "on two cards) took from 16 % less to 20 % more than predicted"
 )
 
 
 class WithoutValuesError(InvalidInputError):
-    """The model has to be gone through with values, and is on the meta device.
+    """Tracing the model needs values, and it is on the meta device.
 
     Attributes:
-        reason: Why it has to.
+        reason: Why it needs them.
     """
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"the model cannot be gone through without values ({reason}), and a real step cannot be made, since it is "
-            "on the meta device; pass the model itself, with its parameters"
+            f"the model cannot be traced without values ({reason}), and a real step cannot be run, since it is on the "
+            "meta device; pass the model itself, with its parameters"
         )
         self.reason = reason
 
@@ -103,31 +102,31 @@ def trace_step(
     weights: torch.dtype | None = None,
     tensor_float: bool = True,
 ) -> Traced:
-    """Go through a training step without the device, in a few sizes.
+    """Trace a training step without the device, in a few sizes.
 
     Args:
-        model: The model, which is left as it is; or a function without arguments that makes it, which is called on the
-            meta device, so that a model of any size can be asked about; where it, or the model, reads values of
-            tensors, of which there are none, it is called anew on the CPU.
+        model: The model, which is not changed; or a function without arguments that makes it. The function is called on
+            the meta device, so that the model may be of any size; if it or the model reads values of tensors, it is
+            called again on the CPU.
         batch: A batch as the loader yields it; its samples stand for those of any size, with their lengths.
         loss: As for `fit`.
-        optimizer: As for `fit`. One that is given is copied without its state.
+        optimizer: As for `fit`; an instance is copied without its state.
         precision: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         clip_grad_norm: As for `fit`.
-        kind: Whose kernels: "cpu" or "cuda".
-        sizes: The sizes to answer for; None for a few from 1 to `most`.
+        kind: Whose kernels run: "cpu" or "cuda".
+        sizes: The sizes to trace; None for a few from 1 to `most`.
         most: The largest size of interest; None means the batch's own length.
-        adapt: Makes a context, of the copy of the model that is gone through, in which that is done: what a training
-            would change of its model for a while, such as `fallback.checkpointed`. The copy is on the CPU, or says that
-            it is on "cuda:0"; what asks for random states has to be told the CPU, since there may be no card.
-        weights: Goes through the step as if model and loss were of this type, as by `model.to(torch.bfloat16)`: with
-            parameters, buffers, gradients, the optimizer's state and the model's inputs. None means as they are.
+        adapt: Returns a context, given the traced copy of the model, that changes it as the training would for a while,
+            such as `fallback.checkpointed`. The copy is on the CPU or claims to be on "cuda:0"; random states must be
+            those of the CPU, since there may be no card.
+        weights: Traces the step as if model and loss had this type, as by `model.to(torch.bfloat16)`: parameters,
+            buffers, gradients, the optimizer's state and the model's inputs. None means as they are.
         tensor_float: With kind="cuda", whether the card computes float32 by Tensor Cores (TF32, from Ampere on).
 
     Raises:
-        InvalidInputError: An argument cannot be used, or the step cannot be gone through.
+        InvalidInputError: An argument cannot be used, or the step cannot be traced.
     """
     samples = count(batch)
     largest = samples if most is None else check_positive_int("most", most)
@@ -167,7 +166,7 @@ def trace_step(
                 raise WithoutValuesError(reason) from error
             job = replace(job, model=built_for_real(model, made, reason))
     timelines = job.for_real(asked)
-    real = f"a real step of {timelines[0].size} and more samples was made on the CPU: {reason}"
+    real = f"a real step of {timelines[0].size} and more samples was run on the CPU: {reason}"
     return Traced(timelines, kind, real_step=True, notes=(real, *notices.texts, *job.notes()))
 
 
@@ -179,7 +178,7 @@ def estimate_step(
     Args:
         model: As for `trace_step`.
         batch: As for `trace_step`.
-        card: The card that it is for; None for the CPU.
+        card: The card; None for the CPU.
         options: As for `trace_step`, all but `kind` and `tensor_float`.
 
     Raises:
@@ -194,7 +193,7 @@ def estimate_step(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What was asked, ready to be gone through on fakes or for real."""
+    """The arguments of `trace_step`, ready to be traced on fakes or for real."""
 
     model: nn.Module
     batch: Any
@@ -210,12 +209,13 @@ class _Job:
     tensor_float: bool = True
 
     def on_fakes(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
-        """Go through it without memory."""
+        """Trace it without memory."""
         cuda = self.kind == "cuda"
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        with _undisturbed(), _fake_mode():
-            # PyTorch 2.8 asks a driver before each operator on a fake of CUDA. Here that is an error that can be
-            # answered, and inside some operators the end of the process.
+        # Without fallback kernels: those would take memory.
+        with _undisturbed(), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+            # PyTorch 2.8 asks a driver before each operator on a fake of CUDA. Here that raises an error that can be
+            # handled; inside some operators it would end the process.
             torch.empty(2, device=device)[:1]
             step = self._staged(device)
             with self._adapted(step):
@@ -234,7 +234,7 @@ class _Job:
                 )
 
     def for_real(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
-        """Go through it with copies on the CPU, in the smallest sizes."""
+        """Run it on copies on the CPU, in the smallest sizes."""
         device = torch.device("cpu")
         with _undisturbed(), torch.random.fork_rng(devices=()):
             step = self._staged(device, real=True)
@@ -277,13 +277,13 @@ class _Job:
         if device.type == "cuda":
             how = FakePrecision(own or self.precision, autocasts=own is None)
         else:
-            # Halves are as large as each other, and those of fp16 are slow on a CPU.
+            # bf16 and fp16 are of one size, and fp16 is slow on a CPU.
             name = "bf16" if real and self.precision == "fp16" else self.precision
             how = Precision(own or name, device, autocasts=own is None)
         return TrainingStep(objective, chosen, how, Simulated(2**60), clip_grad_norm=self.clip_grad_norm)
 
     def notes(self) -> tuple[str, ...]:
-        """Say what was assumed."""
+        """Return the assumptions."""
         lengths = {
             tensor.shape[1]
             for tensor in Piece(self.batch).tensors()
@@ -299,8 +299,8 @@ class _Job:
 
 
 def take_lists(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer work as it does on a card, on lists of tensors; fakes make it choose otherwise."""
-    if isinstance(optimizer, torch.optim.Adafactor):  # takes them only where it is told to
+    """Make an optimizer work on lists of tensors, as it does on a card; fakes make it choose otherwise."""
+    if isinstance(optimizer, torch.optim.Adafactor):  # takes them only on request
         return
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
@@ -308,7 +308,7 @@ def take_lists(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Give a model its inputs of floating point in one type; a hook."""
+    """Cast a model's floating-point inputs to one type; a forward pre-hook."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -317,44 +317,44 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 
 
 def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, high: int) -> tuple[Timeline, ...]:
-    """Go through two sizes, and tell the others from them; go through those too that they do not tell.
+    """Trace two sizes, derive the others from them, and trace those in between that cannot be derived.
 
-    Through one sample only where they do not tell it, and last: it can take other ways, which may be refused, as a
-    batch statistic is. Then nothing is told of it.
+    One sample comes last, and only if it cannot be derived: it can take other paths, which may fail, as a batch
+    statistic does. Then it is left out.
     """
     known = {size: run(size) for size in sorted({low, high})}
-    told = dict(known) if high < asked[-1] else {}
+    found = dict(known) if high < asked[-1] else {}
     for size in asked:
         timeline = known.get(size) or between(known[low], known[high], size)
         if timeline is None and low < size < high:
             timeline = run(size)
         if timeline is not None:
-            told[size] = timeline
-    for size in (size for size in asked if size < low and size not in told):
+            found[size] = timeline
+    for size in (size for size in asked if size < low and size not in found):
         with suppress(Exception):
-            told[size] = run(size)
-    return tuple(told[size] for size in sorted(told))
+            found[size] = run(size)
+    return tuple(found[size] for size in sorted(found))
 
 
 def _lowest(asked: Sequence[int]) -> int:
-    """Return the smaller of the two sizes to go through; the one that is asked for, where it is only one."""
+    """Return the smaller of the two sizes to trace; if only one size is asked for, that one."""
     return asked[0] if len(asked) == 1 else min(2, asked[-1])
 
 
 def _why_stuck(error: Exception) -> str | None:
-    """Say in a few words why fakes could not go through; None where it is an error of another kind."""
+    """Return why the step could not be traced on fakes; None for errors of other kinds."""
     unformed = "; torch.library.register_fake gives it one"
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the model branches on values, by {error.func}"
     if isinstance(error, UnsupportedOperatorException):
         return f"the operator {error.func} has no fake form{unformed}"
-    # Custom operators of torch.library say it in words alone.
+    # Custom operators of torch.library only say so in the message.
     if isinstance(error, RuntimeError) and "no fake impl" in str(error):
         return f"a custom operator has no fake form ({first_line(error)}){unformed}"
     if isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error):
         return "the model reads values, by .numpy()"
-    # So do operators that ask CUDA for something (cuDNN's LSTM), each kind of build and machine in other ones; and
-    # autograd's engine, which a model calls by torch.autograd.grad, for the driver's context.
+    # So do operators that need CUDA (cuDNN's LSTM), with messages that differ by build and machine; and autograd's
+    # engine, which a model calls by torch.autograd.grad, for the driver's context.
     asks = "CUDA" in str(error) or "hasPrimaryContext" in str(error)
     if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and asks:
         return f"an operator asks for a CUDA driver, and there is none here ({first_line(error)})"
@@ -362,18 +362,8 @@ def _why_stuck(error: Exception) -> str | None:
 
 
 @contextmanager
-def _fake_mode() -> Iterator[None]:
-    # Without kernels of its own to fall back to: those would take memory.
-    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        yield
-
-
-@contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep the collector from running, and torch from showing what is no news.
-
-    That is warnings about a device that is not there, and its log of errors inside operators, which are raised too.
-    """
+    """Pause the garbage collector, torch's warnings about a missing device, and its log of errors, which are raised."""
     enabled, logs = gc.isenabled(), _LOG.disabled
     gc.disable()
     _LOG.disabled = True

@@ -1,8 +1,7 @@
-"""Stand-ins for a model, its batch and its optimizer, that have shapes and types but no memory.
+"""Copies of a model, its batch and its optimizer whose tensors are fake: shapes and types without memory.
 
-Real ones come in and are left as they are; copies whose tensors are fake go out. To be called, and what goes out to be
-used, under a `FakeTensorMode`. What a model keeps in Python is copied, so that a forward pass on the copy leaves no
-trace in the original.
+The originals are not changed. Make and use the copies under a `FakeTensorMode`. What a model keeps in Python is copied
+too, so that a forward pass on the copy leaves no trace in the original.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
-# The model, the copy of it that makes the step, its gradients, and the two numbers that Adam keeps of each.
+# The model, the copy of it that is stepped, its gradients, and the two numbers that Adam keeps for each parameter.
 _COPIES_OF_A_STEP = 5
 # Where a module keeps what moves with it.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -39,9 +38,9 @@ class Stage:
     """Fakes of one job's modules and optimizer on one device.
 
     Args:
-        device: Where the fakes are said to be.
+        device: The device that the fakes claim to be on.
         real: Make real copies there instead.
-        weights: Of which type parameters and buffers of floating point are then; None leaves theirs.
+        weights: The type for floating-point parameters and buffers; None keeps theirs.
     """
 
     def __init__(self, device: torch.device, *, real: bool = False, weights: torch.dtype | None = None) -> None:
@@ -52,7 +51,7 @@ class Stage:
         self._kept: list[Any] = []  # what the memo's keys stand for must stay alive
 
     def copied(self, thing: Any) -> Any:
-        """Return a copy of a module, or of whatever holds modules; parameters that are shared stay so.
+        """Return a copy of a module, or of whatever holds modules; shared parameters stay shared.
 
         Raises:
             InvalidInputError: It cannot be copied.
@@ -62,8 +61,8 @@ class Stage:
             return copy.deepcopy(thing, self._memo)
         except Exception as error:
             raise InvalidInputError(
-                f"a {type(thing).__name__} cannot be copied ({type(error).__name__}: {error}), which an estimate needs "
-                "so as not to touch it; pass a function without arguments that makes the model"
+                f"a {type(thing).__name__} cannot be copied ({type(error).__name__}: {error}), and an estimate must "
+                "not change it; pass a function without arguments that makes the model"
             ) from error
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -85,7 +84,7 @@ class Stage:
                 self._fake_plain(module)
 
     def _fake_plain(self, module: nn.Module) -> None:
-        """Stand in for tensors that a module keeps as they are, which PyTorch's fakes do not let be copied."""
+        """Replace tensors in a module's plain attributes, which cannot be copied under PyTorch's fake mode."""
         kept = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
         for value in torch.utils._pytree.tree_leaves(kept):
             if isinstance(value, Tensor) and id(value) not in self._memo:
@@ -101,16 +100,16 @@ class Stage:
 
 
 class ValuesAssumed(TorchFunctionMode):
-    """Answers with 1 where an optimizer reads a value that a fake tensor does not have.
+    """Returns 1 where an optimizer reads a value that a fake tensor does not have.
 
-    To be entered for optimizers that are known to scale an update by what they read (Adafactor's norms). Others may
-    branch on it, as models do, and then an answer is no better than a guess.
+    For optimizers known to only scale an update by what they read (Adafactor's norms). Others may branch on it, as
+    models do, and then any value is a guess.
     """
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function, or answer in its place."""
+        """Run a function, or return 1 in its place."""
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -128,9 +127,9 @@ _READ_AS: dict[Any, Callable[[int], object]] = {
 
 
 def built_on_meta(factory: Callable[[], Any], notices: Notices) -> nn.Module:
-    """Return the module that a function makes, without memory for its tensors; or with it, where it reads their values.
+    """Return the module that a function makes, without memory for its tensors unless the function reads their values.
 
-    Random state is as before. What the function raises for reasons of its own arrives as it was raised.
+    Random state is restored. Other exceptions of the function are raised unchanged.
 
     Raises:
         InvalidInputError: The function returns no module.
@@ -148,17 +147,17 @@ def built_on_meta(factory: Callable[[], Any], notices: Notices) -> nn.Module:
             )
             made = factory()
     if not isinstance(made, nn.Module):
-        raise InvalidInputError(f"the function that makes the model returned {made!r}; it has to be a torch.nn.Module")
+        raise InvalidInputError(f"the function that makes the model returned {made!r}; return a torch.nn.Module")
     return made
 
 
 def built_for_real(factory: Callable[[], Any], on_meta: nn.Module, reason: str) -> nn.Module:
-    """Return the module that a function makes, with memory for its tensors; random state is as before.
+    """Return the module that a function makes, with memory for its tensors; random state is restored.
 
     Args:
         factory: The function.
         on_meta: What it made without memory.
-        reason: Why that cannot be gone through.
+        reason: Why that cannot be traced.
 
     Raises:
         InvalidInputError: A step of it would not fit in the host's memory.
@@ -167,9 +166,9 @@ def built_for_real(factory: Callable[[], Any], on_meta: nn.Module, reason: str) 
     free = psutil.virtual_memory().available
     if needed > free:
         raise InvalidInputError(
-            f"the model cannot be gone through without values ({reason}), and a real step takes {format_bytes(needed)} "
-            f"or more for its parameters alone, of which {format_bytes(free)} are free here; ask on a larger machine, "
-            "or about a smaller model of the same kind"
+            f"the model cannot be traced without values ({reason}), and a real step takes {format_bytes(needed)} or "
+            f"more for its parameters alone, of which {format_bytes(free)} are free here; use a larger machine, or "
+            "estimate a smaller model of the same kind"
         )
     with torch.random.fork_rng(devices=()):
         made = factory()
@@ -183,17 +182,17 @@ def _misses_values(error: Exception) -> bool:
 
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same form without values."""
+    """Return a tensor of the same shape, strides and type without values."""
     if tensor.layout is not torch.strided:
         return tensor.to(device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def batch_like(batch: Any, samples: int, device: torch.device) -> Any:
-    """Return a batch of so many samples in the nesting of the one given, its tensors without values.
+    """Return a batch of `samples` samples, nested like `batch`, its tensors without values.
 
     Raises:
         InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
     """
-    # What is no tensor is repeated with the samples; a copy, since a cut is a view that holds the whole.
+    # A copy, since a cut is a view that holds the whole.
     return copied(repeated(map_tensors(lambda tensor: like(tensor, device), batch), samples))

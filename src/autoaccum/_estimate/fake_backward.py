@@ -2,9 +2,9 @@
 
 The engine asks a CUDA driver for its streams as soon as a graph holds CUDA tensors, fake ones too (pytorch issue
 92627); the graph's nodes do not, and can be called from Python. This calls them in the engine's order, adds gradients
-that meet (in place where nobody else holds them), lets go of each node once it has run, and adds to `.grad`. A node
-dies, with what was saved for it, when nobody else holds it: a loss that is still in use must have been `loosened`. Only
-for estimates: hooks on nodes are not run, and nothing is differentiated twice.
+that meet (in place if nothing else refers to them), frees each node after it has run, and accumulates into `.grad`. A
+node and its saved tensors are freed when nothing else refers to it, so a loss that is still in use must have been
+`loosened`. Only for estimates: hooks on nodes do not run, and nothing is differentiated twice.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch.autograd.graph import get_gradient_edge
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# To a tensor that only a buffer holds: the buffer's, the name under which it is looked at, and the question itself.
+# To a tensor that only a buffer holds: the buffer's, the local variable's, and the argument of `sys.getrefcount`.
 _REFERENCES = 3
 _arrivals = itertools.count()
-# Numbers of backward passes, which the engine counts from 0 on.
+# Ids of backward passes; the engine counts its own from 0.
 _passes = itertools.count(2**32)
-# By node, the gradients that have come in; None where none has.
+# By node, the gradients received for each of its inputs.
 _Buffers = dict[Any, list[Tensor | None]]
 
 
 def loosened(value: Tensor) -> Tensor:
-    """Return a tensor in place of another, from which `backward` goes on into the other's graph.
+    """Return a tensor without the graph of `value`, from which `backward` continues into that graph.
 
-    Whoever holds the one that goes out does not hold the graph, which is let go of as the pass goes on. The engine
-    empties its nodes itself, which cannot be asked of them from Python.
+    Holding it does not hold the graph, which is freed as the pass proceeds. The engine empties its nodes itself, which
+    Python cannot do.
     """
     if value.grad_fn is None:
         return value
@@ -45,12 +45,12 @@ def loosened(value: Tensor) -> Tensor:
 
 
 def backward(root: Tensor) -> None:
-    """Go back from a scalar to the parameters, adding to their gradients."""
+    """Differentiate a scalar, accumulating into the parameters' gradients."""
     backward_from([root], [torch.ones_like(root, memory_format=torch.preserve_format)])
 
 
 def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Go back from several tensors, of which the gradients are known, as `torch.autograd.backward` does."""
+    """Differentiate tensors with given gradients, as `torch.autograd.backward` does."""
     buffers: _Buffers = {}
     node: Any = None
     root: Tensor | None
@@ -59,7 +59,7 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         for root, gradient in zip(roots, gradients, strict=True):
             node, slot = get_gradient_edge(root)[:2]
             _collect(buffers, node, slot, gradient)
-    # Whoever is given a gradient is to be the only one who holds it.
+    # The node that receives a gradient must hold the only reference to it.
     del gradients
     root = gradient = None
     waiting = _dependencies(list(buffers))
@@ -70,29 +70,23 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
             node = heapq.heappop(ready)[-1]
             edges, outputs = _edges(node), _called(node, buffers.pop(node))
             node = None
-            # In the engine a gradient is held by whoever it goes to, and by no one else.
+            # In the engine only the receiver of a gradient holds it.
             for (follower, slot), output in zip(edges, _emptied(outputs), strict=False):
                 if follower is None:
                     continue
                 if output is not None:
                     _collect(buffers, follower, slot, output)
                 del output
-                waiting[follower] -= 1
-                if waiting[follower] == 0:
-                    del waiting[follower]
-                    if follower in buffers:
-                        heapq.heappush(ready, _entry(follower))
-                    else:
-                        _skip(follower, waiting, buffers, ready)
+                _count_down(follower, waiting, buffers, ready)
             follower = None
 
 
 @contextmanager
 def _known_as_one_pass() -> Iterator[None]:
-    """Answer who asks which backward pass is running.
+    """Report one backward pass as running.
 
-    A checkpoint computes its block again once a pass. Outside of the engine there is none to ask about, and it would
-    do so, and keep all of it, for every tensor that is needed.
+    A checkpoint recomputes its block once per pass. Outside of the engine there is no pass, and it would recompute, and
+    keep, the block for every tensor that is needed.
     """
     asked, number = torch._C._current_graph_task_id, next(_passes)
     torch._C._current_graph_task_id = lambda: number
@@ -103,24 +97,24 @@ def _known_as_one_pass() -> Iterator[None]:
 
 
 def _emptied(outputs: list[Tensor | None]) -> Any:
-    """Yield what a list holds without holding it any longer."""
+    """Yield the items of a list, removing each."""
     outputs.reverse()
     while outputs:
         yield outputs.pop()
 
 
-def _skip(node: Any, waiting: dict[Any, int], buffers: _Buffers, ready: list[tuple[int, int, Any]]) -> None:
-    """Pass over a node that no gradient has reached."""
+def _count_down(node: Any, waiting: dict[Any, int], buffers: _Buffers, ready: list[tuple[int, int, Any]]) -> None:
+    """Note that one predecessor of a node has run; after the last, queue the node, or skip it if it got no gradient."""
+    waiting[node] -= 1
+    if waiting[node]:
+        return
+    del waiting[node]
+    if node in buffers:
+        heapq.heappush(ready, _entry(node))
+        return
     for follower, _ in _edges(node):
-        if follower is None:
-            continue
-        waiting[follower] -= 1
-        if waiting[follower] == 0:
-            del waiting[follower]
-            if follower in buffers:
-                heapq.heappush(ready, _entry(follower))
-            else:
-                _skip(follower, waiting, buffers, ready)
+        if follower is not None:
+            _count_down(follower, waiting, buffers, ready)
 
 
 def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
@@ -139,12 +133,12 @@ def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
 
 
 def _entry(node: Any) -> tuple[int, int, Any]:
-    # What was made last goes first, and gradients are added to as soon as they are there; then who came first.
+    # The latest forward operator first, and gradients accumulate as soon as they exist; then in order of arrival.
     return (-node._sequence_nr(), next(_arrivals), node)
 
 
 def _edges(node: Any) -> Any:
-    """Return where a node's gradients go to: nodes, and which of their inputs; for a loosened tensor, its graph."""
+    """Return the nodes that a node's gradients go to, and which of their inputs; for a loosened tensor, its graph."""
     return getattr(node.variable, "_goes_on", ()) if hasattr(node, "variable") else node.next_functions
 
 
@@ -176,7 +170,7 @@ def _called(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
 def _collect(buffers: _Buffers, node: Any, slot: int, gradient: Tensor) -> None:
     metadata = node._input_metadata
     about = metadata[slot]
-    # What broadcasting and casts did in the forward pass, back.
+    # Undo the forward pass's broadcasts and casts.
     if gradient.shape != torch.Size(about.shape):
         gradient = gradient.sum_to_size(about.shape)
     if gradient.dtype != about.dtype:

@@ -1,7 +1,7 @@
-"""One training step gone through with the ledger open: on fake tensors, or on real ones where those cannot go.
+"""Runs one training step under the ledger, on fake tensors or real ones, and returns its timeline.
 
-A training step that is put together comes in; a timeline of each size goes out. The step is met in the middle of
-training: gradients and the optimizer's state are there, gradients are added to, and then the update is made.
+The step is one from the middle of training: gradients and the optimizer's state exist, gradients are accumulated, and
+then the optimizer updates.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FakePrecision(Precision):
         self.name = name
         self._dtype = _HALVES.get(name) if autocasts else None
         if self._dtype is torch.float16:
-            # One for CUDA switches itself off where there is none; where its tensors are, the loss decides.
+            # A scaler for CUDA disables itself without CUDA; its tensors are created on the loss's device.
             self.scaler = torch.amp.GradScaler("cpu")
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -57,7 +57,7 @@ class FakePrecision(Precision):
 
 
 class LooseObjective(Objective):
-    """An objective whose losses do not hold the graph, for a backward pass without autograd's engine."""
+    """An objective whose losses do not hold the graph, for `_estimate/fake_backward.py`."""
 
     def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
         """Run one source on one micro-batch, as `Objective` does."""
@@ -69,14 +69,14 @@ class LooseObjective(Objective):
 
 
 class Rehearsal:
-    """Goes through steps of one training step's parts.
+    """Runs steps of several sizes.
 
     Args:
-        step: The parts, on fake tensors or real ones.
-        device: Where they are, or are said to be.
+        step: The step, on fake tensors or real ones.
+        device: Where they are, or claim to be.
         clip_grad_norm: As for `fit`.
-        workspace_of: What kernels take for themselves; None where nothing is to be said of them.
-        transfers: Whether the next micro-batch is on its way to the device meanwhile.
+        workspace_of: Returns kernels' workspaces; None to leave them out.
+        transfers: Whether the next micro-batch is transferred to the device meanwhile.
     """
 
     def __init__(
@@ -98,24 +98,19 @@ class Rehearsal:
         self._make_state()
 
     def run(self, batch: Any, size: int) -> Timeline:
-        """Go through a step of one size.
-
-        Args:
-            batch: Its samples, on the device.
-            size: How many they are.
-        """
-        timeline, arrived = self._gone_through(batch, size)
+        """Return the timeline of a step on `batch`, which holds `size` samples on the device."""
+        timeline, arrived = self._traced(batch, size)
         used = [parameter for parameter in self._trainable if id(parameter) in arrived]
         if len(used) == len(self._trainable):
             return timeline
-        # Those that a step gives no gradient have none, and no state of the optimizer.
+        # Parameters that get no gradient in a step have none, and no optimizer state.
         for parameter in self._trainable:
             if id(parameter) not in arrived:
                 self._step.optimizer.state.pop(parameter, None)
         self._trainable, self._update = used, None
-        return self._gone_through(batch, size)[0]
+        return self._traced(batch, size)[0]
 
-    def _gone_through(self, batch: Any, size: int) -> tuple[Timeline, set[int]]:
+    def _traced(self, batch: Any, size: int) -> tuple[Timeline, set[int]]:
         step = self._step
         self._make_gradients()
         arrived: set[int] = set()
@@ -147,7 +142,7 @@ class Rehearsal:
             parameter.grad = torch.zeros_like(parameter)
 
     def _make_state(self) -> None:
-        """Make the optimizer's state, as the first update does."""
+        """Create the optimizer's state, as the first update does."""
         self._make_gradients()
         optimizer = self._step.optimizer
         with _one_of_each(optimizer, lists_too=True) as others, _values_assumed(optimizer):
@@ -156,14 +151,14 @@ class Rehearsal:
             return
         made = dict(optimizer.state)
         optimizer.state.clear()
-        # In the parameters' order, in which an allocator would be asked for it.
+        # In the parameters' order, as the state would be allocated.
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             one = others.get(parameter, parameter)
             if one in made:
                 optimizer.state[parameter] = made[one] if one is parameter else _copied(made[one])
 
     def _make_update(self, timeline: Timeline) -> None:
-        """Go through the update: it is the same for every size."""
+        """Trace the update, or repeat its timeline: it is the same for every size."""
         began, known = len(timeline.events), len(timeline.storages)
         if self._update is not None:
             events, storages = self._update
@@ -190,14 +185,14 @@ class Rehearsal:
 def _one_of_each(
     optimizer: torch.optim.Optimizer, *, lists_too: bool = False
 ) -> Iterator[dict[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Leave an optimizer only one parameter of each form while entered; yield those left out, with that one.
+    """Leave an optimizer only one parameter of each form while entered; yield those left out, each with that one.
 
-    PyTorch's own optimizers treat parameters one by one unless they take lists of them; what a step of theirs takes for
-    a moment is then what the largest parameter needs, and hundreds of others need not be gone through.
+    PyTorch's own optimizers update parameters one by one unless they work on lists. The temporary memory of a step is
+    then that of the largest parameter, and hundreds of others need not be traced.
 
     Args:
         optimizer: The optimizer.
-        lists_too: Do so where it takes lists of them as well, since only the state that it leaves is looked at.
+        lists_too: Do so for lists as well, where only the state that the step leaves matters.
     """
     others: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     every = [group["params"] for group in optimizer.param_groups]
@@ -218,12 +213,12 @@ def _is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _values_assumed(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
-    """Let an optimizer read values that are not there, where all that it does with them is to scale an update."""
+    """Let an optimizer read values of fakes, if all that it does with them is to scale an update."""
     return ValuesAssumed() if _is_of_pytorch(optimizer) else nullcontext()
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Counts of updates have values even here, and are asked for them.
+    # Step counts have values even here, and are read.
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
@@ -240,7 +235,7 @@ def _distinct(
 
 
 def _watched(parameter: torch.nn.Parameter, arrived: set[int]) -> Any:
-    """Note when a parameter gets a gradient; return what ends that."""
+    """Note when a parameter gets a gradient; return the hook's handle."""
     return parameter.register_post_accumulate_grad_hook(lambda one: arrived.add(id(one)))  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,6 @@
-"""Cards by name: how much memory each has, and what of it a process can use.
+"""Cards by name: how much memory each has, and how much of it a process can use.
 
-In comes a name as people write it, or a size; out comes a `Card`. No device is asked, and nothing is guessed: a name
-that fits several cards is refused with all of them, an unknown one with those that are near.
+Nothing is guessed: a name that fits several cards is refused with all of them, an unknown one with the nearest.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from autoaccum.errors import InvalidInputError
 
 _MIB, _GIB = 2**20, 2**30
 
-# What PyTorch finds of the memory that nvidia-smi shows (or that is sold, where that is all that is known): the lowest
-# share among the cards below of which both are known, the T4's 14.56 GiB of 15360 MiB.
+# The share that PyTorch reports of the memory that nvidia-smi shows (or of the nominal memory, if only that is known):
+# the lowest among the cards below of which both are known, the T4's 14.56 GiB of 15360 MiB.
 _USABLE_SHARE = 0.97
 _SMI = "https://github.com/modal-labs/modal-client/pull/2797"
 _XMEM = "https://github.com/Stone-ResearchLife/xMem/tree/main/plot/data"
 _SPECS = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"
 
-# What CUDA takes for a process beside PyTorch's allocator, in MiB, by architecture: what is missing in messages of
+# What CUDA takes for a process outside of PyTorch's allocator, in MiB, by architecture: the difference in messages of
 # torch.OutOfMemoryError between "in use" and "allocated" plus "reserved but unallocated", rounded up. It grows with the
-# kernels that were loaded.
+# kernels loaded.
 _CONTEXT_MIB = {
     "pascal": 320,  # as volta: no message of its own was found
     "volta": 320,  # "~300MB" with lazy loading: https://github.com/pytorch/pytorch/issues/107667
@@ -44,12 +43,12 @@ class Card:
     """One kind of device.
 
     Attributes:
-        name: As it is asked for, such as "h100-80gb".
-        total_bytes: Its memory, as `torch.cuda.get_device_properties` tells it.
+        name: Its name in this table, such as "h100-80gb".
+        total_bytes: Its memory, as `torch.cuda.get_device_properties` reports it.
         context_bytes: What CUDA itself takes of it for each process.
         bf16: Whether it computes in bfloat16.
-        source: Where the numbers are from.
-        basis: How `total_bytes` is known: read from a card, or worked out from what it is sold as.
+        source: The origin of the numbers.
+        basis: How `total_bytes` is known: read from a card, or worked out from its nominal size.
     """
 
     name: str
@@ -82,7 +81,7 @@ def card_named(name: str) -> Card:
         InvalidInputError: There is no such card, or several.
     """
     if not isinstance(name, str):
-        raise InvalidInputError(f"gpus: {shown(name)} is no name of a card; pass one such as 'h100-80gb'")
+        raise InvalidInputError(f"gpus: {shown(name)} is not the name of a card; pass one such as 'h100-80gb'")
     asked = _plain(name)
     if asked in _BY_NAME:
         return _BY_NAME[asked]
@@ -93,25 +92,27 @@ def card_named(name: str) -> Card:
     names = list(dict.fromkeys(_BY_NAME[key].name for key in near))[:_SUGGESTED]
     nearest = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(card.name for card in known_cards())}"
     raise InvalidInputError(
-        f"gpus: the card {shown(name)} is not known ({nearest}); for any other give --device-memory, as 24GiB"
+        f"gpus: the card {shown(name)} is unknown ({nearest}); for other cards pass --device-memory, such as 24GiB"
     )
 
 
 def custom_card(device_memory: str) -> Card:
-    """Return a card that is not in the table, by its memory.
+    """Return a card that is not in the table.
 
     Args:
-        device_memory: All of its memory, such as "24GiB"; what CUDA takes for itself goes off.
+        device_memory: All of its memory, such as "24GiB", of which CUDA takes a part.
 
     Raises:
-        InvalidInputError: This is no size, or leaves nothing.
+        InvalidInputError: The text is not a size, or CUDA leaves nothing of it.
     """
     total, context = parse_size(device_memory, name="device_memory"), max(_CONTEXT_MIB.values()) * _MIB
     if total <= context:
         raise InvalidInputError(
             f"device_memory={device_memory!r} leaves nothing: CUDA itself takes up to {context // _MIB} MiB; give more"
         )
-    return Card(f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory", basis="said")
+    return Card(
+        f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory", basis="given"
+    )
 
 
 def _plain(name: str) -> str:
@@ -136,17 +137,15 @@ def _read(
     name: str, architecture: str, total_bytes: int, page: str, where: str, context_mib: int | None = None
 ) -> Card:
     """A card whose memory somebody has read from its driver, in bytes."""
-    bound = (
-        ""
-        if context_mib is None
-        else f"; CUDA takes no more than the {context_mib} MiB that the fullest run there left"
+    left = (
+        "" if context_mib is None else f"; CUDA takes no more than the {context_mib} MiB left by the fullest run there"
     )
-    return _card(name, architecture, total_bytes, page, f"read from a card: {where}{bound}", context_mib)
+    return _card(name, architecture, total_bytes, page, f"read from a card: {where}{left}", context_mib)
 
 
 def _told(name: str, architecture: str, total_gib: float, page: str, where: str) -> Card:
-    """A card of which a message of PyTorch tells the memory to a hundredth of a GiB."""
-    return _card(name, architecture, total_gib * _GIB, page, f"told by torch.OutOfMemoryError: {where}")
+    """A card whose memory a message of PyTorch gives to a hundredth of a GiB."""
+    return _card(name, architecture, total_gib * _GIB, page, f"from a torch.OutOfMemoryError: {where}")
 
 
 def _shown(name: str, architecture: str, shown_mib: int, page: str, where: str) -> Card:
@@ -220,7 +219,7 @@ _TABLE = (
     _read("h100-pcie-80gb", "hopper", 84942979072, "data-center/h100/", f"{_SPECS}/h100_pcie.txtpb"),
     _told("h100-nvl-94gb", "hopper", 93.0, "data-center/h100/", "https://github.com/ali-vilab/VACE/issues/56"),
     _sold("gh200-96gb", "hopper", 96, "data-center/grace-hopper-superchip/"),
-    # 141 GB are 131 GiB, yet nvidia-smi shows 140 and PyTorch 139.8: it is sold in what its makers call GB.
+    # 141 GB are 131 GiB, yet nvidia-smi shows 140 and PyTorch 139.8: its GB are GiB.
     _sold("h200-141gb", "hopper", 141, "data-center/h200/"),
     _read("b200-180gb", "blackwell", 191514411008, "data-center/dgx-b200/", f"{_SPECS}/b200.txtpb"),
     _read(
@@ -232,7 +231,7 @@ _TABLE = (
     ),
 )
 _CARDS = {_plain(card.name): card for card in _TABLE}
-# What the driver calls some of them, and names of which only one card is meant.
+# The driver's names, and short names that mean one card.
 _ALIASES = {
     "h100-sxm": "h100-80gb",
     "h100-sxm-80gb": "h100-80gb",

@@ -1,7 +1,4 @@
-"""A step that was gone through, and what it holds at its peak on the CPU or on a card.
-
-Timelines come in; an `Estimate` goes out. Nothing is gone through here.
-"""
+"""Turns the timelines of a traced step into an `Estimate`: its peak on the CPU or on a card."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A training step that was gone through, for each of a few sizes.
+    """A training step traced in a few sizes.
 
     Attributes:
-        timelines: One a size, ascending.
-        kind: "cpu" or "cuda": whose kernels they were.
+        timelines: One for each size, ascending.
+        kind: Whose kernels ran: "cpu" or "cuda".
         real_step: Whether real tensors had to be used.
-        notes: What the reader must know about it, each a sentence.
+        notes: The assumptions, each a sentence.
     """
 
     timelines: tuple[Timeline, ...]
@@ -36,10 +33,13 @@ class Traced:
     notes: tuple[str, ...] = ()
 
     def estimate(self, card: Card | None = None) -> Estimate:
-        """Say what the steps hold at their peaks.
+        """Return what the steps take at their peaks.
 
         Args:
             card: The card whose caching allocator serves them; None for exact bytes, as the CPU's allocator counts.
+
+        Raises:
+            InvalidInputError: The kernels were not those of a card.
         """
         if card is not None and self.kind != "cuda":
             raise InvalidInputError(
@@ -83,10 +83,10 @@ def _footprint(timeline: Timeline, card: Card | None) -> Footprint:
 
 
 def _served(timeline: Timeline, card: Card) -> Served:
-    """Serve a step from a card's memory; where that would not do, from more, so as to say how much."""
+    """Replay a step in a card's memory; if that is too small, in as much as it takes."""
     for_cublas = 2 * cublas_bytes(card.name)
     step = timeline.with_held(for_cublas)
     plenty = serve(step)
     assert plenty is not None
-    # Short of memory the allocator gives its cache back first.
+    # Short of memory the allocator flushes its cache first.
     return plenty if plenty.reserved_bytes <= card.free_bytes else serve(step, card.free_bytes) or plenty

@@ -1,55 +1,55 @@
-"""Follows every storage that PyTorch makes and lets go of during one training step, and writes it down as a timeline.
+"""Records the storages of one training step as a timeline: every allocation and every free, in order.
 
-What comes in are operators as they are dispatched, on fake tensors or on real ones; a timeline goes out. Liveness is
-exact: a storage counts from the operator that returned it until it dies. What a kernel takes and gives back within one
-operator no mode can see: that is asked of rules (`_estimate/cpu_kernels.py`). Nothing here knows a model.
+Operators are seen as they are dispatched, on fake tensors or on real ones; nothing here knows a model. A storage counts
+from the operator that returned it until it is freed. What a kernel allocates and frees within one operator no mode can
+see: rules give it (`_estimate/cpu_kernels.py`, `_estimate/cuda_dispatch.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
-from autoaccum._estimate.quick_fakes import quick_fake
+from autoaccum._memory._storages import StorageMode, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from autoaccum._estimate.cpu_kernels import Workspace
 
-# Asked of fake tensors thousands of times a step; they make nothing.
+_aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+# Called on fake tensors thousands of times a step; it allocates nothing.
 _QUESTIONS = (torch.ops.prim.device.default,)
-# Of a fake tensor these change nothing, and going through them is a tenth of a step's time.
+# These do nothing to a fake tensor, and running them would take a tenth of a step's time.
 _IN_PLACE = frozenset(
     (
-        torch.ops.aten.add_.Tensor,
-        torch.ops.aten.add_.Scalar,
-        torch.ops.aten.mul_.Tensor,
-        torch.ops.aten.mul_.Scalar,
-        torch.ops.aten.relu_.default,
-        torch.ops.aten.zero_.default,
+        _aten.add_.Tensor,
+        _aten.add_.Scalar,
+        _aten.mul_.Tensor,
+        _aten.mul_.Scalar,
+        _aten.relu_.default,
+        _aten.zero_.default,
     )
 )
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a timeline while it is entered.
+class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
+    """Records a timeline while it is entered.
 
     Args:
         size: Samples in the micro-batch.
         device_type: Only storages there count.
-        workspace_of: Says what an operator takes for itself while it runs, of its arguments and results.
-        phase: Says in which phase the step is.
+        workspace_of: Returns an operator's workspace, given the operator, its arguments and its results.
+        phase: Returns the step's current phase.
 
     Attributes:
-        timeline: What was written so far.
+        timeline: The timeline so far.
     """
 
     def __init__(
@@ -59,13 +59,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         workspace_of: Callable[..., Workspace | None] | None = None,
         phase: Callable[[], str] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(device_type)
         self._phase = phase
-        self._device_type = device_type
         self.timeline = Timeline(size)
         self._workspace_of = workspace_of
-        self._number_by_storage: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self,
@@ -74,7 +71,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator and write down what it made."""
+        """Run an operator and record what it allocated."""
         if func in _QUESTIONS:
             return func(*args, **(kwargs or {}))
         if func in _IN_PLACE and isinstance(args[0], FakeTensor):
@@ -83,7 +80,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if self._phase is not None and self._phase() != self.timeline.phases[-1][1]:
             self.enter(self._phase())
-        result = None if not args or not isinstance(args[0], FakeTensor) else quick_fake(func, args)
+        result = quick_fake(func, args) if args and isinstance(args[0], FakeTensor) else None
         if result is None:
             result = func(*args, **(kwargs or {}))
         workspace = None if self._workspace_of is None else self._workspace_of(func, args, result)
@@ -101,15 +98,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _is_fake_there(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a fake of the device in question; an optimizer's counts elsewhere have values."""
+        """Whether a tensor is a fake on this device; an optimizer's step counts are elsewhere and have values."""
         return isinstance(tensor, FakeTensor) and tensor.device.type == self._device_type
 
     def enter(self, phase: str) -> None:
-        """Note that a phase begins."""
+        """Record that a phase begins."""
         self.timeline.phases.append((len(self.timeline.events), phase))
 
     def hold(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Note tensors that are there before the step begins."""
+        """Record tensors that exist before the step begins."""
         for tensor in tensors:
             self._see(tensor, category, "")
 
@@ -123,19 +120,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, tensor: Tensor, category: Category, func: Any) -> None:
         for strided in _strided(tensor):
             storage = strided.untyped_storage()
-            # The address of PyTorch's own record, by which its own weak references tell storages apart; it is given to
-            # another storage only after this one has died, and then it has been forgotten.
-            key = storage._cdata
-            number = self._number_by_storage.get(key)
-            if number is not None:
-                if self.timeline.storages[number].size_bytes != storage.nbytes():
-                    self._close(number)
-                    self._number_by_storage[key] = self._open(storage.nbytes(), category, str(func))
+            key = key_of(storage)
+            number = self._record_by_key.get(key)
+            if number is None:
+                if tensor.device.type != self._device_type:
+                    continue
+            elif self.timeline.storages[number].size_bytes == storage.nbytes():
                 continue
-            if tensor.device.type != self._device_type:
-                continue
-            self._number_by_storage[key] = self._open(storage.nbytes(), category, str(func))
-            self._watched[key] = weakref.ref(storage, functools.partial(self._forget, key))
+            else:
+                self._close(number)
+            self._track(key, storage, self._open(storage.nbytes(), category, str(func)))
 
     def _open(self, size_bytes: int, category: Category, operator: str) -> int:
         number = len(self.timeline.storages)
@@ -146,22 +140,58 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _close(self, number: int) -> None:
         self.timeline.events.append(~number)
 
-    def _forget(self, key: int, _reference: weakref.ref[torch.UntypedStorage]) -> None:
-        del self._watched[key]
-        self._close(self._number_by_storage.pop(key))
+    def freed(self, key: int, record: int) -> None:  # noqa: ARG002 - its number is enough
+        """Record the free."""
+        self._close(record)
 
 
 @functools.cache
 def _is_in_place_on_lists(func: Any) -> bool:
-    """Whether an operator is one by which optimizers change lists of tensors: a fake one costs its hundreds of keys."""
+    """Whether optimizers change lists of tensors by this operator; running a fake one costs hundreds of cache keys."""
     name: str = func._schema.name
     return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with a storage of which a tensor consists."""
+    """Yield the tensors with storages that a tensor consists of."""
     if tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
         yield tensor._indices()
         yield tensor._values()
+
+
+def quick_fake(func: Any, args: Sequence[Any]) -> Any:
+    """Return an operator's fake results at once; None where the operator itself must run.
+
+    PyTorch's fakes run the decompositions of these operators, tens of other operators for each new shape. Without that
+    the first estimate of ResNet-101 for a card took 1.9 s instead of 2.6 (`benchmarks/estimate_speed.py`, 2 cores). The
+    results have the same shapes, types and strides: `tests/estimate/test_tracer_quick_fakes.py` compares them.
+    """
+    rule = _QUICK.get(func)
+    return None if rule is None else rule(args)
+
+
+def _batch_norm(args: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return normalised values and the statistics kept for backward; None where it is not for training."""
+    source, training = args[0], args[5]
+    if not training:
+        return None
+    # A card keeps halves' statistics in float32.
+    kind = torch.float32 if source.dtype in _HALVES and source.device.type != "cpu" else source.dtype
+    return torch.empty_like(source), *(source.new_empty(source.shape[1], dtype=kind) for _ in range(2))
+
+
+def _batch_norm_backward(args: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
+    """Return the gradients asked for; None where the forward pass was not for training."""
+    source, weight, training, mask = args[1], args[2], args[7], args[9]
+    if not training or weight is None:
+        return None
+    alike = (source, weight, weight)
+    return tuple(torch.empty_like(one) if is_asked else None for one, is_asked in zip(alike, mask, strict=True))
+
+
+_QUICK: dict[Any, Callable[[Sequence[Any]], Any]] = {
+    _aten.native_batch_norm.default: _batch_norm,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+}

@@ -1,12 +1,12 @@
-"""A command as the user wrote it in, the command as it is started out: placeholders filled, variables beside it.
+"""The command that is started: the user's, with its placeholders filled, and the environment variables beside it.
 
-Arguments stay a list from end to end; no shell ever sees them. Only our own placeholders are touched: any other brace,
-such as those of JSON, is the command's.
+Arguments stay a list from end to end; no shell sees them. Every other brace, such as those of JSON, is the command's.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from autoaccum._system import environment
@@ -31,33 +31,22 @@ def filled(command: Sequence[str], numbers: Mapping[str, int]) -> list[str]:
 
 
 def variables(cut: Cut | None, cap: int | None, *, attempt: int, reason_file: Path) -> dict[str, str]:
-    """Return the environment variables that a command is told its cut by, besides those of this process.
+    """Return the environment variables that a command gets besides those of this process.
 
     Args:
-        cut: What it is to run with; None where no target batch is known.
-        cap: The most samples at once on one device; None where nothing is known of it.
-        attempt: Its number, from 0.
-        reason_file: Where it may leave why it ended.
+        cut: Its cut; None where no target batch is known.
+        cap: The most samples at once on one device; None for no bound.
+        attempt: The number of the attempt, from 0.
+        reason_file: Where the command may leave why it ended.
     """
-    told = {environment.ATTEMPT: str(attempt), environment.REASON_FILE: str(reason_file)}
+    given = {environment.ATTEMPT: str(attempt), environment.REASON_FILE: str(reason_file)}
     if cap is not None:
-        told[environment.MAX_MICRO_BATCH] = str(cap)
+        given[environment.MAX_MICRO_BATCH] = str(cap)
     if cut is not None:
-        names = {
-            "micro_batch": environment.MICRO_BATCH,
-            "accum_steps": environment.ACCUM_STEPS,
-            "target_batch": environment.TARGET_BATCH,
-            "world_size": environment.WORLD_SIZE,
-        }
-        told |= {names[name]: str(number) for name, number in numbers_of(cut).items()}
-    return told
+        given |= {f"AUTOACCUM_{name.upper()}": str(number) for name, number in numbers_of(cut).items()}
+    return given
 
 
 def numbers_of(cut: Cut) -> dict[str, int]:
     """Return the numbers of a cut by the names of the placeholders."""
-    return {
-        "micro_batch": cut.micro_batch,
-        "accum_steps": cut.accum_steps,
-        "target_batch": cut.target_batch,
-        "world_size": cut.world_size,
-    }
+    return asdict(cut)

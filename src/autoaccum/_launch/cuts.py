@@ -1,8 +1,7 @@
-"""How a script that cuts by itself is told to cut: a target batch in, a micro-batch that divides it out. Pure.
+"""Cuts for scripts that accumulate by themselves: equal micro-batches that make up the target batch exactly.
 
-Such a script knows one size and a number of steps, so `micro_batch x accum_steps x world_size` has to be the target
-batch exactly: sizes are divisors of a rank's share. Nothing is rounded; where a target leaves a poor choice, that is
-said, with a target beside it that leaves a better one.
+Such a script knows one size and a number of steps, so sizes are divisors of a rank's share. Nothing is rounded; where
+a target batch leaves a poor choice of sizes, a remark names one near it that leaves a better one.
 """
 
 from __future__ import annotations
@@ -74,13 +73,8 @@ def smaller(cut: Cut, failed: int) -> Cut | None:
     return None if most is None else cut_within(cut.target_batch, cut.world_size, most)
 
 
-def smaller_cap(failed: int) -> int | None:
-    """Return the next cap for a command whose target batch is not known: half of what failed; None below 1."""
-    return failed // 2 or None
-
-
 def remark(cut: Cut, most: int) -> str | None:
-    """Say where the target batch leaves a poor choice of sizes, and which one near it would not.
+    """Return a remark where the target batch leaves a poor choice of sizes, with a target near it that does not.
 
     Args:
         cut: The cut that was chosen.

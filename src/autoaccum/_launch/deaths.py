@@ -1,8 +1,8 @@
-"""How a command ended in, whether memory ran out and by which evidence out. Nothing is asked or read here.
+"""Diagnoses whether a command ended for lack of memory, with the evidence. The caller reads files and counters.
 
-Evidence is taken in the order of its worth: what the command itself left in the reason file, an exit code that means
-nothing else, the exception that ended it (`_launch/last_words.py`) by the table of `_oom.py`, and for a process that
-was killed the kernel's own counters. A SIGKILL alone is none: somebody may have sent it.
+Evidence counts in the order of its worth: what the command itself left in the reason file; an exit code that means
+nothing else; the exception that ended it (`last_words.py`), by the table of `_oom.py`; and for a process that was
+killed the kernel's own counters. A SIGKILL alone is no evidence: somebody may have sent it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autoaccum._system.reason_file import Reason
 
-# Of ExitCode: `fit` says that not even one sample fits, or that it wants to be started again with a smaller cut.
+# Of ExitCode: not even one sample fits; start again with a smaller cut.
 DOES_NOT_FIT = 4
 START_AGAIN = 75
 
@@ -59,12 +59,12 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is made of an end.
+class Diagnosis:
+    """What an end was.
 
     Attributes:
-        kind: What it was.
-        evidence: By what that is told, for a person.
+        kind: Its kind.
+        evidence: What shows it, for a person.
         micro_batch: The samples with which memory ran out, where the command says so.
     """
 
@@ -73,66 +73,56 @@ class Verdict:
     micro_batch: int | None = None
 
 
-def judge(
+def diagnose(
     ended: Ended,
     *,
     reason: Reason | None = None,
     kills_before: Mapping[str, int] | None = None,
     kills_after: Mapping[str, int] | None = None,
-    slurm: str | None = None,
-) -> Verdict:
-    """Tell an end for lack of memory from every other.
+) -> Diagnosis:
+    """Diagnose whether a command ended for lack of memory.
 
     Args:
         ended: How the command ended.
         reason: What it left in its reason file.
         kills_before: The kernel's counters of kills for lack of memory before it started.
-        kills_after: The same when it had ended.
-        slurm: The state that Slurm gives its step, where it is one.
+        kills_after: The same counters when it had ended.
     """
     if ended.code == 0:
-        return Verdict("done", "exit code 0")
+        return Diagnosis("done", "exit code 0")
     if ended.exit_code == DOES_NOT_FIT:
-        return Verdict("other", "exit code 4, by which autoaccum says that not even one sample fits")
-    said = _judge_words(ended, reason, slurm)
-    return said or _judge_kill(ended, kills_before or {}, kills_after or {})
+        return Diagnosis("other", "exit code 4 of autoaccum: not even one sample fits")
+    return _by_words(ended, reason) or _by_kill(ended, kills_before or {}, kills_after or {})
 
 
-def _judge_words(ended: Ended, reason: Reason | None, slurm: str | None) -> Verdict | None:
-    """Judge by what was said, by the command or by Slurm; None where nothing tells of lack of memory."""
+def _by_words(ended: Ended, reason: Reason | None) -> Diagnosis | None:
+    """Judge by what the command or Slurm wrote; None where that says nothing of memory."""
     if reason is not None:
         where = "" if reason.rank is None else f"rank {reason.rank}: "
         if reason.reason == OUT_OF_MEMORY:
-            return Verdict("out_of_memory", f"its reason file: {where}{_short(reason.message)}", reason.micro_batch)
-        return Verdict("other", f"its reason file: {where}{_short(f'{reason.reason}: {reason.message}')}")
+            return Diagnosis("out_of_memory", f"its reason file: {where}{_short(reason.message)}", reason.micro_batch)
+        return Diagnosis("other", f"its reason file: {where}{_short(f'{reason.reason}: {reason.message}')}")
     if ended.exit_code == START_AGAIN:
-        return Verdict("out_of_memory", "exit code 75, by which it asks to be started again with a smaller cut")
+        return Diagnosis("out_of_memory", "exit code 75, which asks for a start with a smaller cut")
     said = memory_words(ended.tail, ended.code)
     if said is not None:
-        return Verdict("out_of_memory", f"on stderr: {_short(said)}")
-    if slurm is not None and slurm.startswith("OUT_OF_ME"):
-        return Verdict("out_of_memory", f"Slurm's state of the step, {slurm}")
+        return Diagnosis("out_of_memory", f"on stderr: {_short(said)}")
     return None
 
 
-def _judge_kill(ended: Ended, before: Mapping[str, int], after: Mapping[str, int]) -> Verdict:
-    by = _killed_by_words(ended)
-    if by is None:
-        return Verdict("other", str(ended))
+def _by_kill(ended: Ended, before: Mapping[str, int], after: Mapping[str, int]) -> Diagnosis:
+    by = str(ended)
+    if ended.code != KILLED:
+        source = killed_by(ended.tail, ended.code)
+        if source is None:
+            return Diagnosis("other", by)
+        by = f"{source} reports SIGKILL"
     counters = risen(before, after)
     if counters:
-        told = ", ".join(f"{name} by {count}" for name, count in counters.items())
-        return Verdict("out_of_memory", f"{by}, and the kernel's count of kills for lack of memory rose: {told}")
-    looked_at = ", ".join(after) or "none is to be had here"
-    return Verdict("other", f"{by}, but no count of kills for lack of memory rose (looked at: {looked_at})")
-
-
-def _killed_by_words(ended: Ended) -> str | None:
-    """Say by what it is told that SIGKILL ended the command or a process of its; None where nothing tells it."""
-    if ended.code == KILLED:
-        return str(ended)
-    by = killed_by(ended.tail, ended.code)
-    return None if by is None else f"{by} tells of SIGKILL"
+        rises = ", ".join(f"{name} by {count}" for name, count in counters.items())
+        return Diagnosis("out_of_memory", f"{by}, and the kernel's count of kills for lack of memory rose: {rises}")
+    looked_at = ", ".join(after) or "there is none here"
+    return Diagnosis("other", f"{by}, but no count of kills for lack of memory rose (looked at: {looked_at})")
 
 
 def _short(text: str) -> str:

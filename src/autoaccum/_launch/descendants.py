@@ -1,7 +1,7 @@
-"""What a process has started, directly or not: found, signalled, reaped; nothing else is ever touched.
+"""Finds, signals and reaps the processes below this one, and no others. For Linux.
 
-On Linux this process becomes the one to which orphans go (PR_SET_CHILD_SUBREAPER), so that also a daemon, which has
-left its group and its session and outlived its parent, stays a descendant. Elsewhere those are lost sight of.
+This process adopts orphans (PR_SET_CHILD_SUBREAPER), so that a daemon, which has left its group and session and
+outlived its parent, stays a descendant.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING, Self
 
 import psutil
@@ -24,11 +23,11 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 class Descendants:
-    """The processes that are started below this one while a block runs; those from before are left alone."""
+    """The processes started below this one within a block; earlier ones are left alone."""
 
     def __init__(self) -> None:
         self._before: set[psutil.Process] = set()
-        self._was_subreaper: int | None = None
+        self._was_subreaper = 0
 
     def __enter__(self) -> Self:
         self._before = set(psutil.Process().children(recursive=True))
@@ -36,20 +35,15 @@ class Descendants:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._was_subreaper is not None:
-            _set_subreaper(self._was_subreaper)
+        _set_subreaper(self._was_subreaper)
 
     def spare(self, pid: int) -> None:
-        """Count a child among those from before."""
+        """Count a child among the earlier ones."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._before.add(psutil.Process(pid))
 
     def reap_orphans(self, command: int | None = None) -> None:
-        """Take note of the end of those that came to this process, so that none stays a zombie while a command runs.
-
-        Args:
-            command: A child whose end is somebody else's to see.
-        """
+        """Reap adopted processes that have ended, but not the command, whose status somebody else reads."""
         spared = {process.pid for process in self._before} | {command}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -70,27 +64,24 @@ class Descendants:
 
 
 def send(processes: Sequence[psutil.Process], number: int) -> None:
-    """Send a signal to processes; those that are gone, or are somebody else's by now, are passed over."""
+    """Send a signal to processes, except those that are gone or belong to somebody else by now."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
 
 
 def send_to_group(group: int, number: int) -> None:
-    """Send a signal to a process group; one that is gone is passed over."""
+    """Send a signal to a process group, unless it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
         if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            os.killpg(group, signal.SIGCONT)  # what is stopped would never see it
+            os.killpg(group, signal.SIGCONT)  # a stopped process does not see a signal
 
 
-def _set_subreaper(value: int) -> int | None:
-    """Set whether orphans below this process go to it; return what it was, or None where there is no such thing."""
-    if sys.platform != "linux":
-        return None
+def _set_subreaper(value: int) -> int:
+    """Set whether this process adopts orphans; return the former value."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
-    if libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) != 0:
-        return None
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(value), 0, 0, 0)
     return before.value

@@ -1,10 +1,10 @@
-"""Decides what in a log ended the command that wrote it, by the status with which it ended.
+"""Decides whether lack of memory ended the command that wrote a log, by the command's exit status.
 
-An exception that nobody catches is the last traceback of its process, and the process ends with exit code 1. After it
-may stand anything that is no traceback: what runs at exit, other threads, other ranks. One that a function caught and
-logged counts too, since programs then end with 1 by themselves, but only near the end. An exception in C++ that nobody
-catches ends by SIGABRT (134). With every other status what the log says of lack of memory was survived, and something
-else ended the command. Where a launcher stands between, the statuses are those of the processes that it names.
+An uncaught exception is the last traceback of its process, which then exits with code 1. Output without a traceback may
+follow: functions at exit, other threads, other ranks. An exception that a function caught and logged counts too, since
+programs then exit with 1 themselves, but only near the end of the log. An uncaught exception in C++ ends in SIGABRT
+(134). With any other status the process survived the lack of memory in its log, and something else ended it. Below a
+launcher the statuses of the processes count, as the launcher reports them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 from autoaccum._launch.launchers import (
     ABORTED,
     KILLED,
+    RAISED,
     SIGNAL_BASE,
+    SLURM_MEMORY_CODES,
+    SLURM_MEMORY_SIGNS,
     Failed,
-    said_by_launcher,
-    said_by_srun,
+    failed_by_launcher,
+    failed_by_srun,
     start_of_last_workers,
 )
 from autoaccum._launch.tracebacks import endings, unlabelled
@@ -29,41 +32,27 @@ if TYPE_CHECKING:
 
     from autoaccum._launch.tracebacks import Ending, Raised
 
-_RAISED = 1
-# What trackers of experiments write when a process exits, with some hundred metrics.
+# Trackers of experiments write so many lines at exit, for some hundred metrics.
 _NEAR_THE_END = 300
 _BY_TYPE = ("MemoryError", "OutOfMemoryError", "_ArrayMemoryError")
-# What ranks raise because another one is gone.
+# Errors of ranks that have lost another one.
 _PEER_IS_GONE = re.compile(
     r"Connection (?:closed|reset) by peer|communicator was aborted|remote process exited|RankFailedError"
     r"|Dist(?:Backend|Network|Store)Error"
 )
 _WORKER_KILLED = Sign(r"is killed by signal: Killed", "DataLoader", "the RuntimeError for a worker that is gone")
-# srun runs elsewhere than the wrapper, whose counters say nothing then.
-_SLURM_SIGNS = (
-    Sign(
-        r"^slurmstepd[\w.-]*: error: .*\boom[-_ ]kill event", "Slurm", "slurmstepd of a cgroup, before and since 21.08"
-    ),
-    Sign(
-        r"^slurmstepd[\w.-]*: error: .*\bexceeded (job )?memory limit", "Slurm", "slurmstepd, where Slurm looks itself"
-    ),
-    Sign(r"^srun: error: [^\s:]+: tasks? [\d,\[\]-]+: Out Of Memory\s*$", "Slurm", "srun, for a task that ended so"),
-)
-# With these a step ends of which a process was killed: by the signal, by that which the others got, by Slurm's own
-# number for it (125, as a signal 253), or by the error of a process that missed the one that was killed (5: `fit`'s).
-_SLURM_CODES = (_RAISED, 5, 125, KILLED, SIGNAL_BASE + 15, 253)
 
 
 def memory_words(text: str, code: int) -> str | None:
-    """Return the line of stderr by which memory ran out; None where nothing of the kind ended the command.
+    """Return the line of a command's stderr that shows that lack of memory ended it; None where none does.
 
     Args:
-        text: The end of what the command wrote to stderr.
-        code: The exit code with which it ended, as a shell tells it.
+        text: The end of stderr.
+        code: The exit code, as a shell gives it.
     """
-    said = slurm_words(text, code)
-    if said is not None:
-        return said
+    line = slurm_words(text, code)
+    if line is not None:
+        return line
     for ending in _End(text, code).deciding():
         found = _lack_in(ending)
         if found is not None:
@@ -72,12 +61,7 @@ def memory_words(text: str, code: int) -> str | None:
 
 
 def killed_by(text: str, code: int) -> str | None:
-    """Return who tells that SIGKILL ended a process of the command; None where nobody does.
-
-    Args:
-        text: The end of what the command wrote to stderr.
-        code: The exit code with which it ended, as a shell tells it.
-    """
+    """Return who reports that SIGKILL ended a process of the command; None where nobody does. As `memory_words`."""
     end = _End(text, code)
     for one in end.failed if end.is_launched else ():
         if one.code == KILLED:
@@ -87,19 +71,19 @@ def killed_by(text: str, code: int) -> str | None:
 
 
 def slurm_words(text: str, code: int) -> str | None:
-    """Return the line by which Slurm says that a process was killed for its memory, and that ended the step.
+    """Return Slurm's line about a process that was killed for its memory, where that ended the step.
 
-    Slurm tells at the end of a step of each kill in it, also of one that the step survived, such as that of a loader's
-    worker. So the line counts only with an exit code that such a kill leaves, and beside no error of another kind.
+    At the end of a step Slurm reports each kill, also one that the step survived, such as of a loader's worker. So the
+    line counts only with an exit code that such a kill leaves, and without an error of another kind.
 
     Args:
         text: The end of the step's log.
         code: srun's exit code.
     """
-    if code not in _SLURM_CODES or not ("slurmstepd" in text or "srun: error: " in text):
+    if code not in SLURM_MEMORY_CODES or not ("slurmstepd" in text or "srun: error: " in text):
         return None
     lines = [line for line in unlabelled(text) if "slurmstepd" in line or "srun" in line]
-    said = next((line.strip() for line in lines if any(sign.matches(line) for sign in _SLURM_SIGNS)), None)
+    said = next((line.strip() for line in lines if any(sign.matches(line) for sign in SLURM_MEMORY_SIGNS)), None)
     if said is None or code >= SIGNAL_BASE:
         return said
     return said if all(_follows_a_kill(ending) for ending in _End(text, code).deciding()) else None
@@ -111,13 +95,13 @@ def _follows_a_kill(ending: Ending) -> bool:
 
 
 def _lack_in(ending: Ending) -> Raised | None:
-    """Return the exception by which an ending is lack of memory; None where it is something else."""
+    """Return the exception that makes an ending lack of memory; None where there is none."""
     if ending.parts:
         return ending.parts[0] if all(_is_memory(part) for part in ending.parts) else None
     for one in (ending.exception, *ending.causes):
         if _is_memory(one):
             return one
-        # What followed an update has no part in how it was cut: `oom.is_oom` stops there too.
+        # What follows an update does not depend on the cut: `_oom.is_oom` stops here too.
         if one.kind.rpartition(".")[2] == "UpdateCompleteError":
             break
     return None
@@ -129,60 +113,55 @@ def _is_memory(exception: Raised) -> bool:
         return True
     if name == "OSError":
         return "[Errno 12]" in exception.message.splitlines()[0]
-    # As in oom.py: native code reaches Python as RuntimeError, and anything else with the same words is a sentence.
+    # As in _oom.py: native code raises RuntimeError; the same words in any other exception are a sentence.
     is_native = name == "RuntimeError" or module.startswith("torch") or "::" in exception.kind
     return is_native and any(sign.matches(exception.message) for sign in OOM_SIGNS)
 
 
 class _End:
-    """How the processes below a command ended.
-
-    Args:
-        text: What they wrote to stderr.
-        code: The exit code of the command.
-    """
+    """How the processes of a command ended, by their stderr and the command's exit code."""
 
     def __init__(self, text: str, code: int) -> None:
         found = endings(text)
         lines = unlabelled(text) if "srun: error: " in text or "of binary: " in text else ()
-        tasks = said_by_srun(lines)
-        if code not in {task.code for task in tasks} and not (code in _SLURM_CODES and tasks):
+        tasks = failed_by_srun(lines)
+        if code not in {task.code for task in tasks} and not (code in SLURM_MEMORY_CODES and tasks):
             tasks = []  # of a step before the last
         own = tasks or [Failed(code, "shell")]
         launchers = self._launchers(found, own)
-        below = [failed for launcher in launchers for failed in said_by_launcher(launcher)]
+        below = [failed for launcher in launchers for failed in failed_by_launcher(launcher)]
         self.failed = below or own
         self.is_launched = bool(below or tasks)
         since = start_of_last_workers(lines, below) if below else 0
         if len(tasks) == 0 or sum(task.count for task in tasks) == 1:
             since = max(since, self._survived(found, launchers))
-        self._found = [ending for ending in found if ending.start >= since and not said_by_launcher(ending)]
+        self._found = [ending for ending in found if ending.start >= since and not failed_by_launcher(ending)]
 
     @staticmethod
     def _launchers(found: Sequence[Ending], own: Sequence[Failed]) -> list[Ending]:
-        """Return the launchers' exceptions that ended the command: its last ones, and of each of several tasks."""
-        if not any(one.code == _RAISED for one in own):
+        """Return the launchers' exceptions that ended the command: the last ones, or those of several tasks."""
+        if not any(one.code == RAISED for one in own):
             return []
         if sum(one.count for one in own) > 1:
-            return [ending for ending in found if said_by_launcher(ending)]
+            return [ending for ending in found if failed_by_launcher(ending)]
         launchers: list[Ending] = []
         for ending in reversed(found):
-            if not said_by_launcher(ending):
+            if not failed_by_launcher(ending):
                 break
             launchers.append(ending)
         return launchers
 
     @staticmethod
     def _survived(found: Sequence[Ending], launchers: Sequence[Ending]) -> int:
-        """Return the line below which nothing of a launcher stands that failed before."""
+        """Return the line after the last launcher's failure that the command survived."""
         earlier = [ending for ending in found if ending.name == "ChildFailedError" and ending not in launchers]
         return max((ending.start + 1 for ending in earlier), default=0)
 
     def deciding(self) -> Iterator[Ending]:
-        """Yield what ended the processes that failed."""
+        """Yield the endings of the processes that failed."""
         ranks = {ending.stream: ending for ending in self._found if ending.is_of_rank}
         yield from (ending for ending in ranks.values() if self._is_of_failed_rank(ending))
-        yield from (one.told for one in self.failed if one.told is not None and one.code == _RAISED)
+        yield from (one.ending for one in self.failed if one.ending is not None and one.code == RAISED)
         others = [ending for ending in self._found if not ending.is_of_rank]
         if not self.is_launched:
             last, own = others[-1:], self.failed[0].code
@@ -193,14 +172,14 @@ class _End:
         yield from self._of_mixed([ending for ending in others if ending.number is None], has_ranks=bool(ranks))
 
     def _is_of_failed_rank(self, ending: Ending) -> bool:
-        """Whether a rank's exception, which nobody caught, ended it, and its end is part of how the command ended."""
+        """Whether a rank's uncaught exception is part of how the command ended."""
         codes = [one.code for one in self.failed if ending.number in one.numbers]
         if self.is_launched and not codes:
-            return True  # ended by its launcher while it was ending
-        return any(code in (_RAISED, ABORTED) for code in codes or [one.code for one in self.failed])
+            return True  # its launcher ended it on its way out
+        return any(code in (RAISED, ABORTED) for code in codes or [one.code for one in self.failed])
 
     def _of_labelled(self, others: Sequence[Ending]) -> Iterator[Ending]:
-        """Yield the last ending of each process that failed, where labels tell whose it is."""
+        """Yield the last ending of each failed process that has a label."""
         last = {ending.stream: ending for ending in others if ending.number is not None}
         for ending in last.values():
             codes = [one.code for one in self.failed if not one.numbers or ending.number in one.numbers]
@@ -208,19 +187,19 @@ class _End:
                 yield ending
 
     def _of_mixed(self, mixed: Sequence[Ending], *, has_ranks: bool) -> Iterator[Ending]:
-        """Yield as many of the last endings as processes failed, where nothing tells whose they are."""
+        """Yield as many of the last endings without a label as processes failed."""
         aborted = sum(one.count for one in self.failed if one.code == ABORTED)
-        raised = sum(one.count for one in self.failed if one.code == _RAISED and one.told is None)
+        raised = sum(one.count for one in self.failed if one.code == RAISED and one.ending is None)
         said = [ending for ending in mixed if ending.aborts]
         yield from said[len(said) - min(aborted, len(said)) :]
         if has_ranks:
-            return  # torch marks what ended a rank, so that the rest was survived
+            return  # torch marks the exceptions that ended ranks; the ranks survived all others
         excepted = [ending for ending in mixed if not ending.aborts and not _is_consequence(ending)]
         yield from excepted[len(excepted) - min(raised, len(excepted)) :]
 
 
 def _is_consequence(ending: Ending) -> bool:
-    """Whether a rank failed only because another did."""
+    """Whether a rank failed only because another one had."""
     said = f"{ending.exception.kind} {ending.exception.message}"
     return _lack_in(ending) is None and _PEER_IS_GONE.search(said) is not None
 
@@ -230,4 +209,4 @@ def _was_survived(ending: Ending) -> bool:
 
 
 def _fits(ending: Ending, code: int) -> bool:
-    return code == (ABORTED if ending.aborts else _RAISED)
+    return code == (ABORTED if ending.aborts else RAISED)

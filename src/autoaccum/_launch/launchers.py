@@ -1,7 +1,6 @@
-"""Reads from a log how launchers say that their processes failed: torchrun, srun, accelerate, torch.multiprocessing.
+"""Reads from a log which processes failed, as launchers report it: torchrun, srun, accelerate, torch.multiprocessing.
 
-A launcher ends with a code of its own, mostly 1, whatever the processes below it ended with. What it says of them is in
-its last words.
+A launcher exits with a code of its own, mostly 1, whatever the exit codes of its processes. Its report has those.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoaccum._launch.tracebacks import endings
+from autoaccum._oom import Sign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from autoaccum._launch.tracebacks import Ending
 
-# What shells add to a signal's number; containers do as they do.
+RAISED = 1
+# What shells and containers add to a signal's number.
 SIGNAL_BASE = 128
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ABORTED = SIGNAL_BASE + signal.SIGABRT
@@ -27,7 +28,7 @@ ABORTED = SIGNAL_BASE + signal.SIGABRT
 _SECTION = re.compile(r"\[\d+\]:\s*$|-{10,}\s*$|={10,}\s*$")
 _NUMBERS = re.compile(r"\s*rank\s*: (\d+) \(local_rank: (\d+)\)")
 _EXIT_CODE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
-_TOLD = re.compile(r"\s*traceback : Traceback \(")
+_TRACEBACK = re.compile(r"\s*traceback : Traceback \(")
 _FAILED_OF_BINARY = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+ \(pid: (?P<pid>\d+)\) of binary")
 
 _RETURNED = re.compile(r"returned non-zero exit status (\d+)|terminated with exit code (\d+)")
@@ -35,6 +36,20 @@ _DIED = re.compile(r"(?:died with <Signals\.|terminated with signal )(SIG\w+)")
 # A script that calls another program is no launcher.
 _RUNS_A_SCRIPT = re.compile(r"python|torchrun|accelerate|deepspeed|\.py\b|\bsrun\b|\b(?:ba)?sh\b|\.sh\b")
 
+# Slurm's words for lack of memory. The wrapper's own counters of kills say nothing of a step on another node.
+SLURM_MEMORY_SIGNS = (
+    Sign(
+        r"^slurmstepd[\w.-]*: error: .*\boom[-_ ]kill event", "Slurm", "slurmstepd of a cgroup, before and since 21.08"
+    ),
+    Sign(
+        r"^slurmstepd[\w.-]*: error: .*\bexceeded (job )?memory limit", "Slurm", "slurmstepd, where Slurm looks itself"
+    ),
+    Sign(r"^srun: error: [^\s:]+: tasks? [\d,\[\]-]+: Out Of Memory\s*$", "Slurm", "srun, for a task that ended so"),
+)
+# Exit codes of a step of which a process was killed: by SIGKILL, by the signal for the others, by Slurm's own number
+# (125, as a signal 253), or by the error of a process that missed the killed one (5: `fit`'s).
+SLURM_MEMORY_CODES = (RAISED, 5, 125, KILLED, SIGNAL_BASE + signal.SIGTERM, 253)
+# srun's words for every end of a task, with its exit code.
 _TASKS = re.compile(r"srun: error: [^\s:]+: tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+?)\s*$")
 _TASK_CODES = {
     "Killed": KILLED,
@@ -52,27 +67,27 @@ class Failed:
     """Processes that failed in the same way.
 
     Attributes:
-        code: Their exit code as a shell tells it, 128 + N where signal N ended them.
-        by: Who says so.
-        numbers: Their ranks or tasks; empty where nobody says.
-        pid: The process, where there is one and its number is said.
-        told: What ended it, where the launcher tells that too.
+        code: Their exit code as a shell gives it, 128 + N where signal N ended them.
+        by: Who reports it.
+        numbers: Their ranks or tasks; empty where they are not reported.
+        pid: The process id; None where it is not reported.
+        ending: What ended it, where the launcher shows that too.
     """
 
     code: int
     by: str
     numbers: frozenset[int] = frozenset()
     pid: int | None = None
-    told: Ending | None = None
+    ending: Ending | None = None
 
     @property
     def count(self) -> int:
-        """How many processes these are, as far as that is known."""
+        """How many processes these are, as far as known."""
         return len(self.numbers) if self.by == "srun" else 1
 
 
-def said_by_launcher(ending: Ending) -> list[Failed]:
-    """Return the processes of which an exception tells that they failed; none where it is no launcher's."""
+def failed_by_launcher(ending: Ending) -> list[Failed]:
+    """Return the failed processes that a launcher's exception reports; none for any other exception."""
     if ending.name == "ChildFailedError":
         return list(_in_report(ending.report))
     by = {"CalledProcessError": "subprocess", "ProcessExitedException": "torch.multiprocessing"}.get(ending.name)
@@ -86,12 +101,8 @@ def said_by_launcher(ending: Ending) -> list[Failed]:
     return [Failed(int(returned[1] or returned[2]), by)] if returned is not None and is_launcher else []
 
 
-def said_by_srun(lines: Sequence[str]) -> list[Failed]:
-    """Return the tasks of which srun says that they failed.
-
-    Args:
-        lines: A log without labels.
-    """
+def failed_by_srun(lines: Sequence[str]) -> list[Failed]:
+    """Return the failed tasks that srun reports in the lines of a log, which have no labels."""
     found = [match for line in lines if line.startswith("srun: error: ") and (match := _TASKS.match(line))]
     return [
         Failed(code, "srun", _tasks(match["tasks"])) for match in found if (code := _code(match["how"])) is not None
@@ -99,11 +110,11 @@ def said_by_srun(lines: Sequence[str]) -> list[Failed]:
 
 
 def start_of_last_workers(lines: Sequence[str], failed: Sequence[Failed]) -> int:
-    """Return the line at which those workers began that torchrun did not start again.
+    """Return the line at which the workers began that torchrun did not start again.
 
     Args:
         lines: A log without labels.
-        failed: The processes of which its last report tells.
+        failed: The processes in torchrun's last report.
     """
     last = {one.pid for one in failed}
     found = [(at, match) for at, line in enumerate(lines) if (match := _FAILED_OF_BINARY.search(line))]
@@ -122,13 +133,13 @@ def _in_report(lines: Sequence[str]) -> Iterator[Failed]:
             rest = lines[at + 1 :]
             end = next((end for end, other in enumerate(rest) if _SECTION.match(other)), len(rest))
             yield Failed(
-                code if code >= 0 else SIGNAL_BASE - code, "torchrun", numbers, int(ended[2]), _told(rest[:end])
+                code if code >= 0 else SIGNAL_BASE - code, "torchrun", numbers, int(ended[2]), _ending_in(rest[:end])
             )
 
 
-def _told(lines: Sequence[str]) -> Ending | None:
-    """Return what ended a process, as the report of one that left its traceback tells it, two spaces further in."""
-    begin = next((at for at, line in enumerate(lines) if _TOLD.match(line)), None)
+def _ending_in(lines: Sequence[str]) -> Ending | None:
+    """Return what ended a process that left its traceback in the report, where it is indented by two spaces."""
+    begin = next((at for at, line in enumerate(lines) if _TRACEBACK.match(line)), None)
     if begin is None:
         return None
     first, *others = lines[begin:]
@@ -141,7 +152,7 @@ def _tasks(text: str) -> frozenset[int]:
     for part in text.strip("[]").split(","):
         first, _, last = part.partition("-")
         if first.isdigit() and (not last or last.isdigit()):
-            # A job has thousands of tasks at the most, and a log is no reason to count further.
+            # A job has thousands of tasks at most; a log must not make this count further.
             numbers.update(range(int(first), min(int(last or first), int(first) + 100_000) + 1))
     return frozenset(numbers)
 

@@ -1,8 +1,8 @@
-"""From "RECIPE.py:function" to the Job that the function returns.
+"""Loads "RECIPE.py:function", and returns the Job that the function returns.
 
-A recipe is a Python file of the user's. It is imported by its path, so it needs no package around it; files
-beside it import as if it had been started by `python RECIPE.py`. What goes wrong in it is the recipe's: its
-own traceback is kept, as the cause of the error raised here.
+A recipe is the user's Python file. It is imported by its path, so it needs no package; it imports its neighbours as if
+it had been started by `python RECIPE.py`. An error in it keeps its own traceback, as the cause of the error raised
+here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_recipe(recipe: str) -> Job:
             or it returned something else than a Job.
     """
     path, name = _split(recipe)
-    # The folder stays in place for the call too: a function may well import its neighbours when it runs.
+    # For the call too: a function may import its neighbours when it runs.
     with _importable(path.parent):
         module = _imported(path)
         function = _function(module, name, path)
@@ -90,19 +90,19 @@ def _importable(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # The recipe may have changed the path itself; take out what was put in, wherever it is now.
+        # The recipe may have changed the path itself, so the entry may have moved.
         with contextlib.suppress(ValueError):
             sys.path.remove(entry)
 
 
 def _imported(path: Path) -> ModuleType:
-    # A name of its own: a recipe called torch.py must not become `torch` for everything imported after it.
+    # A recipe called torch.py must not become `torch` for later imports.
     name = f"autoaccum_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "there is a loader for .py"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Classes that the recipe defines are looked up by this name when they are pickled for a loader's workers.
+    # By this name the recipe's classes are pickled for a loader's workers.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -156,8 +156,7 @@ def _recipe_error(what: str, error: BaseException, path: Path) -> InvalidInputEr
         made = exit_error(path, error)
     else:
         made = InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe")
-    # Only the recipe's own frames: those before it are the import system's and ours, and tell the user
-    # nothing.
+    # Only the recipe's own frames: those before it are the import system's and ours.
     error.__traceback__ = _from_file(error.__traceback__, path)
     return made
 

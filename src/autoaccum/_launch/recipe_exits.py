@@ -1,7 +1,7 @@
-"""A recipe that exits, by `sys.exit` or as click does, is bad input whatever its exit code: its training is not done.
+"""Makes a recipe's exit, by `sys.exit` or as click does, an input error, whatever its exit code.
 
-Without this, `sys.exit(0)` in a recipe, or in the model or loss that it holds, would end a command with 0, which says
-"done" of a training and "it fits" of a report.
+Otherwise `sys.exit(0)` in a recipe, or in its model or loss, would end a command with 0, which means "done" of a
+training and "it fits" of a report.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-# By name: click, which typer may carry within itself, is not imported with the library.
+# By name: the library does not import click, which typer may also contain.
 _EXITS_OF_CLICK = ("Exit", "Abort", "ClickException")
 _HINT = "return from there, or raise an exception that says what is wrong"
 
 
 @contextlib.contextmanager
 def exits_refused(recipe: str | Path) -> Iterator[None]:
-    """Raise an error where code of a recipe exits within the block.
+    """Turn an exit by a recipe's code within the block into an error.
 
-    Ctrl-C, SIGTERM and what a handler of the recipe's does with a signal stay as they are.
+    Ctrl-C, SIGTERM and the recipe's own signal handlers keep their effect.
 
     Args:
         recipe: Its path, or the path and the name of its function.
 
     Raises:
-        InvalidInputError: It did; the cause is what it raised.
+        InvalidInputError: The recipe exited; the cause is what it raised.
     """
     try:
         yield
@@ -57,12 +57,12 @@ def is_exit(error: BaseException) -> bool:
 
 def exit_error(recipe: str | Path, error: BaseException) -> InvalidInputError:
     """Return the error that says where a recipe exited, and how."""
-    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}({error})"
-    return InvalidInputError(f"the recipe {str(recipe)!r} exited by {said}{_place(recipe, error)}; {_HINT}")
+    call = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}({error})"
+    return InvalidInputError(f"the recipe {str(recipe)!r} exited by {call}{_place(recipe, error)}; {_HINT}")
 
 
 def _place(recipe: str | Path, error: BaseException) -> str:
-    """Return where it exited: in the recipe's own file where that is on the way, else in the user's last frame."""
+    """Return where it exited: in the last frame of the recipe's own file, else of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     path = Path(recipe)
     path = path if path.suffix == ".py" else Path(str(recipe).rpartition(":")[0])
@@ -76,7 +76,7 @@ def _place(recipe: str | Path, error: BaseException) -> str:
 
 
 def _is_from_signal(link: TracebackType | None) -> bool:
-    """Whether a signal's handler, as it is set now, is on the way."""
+    """Whether a frame is that of a signal handler."""
     handlers = {
         getattr(handler, "__code__", None)
         for number in signal.valid_signals()

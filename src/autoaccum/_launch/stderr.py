@@ -1,30 +1,26 @@
-"""What a command writes to stderr, on its way to ours: every byte passed on as it comes, the end of it kept to be read.
+"""Passes a command's stderr on to ours, every byte as it comes, and keeps the end of it.
 
-Where our stderr is a terminal the command's is one too (a pseudo-terminal of the same size), so that it draws its
-progress bars; else it is a pipe. Stdin and stdout are not touched at all: the command has ours. So the streams stay
-apart, but where both go to the same file their order is only that in which bytes arrive.
+Where our stderr is a terminal the command gets a pseudo-terminal of the same size, so that it draws its progress bars;
+otherwise a pipe. The command has our own stdin and stdout. Where stdout and stderr go to one file, their order is that
+in which bytes arrive.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import select
 import sys
+import termios
 from typing import Self
 
-try:
-    import fcntl
-    import pty
-    import termios
-except ImportError:  # Windows, where nothing here is used, but imported
-    pass
-
-# As much as can be written without waiting to a pipe of which poll says that there is room (PIPE_BUF on Linux).
+# PIPE_BUF on Linux: a write of so much does not wait where poll reports room.
 _CHUNK_BYTES = 4096
-# Thousands of lines in which other ranks tell that one is gone, and before them the traceback of that one.
+# Room for thousands of lines of other ranks after the traceback of the one that failed.
 _TAIL_BYTES = 1 << 22
-# What was written before the end arrives a moment later through a pseudo-terminal.
+# Through a pseudo-terminal the last bytes arrive a moment after the end.
 _QUIET_MS = 100
 
 
@@ -56,11 +52,11 @@ class Stderr:
 
     @property
     def tail(self) -> str:
-        """The end of what was written."""
+        """The last bytes, as text."""
         return bytes(self._tail).decode(errors="replace").replace("\r\n", "\n")
 
     def hand_over(self) -> None:
-        """Close the command's end here, once the command has it."""
+        """Close our copy of the command's end, once the command has it."""
         if self.theirs >= 0:
             os.close(self.theirs)
             self.theirs = -1
@@ -73,21 +69,21 @@ class Stderr:
                 fcntl.ioctl(self.ours, termios.TIOCSWINSZ, size)
 
     def waits_for(self) -> tuple[int, int] | None:
-        """Return the descriptor and the event of `select.poll` for which the next `work` waits; None for nothing."""
+        """Return the descriptor and event for which `work` needs to wait by `select.poll`; None for nothing."""
         if self._pending:
             assert self._target is not None
             return self._target, select.POLLOUT
         return None if self.ours is None else (self.ours, select.POLLIN)
 
     def work(self) -> None:
-        """Pass on some of what has come, once what `waits_for` tells is there; this does not wait."""
+        """Pass on some bytes once the event of `waits_for` has come; this does not wait."""
         if self._pending:
             self._write()
         elif self.ours is not None:
             self._read(self.ours)
 
     def drain(self) -> None:
-        """Pass on what is still on its way once the command has ended; what others write later is not waited for."""
+        """Pass on the last bytes once the command has ended, without waiting for what others write later."""
         while (waits := self.waits_for()) is not None:
             poll = select.poll()
             poll.register(*waits)
@@ -118,7 +114,7 @@ class Stderr:
         except BlockingIOError:
             return
         except OSError:
-            # Nobody reads it. The command learns of that as it would without us: by its own next write.
+            # Nobody reads it. The command learns that by its own next write, as without us.
             self._pending = b""
             self._close()
 
@@ -128,7 +124,7 @@ class Stderr:
             self.ours = None
 
     def _resemble(self) -> None:
-        """Make the pseudo-terminal like ours, but that it changes nothing: ours makes line ends, once."""
+        """Make the pseudo-terminal like ours, without output processing, which ours does already."""
         assert self._target is not None
         with contextlib.suppress(termios.error):
             settings = termios.tcgetattr(self._target)

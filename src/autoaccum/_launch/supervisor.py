@@ -1,10 +1,9 @@
-"""Commands in, run one after the other as whole trees of processes; how each ended out. Decides nothing about it.
+"""Runs commands one after the other, each as a whole tree of processes, and returns how each ended.
 
-A command gets a session of its own. A terminal then sends its signals to this process alone, so that Ctrl-C arrives
-once, forwarded to the command's whole process group, and stopping this process stops all of it. What that costs: the
-command cannot open /dev/tty (reading stdin works). Nothing that a command starts stays behind: what outlives it gets a
-moment, then SIGTERM, then SIGKILL; where this process is killed, `_launch/watchdog.py` does that. It is meant for a
-process that does nothing else.
+A command gets a session of its own. A terminal then sends its signals to this process alone, which forwards each once
+to the command's whole process group; stopping this process stops all of it. The price: the command cannot open /dev/tty
+(reading stdin works). No process outlives its command: it gets a moment, then SIGTERM, then SIGKILL. Where this process
+itself is killed, `watchdog.py` does that. The supervisor is meant for a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from autoaccum._launch import watchdog
@@ -39,23 +37,23 @@ _POLL_S = 0.05
 _MARK = "AUTOACCUM_RUN_MARK"
 _ENDS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _PASSED_ON = ("SIGUSR1", "SIGUSR2")
-# As shells tell a command that cannot be started.
+# As shells report a command that cannot be started.
 _CANNOT_EXECUTE = 126
 _NOT_FOUND = 127
 
 
 class Supervisor:
-    """Runs commands, and forwards signals to the one that runs, for the length of a `with` block.
+    """Runs commands, and forwards signals to the running one, within a `with` block.
 
-    Signals that were ignored before stay so, for the command too, as `nohup` wants it. Outside the main thread no
-    signal is forwarded.
+    Ignored signals stay ignored, for the command too, as `nohup` wants it. Outside the main thread no signal is
+    forwarded.
 
     Args:
-        grace_s: Seconds from the first signal that asks the command to end to SIGKILL.
-        stderr: The descriptor to which stderr goes; None for this process's own.
+        grace_s: Seconds from the first signal that asks for the end to SIGKILL.
+        stderr: The descriptor for stderr; None for this process's own.
 
     Attributes:
-        ended_by: The signal that has asked for the end; None before.
+        ended_by: The signal that asked for the end; None before.
     """
 
     def __init__(self, *, grace_s: float = GRACE_S, stderr: int | None = None) -> None:
@@ -97,18 +95,18 @@ class Supervisor:
             signal.set_wakeup_fd(self._former_wakeup)
         for descriptor in self._woken:
             os.close(descriptor)
-        if self._watchdog is not None:
-            assert self._watchdog.stdin is not None
-            self._watchdog.stdin.close()  # by which it ends
-            self._watchdog.wait()
+        assert self._watchdog is not None
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.close()  # which ends it
+        self._watchdog.wait()
         self._descendants.__exit__()
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Ended:
-        """Run a command to its end, and end what it leaves.
+        """Run a command to its end, and end the processes it leaves.
 
         Args:
-            arguments: The program and its arguments, which no shell sees.
-            environment: Its variables, all of them.
+            arguments: The program and its arguments; there is no shell.
+            environment: All environment variables of the command.
 
         Returns:
             How it ended; with 127 or 126 where it could not be started.
@@ -116,12 +114,12 @@ class Supervisor:
         marked = {**environment, _MARK: f"{environment.get(_MARK, '')}:{self._mark}"}
         with Stderr(self._target) as self._stderr:
             try:
-                process = subprocess.Popen(  # noqa: S603 - to run the user's command is what it is for
+                process = subprocess.Popen(  # noqa: S603 - the user's own command
                     list(arguments),
                     env=marked,
                     stderr=self._stderr.theirs,
                     start_new_session=True,
-                    close_fds=False,  # those that this process was given are meant for the command
+                    close_fds=False,  # inherited descriptors are meant for the command
                 )
             except OSError as error:
                 is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
@@ -155,12 +153,12 @@ class Supervisor:
                 self._kill_at_s = time.monotonic() + _MOMENT_S
             if self._look(None if self._kill_at_s is None else self._kill_at_s - time.monotonic()):
                 self._descendants.reap_orphans(process.pid)
-        # Before it is reaped: from then on its number may be another's.
+        # Before it is reaped, after which the kernel may use its number again.
         self._group = None
         process.wait()
 
     def _clean_up(self) -> None:
-        """End what the command has left: it gets a moment to end by itself, then is asked to, then is killed."""
+        """Wait a moment for the processes that the command left, then send SIGTERM, then SIGKILL."""
         self._cleans_up = True
         began_s = time.monotonic()
         asked = False
@@ -180,7 +178,7 @@ class Supervisor:
             self._kill_at_s = None
 
     def _look(self, seconds: float | None) -> bool:
-        """Pass on some of what comes on stderr, waiting for it until a signal comes or the time is over.
+        """Pass on some of stderr, or wait for it until a signal comes or the time is over.
 
         Returns:
             Whether a signal came, or may have come.
@@ -223,7 +221,7 @@ class Supervisor:
             send(self._descendants.alive(), number)
 
     def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
-        # Not the signal that came: a group without a terminal, as the command's is, does not stop for that.
+        # Not SIGTSTP, for which a process group without a terminal does not stop.
         send(self._descendants.alive(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -235,11 +233,9 @@ class Supervisor:
             self._stderr.resize()
         self._on_pass_on(number, _frame)
 
-    # --- in case this process is killed -------------------------------------------------------------------------------
+    # --- the watchdog -------------------------------------------------------------------------------------------------
 
     def _start_watchdog(self) -> None:
-        if not Path("/proc/self/environ").exists():
-            return
         self._watchdog = subprocess.Popen(  # noqa: S603 - our own file
             [sys.executable, "-I", "-S", watchdog.__file__, self._mark, str(self._grace_s)],
             stdin=subprocess.PIPE,
@@ -250,7 +246,8 @@ class Supervisor:
         self._descendants.spare(self._watchdog.pid)
 
     def _tell_watchdog(self, session: int) -> None:
-        if self._watchdog is not None and self._watchdog.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._watchdog.stdin.write(f"{session}\n".encode())
-                self._watchdog.stdin.flush()
+        assert self._watchdog is not None
+        assert self._watchdog.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._watchdog.stdin.write(f"{session}\n".encode())
+            self._watchdog.stdin.flush()

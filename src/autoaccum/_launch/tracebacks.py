@@ -1,8 +1,8 @@
-"""Reads from a log what may have ended the processes that wrote it: tracebacks, and what C++ says before it aborts.
+"""Finds in a log what may have ended the processes that wrote it: tracebacks, and what C++ writes before it aborts.
 
 A traceback is a header, indented lines, and a line that begins with the exception's type; chains and groups are joined.
-Those that end no process are left out: of threads, finalizers, functions at exit and handlers of logging. Whether a
-process really ended by one of the others cannot be seen here; `_launch/last_words.py` holds them against exit statuses.
+Tracebacks that end no process are left out: of threads, finalizers, functions at exit and handlers of logging. Whether
+one of the others ended a process depends on exit statuses, which `last_words.py` compares them with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ABORT = re.compile(
     r"|terminating (?:due to|with) uncaught exception of type (?P<llvm>[\w:]+)"
     r"|terminate called without an active exception"
 )
-# What stands before a traceback that ends no process: threading, sys.unraisablehook, atexit, logging, asyncio.
+# The line before a traceback that ends no process: threading, sys.unraisablehook, atexit, logging, asyncio.
 _ENDS_NOTHING = re.compile(
     r"Exception ignored |Exception in thread |Error in atexit|Error in sys\.excepthook|--- Logging error ---"
     r"|Task exception was never retrieved|Exception in callback |Future exception was never retrieved"
@@ -35,7 +35,7 @@ _ASYNCIO_CONTEXT = re.compile(r"future: <|handle: <|task: <")
 # Before the lines of a process where several share a stream: torchrun --tee, srun --label, mpirun --tag-output, Ray.
 _LABEL = re.compile(r"(?:\[[A-Za-z_.-]*\d+\]:|\d+:|\[\d+,\d+\]<std\w+>:|\([^()]{0,80}?pid=\d+[^()]{0,80}\)) ?")
 _LABELS_BEGIN = frozenset("[(0123456789")
-# torch writes it before each line of the exception that nobody caught, and nowhere else.
+# torch writes it before each line of an uncaught exception, and nowhere else.
 _RANK = re.compile(r"\[rank(?P<rank>\d+)\]: ?")
 _RANK_BEHIND_A_BAR = re.compile(rf"\[rank\d+\]: {re.escape(_HEADER)}")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -44,22 +44,17 @@ _PART = re.compile(r"\s*\+[-+]*-{5,} (?:\d+|\.\.\.) -{5,}")
 _FRAME = re.compile(r'\s+File "[^"]*", line \d+, in (?P<name>.+)')
 # Where Python begins: a script, `python -m`, a process of multiprocessing.
 _FIRST_FRAMES = ("<module>", "_run_module_as_main", "_bootstrap")
-# A traceback of another process or thread, within the message of the exception that took it along.
+# The traceback of another process or thread within an exception's message.
 _TAKEN_ALONG = re.compile(r"Original Traceback|-- Process \d+ terminated with the following error")
-# A message of NCCL's has four lines, one of CUDA's five; what stands further down is somebody else's.
+# A message of NCCL has four lines, one of CUDA five.
 _MESSAGE_LINES = 8
 _HALF_CHARS = 2000
-# As far below a traceback threads may still end the process: C++ may have shown its own frames in between.
+# Threads may abort the process so many lines after a traceback; C++ may show its own frames in between.
 _NEAR = 64
 
 
 class Raised(NamedTuple):
-    """An exception as a traceback shows it.
-
-    Attributes:
-        kind: The name of its type, with its module.
-        message: The first lines of the rest, the first of them as it was written.
-    """
+    """An exception as a traceback shows it: its type with the module, and the first lines of its message."""
 
     kind: str
     message: str
@@ -75,12 +70,12 @@ class Ending:
         is_of_rank: Whether torch marked the lines as an exception of this rank that nobody caught.
         start: The number of its first line in the log.
         exception: What was raised.
-        causes: What that was raised from, the nearest first.
-        parts: Of a group, the exceptions in it.
-        is_caught: Whether the traceback begins within a function: somebody caught the exception there, and logged it.
+        causes: The exceptions it was raised from, the nearest first.
+        parts: The exceptions of a group.
+        is_caught: Whether the traceback begins within a function, where the exception was caught and logged.
         lines_after: How many lines of the stream follow.
-        aborts: Whether C++ said it, and then ended the process by SIGABRT.
-        report: Of a launcher, the lines in which it tells of the processes that failed.
+        aborts: Whether C++ wrote it, and ended the process by SIGABRT.
+        report: A launcher's report of the processes that failed.
     """
 
     stream: str
@@ -107,11 +102,7 @@ class _Line(NamedTuple):
 
 
 def endings(text: str) -> list[Ending]:
-    """Return what may have ended processes, in the order of the log.
-
-    Args:
-        text: What they wrote to stderr, mixed as it came.
-    """
+    """Return what may have ended processes, in the order of a log of their stderr."""
     found = [ending for label, lines in _streams(text).items() for ending in _Stream(label, lines).endings()]
     return sorted(found, key=lambda ending: ending.start)
 
@@ -153,12 +144,7 @@ def _labels(line: str) -> tuple[str, str]:
 
 
 class _Stream:
-    """The lines of one process, or of several that cannot be told apart.
-
-    Args:
-        label: What stood before each line.
-        lines: The lines without it.
-    """
+    """The lines of one process, without its label, or of several that have none."""
 
     def __init__(self, label: str, lines: Sequence[_Line]) -> None:
         self._label = label
@@ -192,17 +178,17 @@ class _Stream:
                 ending = self._ending(begin, at or begin, exception, chain, end)
                 former = (at or begin, ending)
                 yield ending
-                # Lines of two processes that cannot be told apart: two headers, and then two exceptions.
+                # Lines of two processes without labels: two headers, and then two exceptions.
                 for other in range(at + 1, min(at + 2 * unfinished + 1, end)) if at is not None else ():
                     if _EXCEPTION.match(self._lines[other].text):
                         yield self._ending(begin, other, self._exception(other, end), [], end)
             unfinished = 0
             chain = [] if link is None else [exception, *(chain if link == _CAUSE else ())]
             if link == _CONTEXT:
-                chain = [Raised("", "")]  # a chain goes on, but nothing was raised from what stands before
+                chain = [Raised("", "")]  # the chain goes on, but the next exception was not raised from this one
 
     def _begins(self) -> list[int]:
-        """Return where tracebacks and words of C++ begin; what a group or a launcher's report holds is theirs."""
+        """Return where tracebacks and aborts begin; those within a group or a launcher's report belong to it."""
         begins: list[int] = []
         at = 0
         while at < len(self._lines):
@@ -233,7 +219,7 @@ class _Stream:
         return bool(before) and _ENDS_NOTHING.match(before[-1]) is not None
 
     def _is_caught(self, begin: int) -> bool:
-        """Whether a traceback begins within a function, and is not one that another took along."""
+        """Whether a traceback begins within a function and is not part of another one's message."""
         if any(_TAKEN_ALONG.search(line.text) for line in self._lines[max(0, begin - 1) : begin + 1]):
             return False
         frame = next((found for line in self._lines[begin + 1 : begin + 3] if (found := _FRAME.match(line.text))), None)
@@ -264,7 +250,7 @@ class _Stream:
         return Raised("ExceptionGroup", self._message(begin + 1, end))
 
     def _parts(self, begin: int) -> tuple[Raised, ...]:
-        """Return the exceptions in a group, those of groups within it too."""
+        """Return the exceptions in a group, and in groups within it."""
         parts: list[Raised] = []
         is_open = False
         for line in self._lines[begin : self._group_end(begin)]:
@@ -296,7 +282,7 @@ class _Stream:
         )
 
     def _abort(self, begin: int, end: int, found: re.Match[str], former: tuple[int, Ending] | None) -> Ending:
-        """Return what C++ said before it aborted; an exception of Python's where threads were left behind by it."""
+        """Return the exception of C++; or that of Python, after which threads were left and made C++ abort."""
         start, kind = self._lines[begin].at, found["gnu"] or found["llvm"]
         if kind is not None:
             what = next((at for at in range(begin, min(begin + 4, end)) if "what():" in self._lines[at].text), begin)

@@ -1,11 +1,11 @@
-"""Ends what a wrapper has started where the wrapper itself was killed. A script of its own, run by its path.
+"""A script that ends the processes of `autoaccum run` where `run` itself was killed.
 
-Standard input is a pipe whose other end only the wrapper holds: while it lives that stays open. Over it comes the id of
-each session that the wrapper starts, as a line, and the same negative once it is over, since ids are used again. At
-the end of the pipe every process of the sessions that are left, and every process with the wrapper's mark in its
-environment, gets SIGTERM, and after the grace period SIGKILL; where the wrapper has cleaned up itself, there is none. A
-process that has cleared its environment and left its session is not found. It reads /proc, so it is for Linux, and
-imports nothing but the standard library: it starts beside every command.
+Only the wrapper holds the other end of its standard input. Over this pipe the wrapper sends the id of each session that
+it starts, a line each, and the negative id once the session is over, since ids are used again. When the pipe closes,
+every process of a remaining session, and every process with the wrapper's mark in its environment, gets SIGTERM and
+after the grace period SIGKILL. After an orderly end there is none. A process that has cleared its environment and left
+its session is not found. The script needs /proc, and imports only the standard library since it starts with every
+command.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _POLL_S = 0.05
-# A process that SIGKILL does not end waits inside the kernel; nobody can do more about it.
+# A process that survives SIGKILL for so long hangs inside the kernel.
 _MOST_S = 10.0
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 # Fields of /proc/PID/stat after the name: state, parent, group, session.
@@ -25,13 +25,13 @@ _STATE, _SESSION = 0, 3
 
 
 def main(mark: str, grace_s: float) -> None:
-    """Wait for the wrapper's end, then end what it has left.
+    """Wait for the wrapper's end, then end its processes.
 
     Args:
-        mark: What stands in the environment of every process of the wrapper's.
+        mark: A text in the environment of every process of the wrapper.
         grace_s: Seconds from SIGTERM to SIGKILL.
     """
-    for name in _SIGNALS:  # what is sent to everybody is not meant for this process
+    for name in _SIGNALS:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     sessions: set[int] = set()
     for line in sys.stdin:
@@ -44,7 +44,7 @@ def main(mark: str, grace_s: float) -> None:
         for pid in left if is_over else left - asked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL if is_over else signal.SIGTERM)
-                os.kill(pid, signal.SIGCONT)  # one that was stopped would never see it
+                os.kill(pid, signal.SIGCONT)  # a stopped process does not see a signal
         asked |= left
         time.sleep(_POLL_S)
 

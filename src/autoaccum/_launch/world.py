@@ -1,7 +1,7 @@
-"""How many ranks a command is going to have: from the launcher inside it, or from the variables around it.
+"""How many ranks a command will have: by the launcher in it, or by environment variables.
 
-`torchrun` (and `python -m torch.distributed.run`) is understood by its own options and by the PET_ variables that stand
-for them. What can only be known on the machine it runs on, or changes while it runs, is asked for instead of guessed.
+Of `torchrun` (and `python -m torch.distributed.run`) the options count, and the PET_ variables in place of them. A
+number that depends on another machine, or changes during the run, has to be given by --world-size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distribu
 
 
 def world_size_of(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks that share a target batch; 1 where nothing says more.
-
-    Args:
-        command: The command as it is written.
-        environment: The variables that it will see.
+    """Return the number of ranks that share a target batch; 1 by default.
 
     Raises:
         InvalidInputError: The launcher's options leave the number open, or a variable holds no number.
@@ -58,7 +54,7 @@ def _option(options: Sequence[str], name: str, environment: Mapping[str, str]) -
 
 
 def _counts() -> dict[str, int]:
-    """What torchrun makes of words: as many processes as there are devices. Counting them makes no context."""
+    """Return torchrun's meanings of words: as many processes as devices. Counting them makes no CUDA context."""
     cards = torch.accelerator.device_count()
     processors = os.cpu_count() or 1
     return {"cpu": processors, "auto": cards or processors} | ({"gpu": cards, "xpu": cards} if cards else {})
@@ -72,4 +68,4 @@ def _number(text: str, option: str, words: Mapping[str, int]) -> int:
         text = low
     if text.isascii() and text.isdigit() and int(text) >= 1:
         return int(text)
-    raise InvalidInputError(f"{option}={text} leaves open how many ranks there will be; say it with --world-size N")
+    raise InvalidInputError(f"{option}={text} leaves open how many ranks there will be; give --world-size N")

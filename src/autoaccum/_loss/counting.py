@@ -1,4 +1,4 @@
-"""Which tensors of a batch say what counts, and what each micro-batch of a cut weighs by them. No model is called."""
+"""Finds the target tensors of a batch, and counts by them what each micro-batch of a cut weighs. Calls no model."""
 
 from __future__ import annotations
 

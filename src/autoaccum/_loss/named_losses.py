@@ -1,9 +1,8 @@
 """Decides which entries of a mapping of losses are trained on and which are only reported.
 
-One rule for what a model, a loss or one of several losses returns: an entry "loss" is the total, and the others are
-reported under their names. Without one, entries with a graph are added up, and detached ones are reported. Where
-gradients are switched off no entry has a graph: there the rule is remembered from training, or a single sample is run
-with gradients. Pure but for what is remembered; no tensor is kept.
+The rule is the same for a model, a loss and one of several losses: an entry "loss" is the total, and the others are
+reported under their names. Without it, entries with a graph are added up, and detached ones are reported. Without
+gradients no entry has a graph: then what training showed decides, or one sample that runs with gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Entries:
     """Knows which names are losses and which are metrics.
 
     Args:
-        notices: Where it is printed, once, what is only reported.
+        notices: Reports, once, which entries are only reported.
         on_reported: Called with each name that training shows to be a metric.
     """
 
@@ -50,7 +49,7 @@ class Entries:
 
         Args:
             raw: The entries by name.
-            total: The name that stands for the total.
+            total: The name of the entry that is the total.
             with_gradients: Returns entries of the same names, computed with gradients; None where that cannot be done.
                 Called only where gradients are switched off and the names are not known.
 
@@ -79,7 +78,7 @@ class Entries:
             if name != total and self._shown.get(name) is not False:
                 self._shown[name] = False
                 self._on_reported(name)
-        # Of what is no number somebody else says so.
+        # `objective` refuses entries that are not numbers.
         others = [name for name, value in raw.items() if name != total and not isinstance(value, str | None)]
         if others:
             self._notices.say(

@@ -1,7 +1,7 @@
-"""What is minimised: how a batch goes through the model and the loss, and what its samples weigh.
+"""Runs a micro-batch through the model and the loss, and weighs its samples in the loss of the window.
 
-A micro-batch comes in, loss terms with their graphs come out; nothing is back-propagated here. How an unknown loss
-weighs its samples is found out in `settling`.
+The result are loss terms with their graphs; the caller back-propagates them. `reduction_inference` finds out how an
+unknown loss weighs its samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoaccum._loss import weighting
 from autoaccum._loss.counting import is_pair, tallies_of
 from autoaccum._loss.named_losses import TOTAL, Entries
 from autoaccum._loss.reduction_inference import Run, Settler
-from autoaccum._loss.terms import Term
+from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._snapshot import evaluation_mode
 from autoaccum.errors import InvalidInputError
@@ -43,8 +43,8 @@ Loss = Callable[..., Any]
 # the weight of the loss of that name.
 SAMPLES, SUM, PAIR = "", " sum", " pair"
 _BY_SAMPLES = Weighting(Over.SAMPLES)
-# What weighs as a loss does that nothing is known of.
-_AS_USUAL = (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE)
+# A batch of (inputs, targets), as `counting.is_pair` has it; it is asked for every micro-batch.
+_PAIRS, _PAIR = (tuple, list), 2
 
 
 @dataclass(slots=True)
@@ -78,8 +78,8 @@ class Source:
     """One forward pass and what it gives: a mapping of raw losses by name, and the model's outputs if there are any.
 
     Attributes:
-        run: Makes the pass; it is asked with the objective, which holds it, and a batch.
-        total: The name that stands for the total among others.
+        run: Makes the pass; called with the objective and a batch.
+        total: The name of the entry that is the total.
     """
 
     run: Callable[[Objective, Any], tuple[dict[str, Any], Any]]
@@ -95,7 +95,7 @@ class Objective:
             forward pass of its own; None for the model's own loss or one chosen by the targets' type.
         forward: A callable of (model, batch) that returns the outputs, in place of the conventions.
         loss_reduction: "mean" or "sum" where it should not be found out.
-        notices: Where choices are said.
+        notices: Reports choices.
 
     Attributes:
         returns_pairs: Whether a loss has been a (sum, weight) pair so far.
@@ -135,7 +135,8 @@ class Objective:
         else:
             self.sources = (Source(Objective._forward_and_loss),)
         self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
-        self._entries = Entries(notices, self._settler.forget)
+        self._is_settled = False
+        self._entries = Entries(notices, self._forget)
         self._read_module(loss, loss_reduction)
 
     @property
@@ -164,6 +165,10 @@ class Objective:
             InvalidInputError: What came out is no loss.
         """
         raw, outputs = source.run(self, batch)
+        if len(raw) == 1:
+            ((name, value),) = raw.items()
+            if isinstance(value, Tensor) and value.dim() == 0:
+                return [Term(name, value)], outputs  # the usual case
 
         def with_gradients() -> Mapping[str, Any] | None:
             return self._looked_at(lambda: source.run(self, chosen(batch, [0]))[0]) if self.may_look else None
@@ -215,12 +220,7 @@ class Objective:
         return self._settler.known.get(name, self._said or _BY_SAMPLES)
 
     def factors(
-        self,
-        window: Window,
-        sizes: Sequence[int],
-        totals: Mapping[str, float] | None = None,
-        *,
-        is_part: bool = False,
+        self, window: Window, sizes: Sequence[int], totals: Mapping[str, float] | None = None, *, is_part: bool = False
     ) -> list[Factors]:
         """Return for each micro-batch what its losses are to be multiplied by.
 
@@ -240,7 +240,7 @@ class Objective:
         usual = weighting.shares(self._said or _BY_SAMPLES, sizes, window.samples, usual_total)
         factors = [Factors(share, 1.0 / (usual_total or window.samples), alone) for share in usual]
         for name, how in self._settler.known.items():
-            if how.over in _AS_USUAL and not how.void:
+            if _is_usual(how):
                 continue
             tallies = tallies_of(how, window, sizes, in_full=totals is not None)
             total = None if totals is None else totals.get(name)
@@ -256,7 +256,7 @@ class Objective:
         """Return what the samples of a window weigh: how many they are, and for each loss that weighs otherwise."""
         found = {SAMPLES: float(window.samples)}
         for name, how in self._settler.known.items():
-            if (how.over in _AS_USUAL and not how.void) or how.over is Over.SUM or not window.samples:
+            if _is_usual(how) or how.over is Over.SUM or not window.samples:
                 continue
             # Of an unknown weight all samples are counted, as in one process.
             is_guess = how.over is Over.OPAQUE
@@ -269,10 +269,7 @@ class Objective:
     def common_weight(self) -> str | None:
         """By which of `weights` parts of a window add up, where that is one for all losses; None where it is not."""
         known = self._settler.known
-        names = {
-            SAMPLES if how.over in _AS_USUAL and not how.void else SUM if how.over is Over.SUM else name
-            for name, how in known.items()
-        }
+        names = {SAMPLES if _is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()}
         pairs = [name for name, how in known.items() if how.over is Over.PAIR]
         if pairs:
             return PAIR if len(known) == 1 else None
@@ -294,6 +291,7 @@ class Objective:
         """Take over what another process of the same training knows."""
         known = {name: how for name, how in known.items() if not self._entries.is_reported(name)}
         self._settler.known = {**self._settler.known, **known}
+        self._is_settled = False
 
     def mixes_pairs(self) -> bool:
         """Whether, as far as is known, some but not all of the losses are (sum, weight) pairs, or several are."""
@@ -322,9 +320,20 @@ class Objective:
             autocast: In which the model runs where it does not without.
 
         Raises:
-            InvalidInputError: A pair that a loss returned is no (sum, weight).
+            InvalidInputError: A pair that a loss returned is not a (sum, weight).
         """
-        self._settler.settle(window, sizes, Run(self, place, mark, autocast))
+        if self._is_settled:
+            return
+        settler = self._settler
+        settler.settle(window, sizes, Run(self, place, mark, autocast))
+        self._is_settled = not settler.has_questions and all(
+            how.over is not Over.OPAQUE for how in settler.known.values()
+        )
+
+    def _forget(self, name: str) -> None:
+        """Forget what a loss runs over that has turned out to be a metric."""
+        self._is_settled = False
+        self._settler.forget(name)
 
     def _read_module(self, loss: Any, loss_reduction: str | None) -> None:
         how = weighting.of_loss_module(loss)
@@ -350,13 +359,13 @@ class Objective:
         )
 
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
-        outputs = self.outputs(batch)
+        outputs = self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
         return self._losses_of(outputs, batch), outputs
 
     def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
         if self._loss is None:
             raw = self._own_or_default(outputs, batch)
-        elif is_pair(batch):
+        elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             if isinstance(self._loss, weighting.ELEMENTWISE):
                 _check_same_shape(outputs, batch[1], type(self._loss).__name__)
             raw = self._loss(outputs, batch[1])  # type: ignore[operator]
@@ -365,22 +374,18 @@ class Objective:
         return dict(raw) if isinstance(raw, Mapping) else {TOTAL: raw}
 
     def _terms(
-        self,
-        raw: Mapping[str, Any],
-        samples: int,
-        total: str,
-        with_gradients: Callable[[], Mapping[str, Any] | None],
+        self, raw: Mapping[str, Any], samples: int, total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
     ) -> list[Term]:
         summed = self._said is not None and self._said.over is Over.SUM
         added = self._entries.added(raw, total, with_gradients)
-        terms = [_term(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
+        terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
         for name, value in raw.items():
             if name not in added and value is not None:
-                reported = _reported_term(name, value, samples, summed=summed)
+                reported = reported_term(name, value, samples, summed=summed)
                 if reported is None:
                     self._notices.say(
-                        f"loss {name!r} is {_describe(value)}, so it is not reported; a number, a vector of per-sample "
+                        f"loss {name!r} is {describe(value)}, so it is not reported; a number, a vector of per-sample "
                         "values or a (sum, weight) pair is",
                         key=f"not reported {name}",
                     )
@@ -410,8 +415,8 @@ class Objective:
     def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
         if weighting.of_loss_module(self._loss) is not None:
             raise InvalidInputError(
-                f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is no (inputs, "
-                "targets) pair; pass loss=lambda outputs, batch: ... that picks them"
+                f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
+                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... that picks them"
             )
         return self._loss(outputs, batch)  # type: ignore[operator,misc]
 
@@ -421,8 +426,8 @@ class Objective:
             return own
         if not is_pair(batch):
             raise InvalidInputError(
-                f"no loss: the model returned {_describe(outputs)}, which holds none, and a batch of type "
-                f"{type(batch).__name__} is no (inputs, targets) pair; pass loss=, or targets (labels) to the model"
+                f"no loss: the model returned {describe(outputs)}, which holds none, and a batch of type "
+                f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"
             )
         loss, self._default = _default_loss(outputs, batch[1])
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
@@ -430,13 +435,18 @@ class Objective:
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
-        if is_pair(batch):
+        if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             return model(batch[0])
         if isinstance(batch, Mapping):
             if self._loss is None or self._accepted is None:
                 return model(**batch)
             return model(**{name: value for name, value in batch.items() if name in self._accepted})
         return model(batch)
+
+
+def _is_usual(how: Weighting) -> bool:
+    """Whether a loss weighs by samples, as an unknown one does."""
+    return how.over in (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE) and not how.void
 
 
 def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
@@ -461,63 +471,17 @@ def _check_loss(loss: object) -> None:
         check_function("loss", loss, "outputs, targets")
 
 
-def check_graph(total: Tensor, names: Iterable[str]) -> None:
-    """Refuse a loss that no gradient can be taken of.
-
-    Raises:
-        InvalidInputError: It has no graph.
-    """
-    if not total.requires_grad:
-        raise InvalidInputError(
-            f"loss {'+'.join(names)!r} has no gradient: it does not depend on a parameter that needs one; look for "
-            ".detach(), .item() or torch.no_grad() on the way"
-        )
+def no_gradient(names: Iterable[str]) -> InvalidInputError:
+    """Return the error for losses of these names that have no graph."""
+    return InvalidInputError(
+        f"loss {'+'.join(names)!r} has no gradient: it does not depend on a parameter that needs one; look for "
+        ".detach(), .item() or torch.no_grad() on the way"
+    )
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().clone()
     return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
-
-
-def _reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
-    """Return an entry that is only reported, without a graph; None where it is no such number."""
-    if isinstance(raw, int | float):
-        return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
-    is_sum_and_weight = is_pair(raw) and isinstance(raw[0], Tensor)
-    if isinstance(raw, Tensor):
-        fits = raw.shape in ((), (samples,)) and not raw.is_complex()
-        raw = raw.detach() if raw.is_floating_point() else raw.double()
-    else:
-        fits = is_sum_and_weight
-    if not fits:
-        return None
-    term = _term(name, raw, samples, summed=summed)
-    term.value, term.is_reported = term.value.detach(), True
-    return term
-
-
-def _term(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
-    if isinstance(raw, Tensor):
-        if raw.dim() == 0:
-            return Term(name, raw)
-        if raw.dim() == 1 and raw.shape[0] == samples:
-            return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Over.VECTOR)
-        raise InvalidInputError(
-            f"loss {name!r} has shape {tuple(raw.shape)} for {samples} samples; return a scalar, a vector of {samples} "
-            "per-sample losses, or a (sum, weight) pair, such as ((loss * mask).sum(), mask.sum())"
-        )
-    if is_pair(raw) and isinstance(raw[0], Tensor):
-        total, weight = raw
-        return Term(
-            name,
-            total.sum(),
-            Over.PAIR,
-            weighting.weight_of_pair(name, weight),
-        )
-    raise InvalidInputError(
-        f"loss {name!r} is {_describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
-        "pair, with its graph (no .item(), .detach() or float())"
-    )
 
 
 def _own_loss(outputs: Any) -> Any:
@@ -542,7 +506,7 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
     """Choose cross entropy for whole-number targets and mean squared error for floating ones."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
-            f"no loss can be chosen for outputs {_describe(outputs)} and targets {_describe(targets)}; pass loss="
+            f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss="
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
@@ -575,10 +539,6 @@ def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
             f"{tuple(targets.shape)}, which torch would broadcast against each other; give both the same shape "
             "(outputs.squeeze(-1) in the model, or targets.unsqueeze(-1) in the loader)"
         )
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _accepted_names(model: nn.Module) -> set[str] | None:

@@ -1,8 +1,8 @@
-"""What a loss of unknown make runs over, concluded from what it gave for a few samples. No model is called here.
+"""Concludes what an unknown loss runs over from its values for a few samples. Calls no model.
 
-The loss of some samples and those of two parts of them come in; what remains are the ways of weighing that rebuild the
-first from the others. Where the samples cannot tell two ways apart both remain, until a window comes in which they
-differ: that is why the values that targets take are watched. Nothing is guessed from a function's name or its code.
+A way of weighing remains a candidate while it rebuilds the loss of some samples from the losses of two parts of them.
+Two that the samples do not distinguish both remain until a window comes in which they differ, which is why the values
+of targets are watched. Nothing is guessed from a function's name or its code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds out what the losses of an objective run over, by running it on a few samples, without a trace.
 
-A window comes in, and where its cut makes it matter what an unknown loss runs over, a few of its samples go through
-model and loss in evaluation mode and without gradients. What they show is concluded in `questions`.
+Where the cut of a window makes it matter what an unknown loss runs over, a few samples of the window go through model
+and loss in evaluation mode and without gradients. `reduction_candidates` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Way(NamedTuple):
     """How the objective is run.
 
     Attributes:
-        outputs: In which type the loss is taken of rows of one forward pass; None runs everything on each part anew.
+        outputs: In which type the loss is taken of rows of one forward pass; None runs the model on each part.
         casts: Whether the model runs under autocast.
     """
 
@@ -110,8 +110,8 @@ class Settler:
 
     Args:
         takes_outputs: Whether the loss is a function of outputs, whose rows it can be asked about without the model.
-        said: What the user said that every loss runs over; None where it is to be found out.
-        notices: Where it is said what was found.
+        said: What every loss runs over by `loss_reduction=`; None where it is to be found out.
+        notices: Reports what was found.
 
     Attributes:
         known: What each loss runs over, by name.
@@ -156,7 +156,7 @@ class Settler:
             run: Runs the objective.
 
         Raises:
-            InvalidInputError: A pair that the loss returned is no (sum, weight).
+            InvalidInputError: A pair that the loss returned is not a (sum, weight).
             torch.OutOfMemoryError: Memory ran out, and not the last time too.
         """
         if self.has_questions:
@@ -240,8 +240,8 @@ class Settler:
         if self._said is not None:
             return self._said
         if not complete:
-            return self._unknown(name)
-        return self._compared(name, [one.split(name) for one in observed], window)
+            return self._unknown(name, run)
+        return self._compared(name, [one.split(name) for one in observed], window, run)
 
     def _check_pairs(self, name: str, observed: Sequence[_Observed]) -> None:
         seen = [one.check_pair(name) for one in observed]
@@ -250,12 +250,12 @@ class Settler:
         else:
             self._unchecked.add(name)
 
-    def _compared(self, name: str, splits: Sequence[Split], window: Window) -> Weighting:
+    def _compared(self, name: str, splits: Sequence[Split], window: Window, run: Run) -> Weighting:
         question = self._questions.setdefault(name, _question_of(window))
         question.learn([split for split in splits if len(split.parts) > 1 and math.isfinite(split.whole)])
         self._ruled_out[name] = question.ruled_out
         if not question.candidates:
-            return self._unknown(name)
+            return self._unknown(name, run)
         if question.is_untouched:
             self._notices.say(
                 f"loss {name!r}: no two samples of a window can stand in one batch, so what it runs over is not known "
@@ -269,13 +269,19 @@ class Settler:
             del self._questions[name]
         return question.best
 
-    def _unknown(self, name: str) -> Weighting:
+    def _unknown(self, name: str, run: Run) -> Weighting:
         self._questions.pop(name, None)
+        advice = (
+            "It, or the model, draws random numbers in evaluation mode too, so that no two runs agree: pass "
+            "loss_reduction='mean' or 'sum', or return a (sum, weight) pair"
+            if run.draws
+            else "If it compares samples with each other (a contrastive loss): loss_scope='window'. If it has class "
+            "weights, or adds means of different kinds: a torch.nn loss, a (sum, weight) pair, or a mapping of several "
+            "losses"
+        )
         self._notices.say(
             f"loss {name!r}: what it runs over could not be found out, so micro-batches weigh by their samples, and "
-            "the gradient may not be the whole batch's. If it compares samples with each other (a contrastive loss): "
-            "loss_scope='window'. If it has class weights, or adds means of different kinds: a torch.nn loss, a (sum, "
-            "weight) pair, or a mapping of several losses"
+            f"the gradient may not be the whole batch's. {advice}"
         )
         return Weighting(Over.OPAQUE)
 
@@ -283,13 +289,13 @@ class Settler:
         for name in [name for name, question in self._questions.items() if question.in_vain >= _IN_ALL]:
             del self._questions[name]
             self._notices.say(
-                f"loss {name!r}: what it runs over cannot be told for sure from what was seen; taken as "
+                f"loss {name!r}: the samples seen so far do not settle what it runs over; taken as "
                 f"{self.known[name].description}. A torch.nn loss, a (sum, weight) pair or loss_reduction= says it "
                 "exactly"
             )
 
     def _look_for_voids(self, window: Window, sizes: Sequence[int], run: Run) -> None:
-        """Find out for which micro-batches an unknown loss is no number: those whose mean is over nothing.
+        """Find out for which micro-batches an unknown loss is NaN, since its mean is over nothing.
 
         In them all targets are alike, since none counts. One sample of each kind is tried.
         """
@@ -310,8 +316,7 @@ class Settler:
         void = frozenset(alike for alike, names in self._voids.items() if name in names)
         self.known[name] = Weighting(Over.OPAQUE, void=void)
         self._notices.say(
-            f"loss {name!r} is no number for samples in which no target counts; micro-batches that hold nothing else "
-            "are left out",
+            f"loss {name!r} is NaN when all targets are ignored; micro-batches of such samples alone are left out",
             key=f"void {name}",
         )
 
@@ -348,6 +353,7 @@ class Run:
 
     Attributes:
         objective: As the argument.
+        draws: Whether a run drew random numbers, though in evaluation mode: then no two runs agree.
     """
 
     def __init__(
@@ -358,6 +364,7 @@ class Run:
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.objective = objective
+        self.draws = False
         self._place = place
         self._mark = mark
         self._autocast = autocast
@@ -371,6 +378,7 @@ class Run:
                     return [self._anew(sample, splits[0], way)]
                 return self._on_outputs(sample, splits, way.outputs, way)
         finally:
+            self.draws = self.draws or self._mark.random.has_moved()
             with signals.held():
                 self._mark.put_back()
 

@@ -1,8 +1,8 @@
-"""Means over a window of what a loss reports beside its total: its parts, an accuracy.
+"""Averages over a window what a loss reports besides its total: its parts, an accuracy.
 
-Each micro-batch adds a sum and a weight, and so does each rank, so that the mean is over the samples that have the
-entry, however they are cut and shared out. A plain number weighs as its total does; a (sum, weight) pair and a vector
-of per-sample values by themselves.
+Each micro-batch and each rank adds a sum and a weight, so that the mean is over the samples that have the entry,
+however they are cut and distributed. A plain number weighs as its total does; a (sum, weight) pair and a vector of
+per-sample values have their own weight.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def note(
         samples: Samples in the micro-batch.
         factors: What its losses are multiplied by.
         weighting_of: Returns what the loss of a name runs over.
-        into: Where it is noted.
+        into: The sums and weights to add to.
     """
     losses = [term for term in terms if not term.is_reported]
     weight, is_sum = _like_total(losses, factors, weighting_of)
@@ -56,7 +56,7 @@ def note(
             _append(into, OWN_TOTAL, term.name, value * samples, float(samples))
         elif is_sum:
             into.setdefault((SUM, term.name), []).append(value * weight)
-        elif not (isinstance(weight, float) and weight == 0.0):  # else the mean over nothing, which is no number
+        elif not (isinstance(weight, float) and weight == 0.0):  # else the mean over nothing, which is not a number
             _append(into, TOTAL, term.name, value * weight, weight)
 
 

@@ -1,14 +1,16 @@
-"""One loss of one micro-batch, as an objective gives it."""
+"""Turns what a loss returns into terms: scalars with their graphs, and what they say of their own weight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from autoaccum._loss.weighting import Over
+from autoaccum._loss.counting import is_pair
+from autoaccum._loss.weighting import Over, weight_of_pair
+from autoaccum.errors import InvalidInputError
 
 
 @dataclass(slots=True)
@@ -28,3 +30,54 @@ class Term:
     over: Over | None = None
     weight: Tensor | float | None = None
     is_reported: bool = False
+
+
+def reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
+    """Return an entry that is only reported, without a graph; None where it is not a number."""
+    if isinstance(raw, int | float):
+        return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
+    if isinstance(raw, Tensor):
+        fits = raw.shape in ((), (samples,)) and not raw.is_complex()
+        raw = raw.detach() if raw.is_floating_point() else raw.double()
+    else:
+        fits = is_pair(raw) and isinstance(raw[0], Tensor)
+    if not fits:
+        return None
+    term = term_of(name, raw, samples, summed=summed)
+    term.value, term.is_reported = term.value.detach(), True
+    return term
+
+
+def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
+    """Return what a loss gave as a term.
+
+    Args:
+        name: Name of the loss.
+        raw: A scalar, a vector of per-sample losses or a (sum, weight) pair.
+        samples: Samples in the micro-batch.
+        summed: Whether a vector is added up instead of averaged.
+
+    Raises:
+        InvalidInputError: It is none of these.
+    """
+    if isinstance(raw, Tensor):
+        if raw.dim() == 0:
+            return Term(name, raw)
+        if raw.dim() == 1 and raw.shape[0] == samples:
+            return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Over.VECTOR)
+        raise InvalidInputError(
+            f"loss {name!r} has shape {tuple(raw.shape)} for {samples} samples; return a scalar, a vector of {samples} "
+            "per-sample losses, or a (sum, weight) pair, such as ((loss * mask).sum(), mask.sum())"
+        )
+    if is_pair(raw) and isinstance(raw[0], Tensor):
+        total, weight = raw
+        return Term(name, total.sum(), Over.PAIR, weight_of_pair(name, weight))
+    raise InvalidInputError(
+        f"loss {name!r} is {describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
+        "pair, with its graph (no .item(), .detach() or float())"
+    )
+
+
+def describe(value: Any) -> str:
+    """Return what a value is, for a message."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

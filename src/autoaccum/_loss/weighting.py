@@ -1,4 +1,4 @@
-"""What a micro-batch weighs in the loss of its window. Pure: targets in, plain numbers out, no model is called.
+"""Weighs micro-batches in the loss of their window, by their targets. Calls no model.
 
 A loss that is a mean over a window is `sum_i w_i l_i / sum_i w_i`: over samples every w_i is 1, over tokens it is
 whether the token counts, with class weights it is the weight of its class. The mean over one micro-batch has the same
@@ -55,7 +55,7 @@ class Weighting:
         ignore_index: Targets with this value do not count. A mask is a target of which 0 (or 1) does not count.
         class_weights: Weight of each class, shape (C,), on the CPU; None where all weigh 1.
         target: Which of the batch's target tensors counts, by its name in the batch; None means the only one.
-        void: Of an opaque loss, `constants` of micro-batches for which it is no number.
+        void: Of an opaque loss, `constants` of micro-batches for which it is NaN.
         nor: Another value that does not count.
     """
 
@@ -260,7 +260,7 @@ def weight_of_pair(name: str, weight: Any) -> Tensor | float:
 
     Args:
         name: Name of the loss.
-        weight: What was returned beside the sum.
+        weight: What was returned with the sum.
 
     Raises:
         InvalidInputError: It cannot be a weight: no number, a truth value, several numbers, or one with a gradient.
@@ -309,5 +309,5 @@ def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[floa
 
 _PAIR_MEANS = (
     "a pair means (sum, weight): the sum of the losses and what it is to be divided by, such as ((loss * mask).sum(), "
-    "mask.sum()). To report something beside the loss use metrics="
+    "mask.sum()). To report something else use metrics="
 )

@@ -1,16 +1,25 @@
-"""The memory of a device: what there is, a limit that really holds, and peaks; one file a kind of device."""
+"""The memory of a device: what is there and free, a limit that holds, and peaks; one backend for each kind of device.
+
+`backend_for(device)` returns the `MemoryBackend`; `parse_limit` turns a user's `memory_limit` into bytes. Out come
+readings (`MemoryReading`), exact counts of storages (`_storages`), and `torch.OutOfMemoryError` where something would
+not fit. No backend touches a model or catches such an error. May import `_system`, `_oom`, `_records`, `_arguments` and
+`errors`.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from autoaccum._memory.accelerator import Accelerator
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.cuda import Cuda
 from autoaccum._memory.host import Host
 from autoaccum._memory.limits import format_bytes, parse_limit
+from autoaccum._memory.present import existing
 from autoaccum._memory.simulated import Simulated
-from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Accelerator",
@@ -25,21 +34,12 @@ __all__ = [
 
 
 def backend_for(device: torch.device) -> MemoryBackend:
-    """Return the backend for the memory of a device.
-
-    Args:
-        device: A CPU, a CUDA (or ROCm) device, or the accelerator that this PyTorch was built for.
+    """Return the backend for the memory of a CPU, a CUDA (or ROCm) device or another accelerator of this machine.
 
     Raises:
-        InvalidInputError: There is no such device here.
+        DeviceMissingError: This machine does not have the device.
     """
     if device.type == "cpu":
         return Host()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count()
-    if accelerator is None or accelerator.type != device.type or (device.index or 0) >= count:
-        found = "none" if accelerator is None else f"{count} of type {accelerator.type}, counted from 0"
-        raise InvalidInputError(
-            f"device={str(device)!r} does not exist here; accelerators found: {found}; 'cpu' always is there"
-        )
+    existing(device)
     return Cuda(device) if device.type == "cuda" else Accelerator(device)

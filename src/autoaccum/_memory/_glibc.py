@@ -1,9 +1,8 @@
-"""glibc's allocator while a process limit is in force: how it is settled, trimmed and put back.
+"""Settings of glibc's allocator while a process limit is in force.
 
-By default glibc keeps what was freed, raises the size from which it asks the kernel directly, and so
-fragments a heap that the limit counts in full: one failed step can leave the whole limit stuck. Settled,
-every large block is a mapping of its own that goes back to the kernel when it is freed. Where there is no
-glibc nothing here does anything.
+By default glibc keeps what was freed, raises the size from which it asks the kernel directly, and so fragments a heap
+that the limit counts in full: one failed step can leave the whole limit stuck. Settled, every large block is a mapping
+of its own that goes back to the kernel when it is freed. Without glibc nothing here does anything.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import sys
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
-# 128 KiB is glibc's own starting value. Setting it fixes it: blocks from this size on are mapped one by one,
-# and freeing one no longer raises the threshold (up to 32 MiB). benchmarks/host_limit.py measures what that
-# buys.
+# 128 KiB is glibc's own starting value. Setting it fixes it: blocks from this size on are mapped one by one, and
+# freeing one no longer raises the threshold (up to 32 MiB). benchmarks/host_limit.py measures the effect.
 _SETTLED_BYTES = 128 * 1024
 # Where glibc's own adjusting ends in a process that frees tensors of 32 MiB and more.
 _GROWN_MMAP_BYTES = 32 * 1024 * 1024
@@ -31,10 +29,10 @@ def settle() -> None:
 
 
 def unsettle() -> None:
-    """Undo that.
+    """Undo `settle`.
 
     The thresholds cannot be read, so they get the values that glibc itself arrives at in a training process; it does
-    not adjust them by itself again.
+    not adjust them again.
     """
     _set_thresholds(_GROWN_MMAP_BYTES, _GROWN_TRIM_BYTES)
 

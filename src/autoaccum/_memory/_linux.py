@@ -1,7 +1,7 @@
 """What Linux says about this process's memory: /proc/self/status and the limits of its control groups.
 
-Only reads (and resets the kernel's own high-water mark). Every function answers with None or nothing where
-the system does not tell.
+Only reads (and resets the kernel's own high-water mark). Every function returns None or nothing where the system does
+not say.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NO_LIMIT_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class GroupLimit:
-    """A control group that bounds this process.
+    """A control group that limits this process.
 
     Attributes:
         limit_bytes: What all processes in the group may hold together.
-        used_bytes: What they hold, page cache that can be dropped left out.
+        used_bytes: What they hold, excluding page cache that can be dropped.
     """
 
     limit_bytes: int
@@ -32,11 +32,7 @@ class GroupLimit:
 
 
 def status_bytes(*fields: str) -> tuple[int, ...] | None:
-    """Return fields of /proc/self/status, such as VmData and VmHWM, in bytes; None where they are not told.
-
-    Args:
-        fields: Names of fields that are counted in kB.
-    """
+    """Return fields of /proc/self/status that count in kB, such as VmData, in bytes; None if any is missing."""
     try:
         lines = (_PROC / "status").read_text().splitlines()
     except OSError:
@@ -49,7 +45,7 @@ def status_bytes(*fields: str) -> tuple[int, ...] | None:
 
 
 def reset_high_water() -> bool:
-    """Let the kernel count the peak of resident memory anew; return whether it is permitted."""
+    """Reset the kernel's peak of resident memory; return whether that is permitted."""
     try:
         (_PROC / "clear_refs").write_text("5")
     except OSError:
@@ -58,11 +54,7 @@ def reset_high_water() -> bool:
 
 
 def group_limits(proc: Path = _PROC) -> Iterator[GroupLimit]:
-    """Yield every control group above this process that has a memory limit, version 1 and 2.
-
-    Args:
-        proc: The process's folder; another one in tests.
-    """
+    """Yield every control group (version 1 and 2) above this process, whose folder is `proc`, that limits memory."""
     for version, folder in group_folders(proc):
         limit = _read_group(folder, version)
         if limit is not None:
@@ -70,11 +62,7 @@ def group_limits(proc: Path = _PROC) -> Iterator[GroupLimit]:
 
 
 def group_folders(proc: Path = _PROC) -> Iterator[tuple[int, Path]]:
-    """Yield the version and the folder of every control group above this process that counts memory, its own first.
-
-    Args:
-        proc: The process's folder; another one in tests.
-    """
+    """Yield version and folder of every control group above this process that counts memory, its own first."""
     mounts = _mounts(proc)
     for version, relative in _memberships(proc):
         if version not in mounts:
@@ -89,12 +77,7 @@ def group_folders(proc: Path = _PROC) -> Iterator[tuple[int, Path]]:
 
 
 def counter(path: Path, name: str) -> int | None:
-    """Return a number from a file of lines "name number"; None where there is none of that name.
-
-    Args:
-        path: The file.
-        name: What stands before the number.
-    """
+    """Return the number of this name from a file of lines "name number"; None where there is none."""
     for line in _lines(path):
         found, _, value = line.partition(" ")
         if found == name and value.strip().isdigit():
@@ -112,7 +95,7 @@ def _memberships(proc: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _mounts(proc: Path) -> dict[int, tuple[Path, Path]]:
-    """Return where each version's hierarchy is mounted, and which part of it is shown there."""
+    """Return where each version's hierarchy is mounted, and which part of it is visible there."""
     found: dict[int, tuple[Path, Path]] = {}
     for line in _lines(proc / "mountinfo"):
         left, _, right = line.partition(" - ")

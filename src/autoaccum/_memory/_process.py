@@ -1,8 +1,8 @@
-"""The one owner of what a limit on host memory changes in the whole process: RLIMIT_DATA and the allocator's settings.
+"""Owns what a limit on host memory changes in the whole process: RLIMIT_DATA and the allocator's settings.
 
-Each limit in force is a hold. The process is held to the tightest of them, and the last hold that is given back puts
-everything back. Holds nest within one thread. Another thread is refused: `ensure` asks for memory and then uses it, and
-two trainings that ask at the same time are both promised the same bytes.
+Each limit in force is a hold. The process is held to the tightest of them, and releasing the last hold restores
+everything. Holds nest within one thread. Another thread is refused: `ensure` asks for memory and then uses it, so two
+trainings that ask at the same time would both be promised the same bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ except ImportError:  # Windows, which has no limit to own
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# In place of a bound: the limit is suspended, for whatever was entered before.
+# In place of a bound: all limits entered before are suspended.
 _LIFTED = -2
 
 
 class Hold:
     """A share in the settings of the process.
 
-    It is given back by `release`, and at the latest when nothing refers to it any more: an interrupt that lands where
-    no handler is set up yet must not leave the process limited.
+    It ends by `release`, and at the latest when nothing refers to it: an interrupt that lands where no handler is set
+    up yet must not leave the process limited.
     """
 
     __slots__ = ("_key", "_owner")
@@ -47,7 +47,7 @@ class Hold:
         self._owner._set(self._key, bound)
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """End it; a second call does nothing."""
         with signals.held():
             self._owner._release(self._key)
 
@@ -57,10 +57,10 @@ class Hold:
 
 
 class Owner:
-    """Sets the limit of the process by all holds together, and puts back what was there before the first."""
+    """Sets the limit of the process by all holds together, and restores what was there before the first."""
 
     def __init__(self) -> None:
-        # A hold may be collected, and so given back, while its own thread is in here.
+        # A hold may be collected, and so released, while its own thread is in here.
         self._lock = threading.RLock()
         self._keys = itertools.count()
         self._thread: tuple[int, str] | None = None
@@ -69,10 +69,7 @@ class Owner:
         self._follows_forks = False
 
     def hold(self, what: str) -> Hold:
-        """Return a hold, with which the allocator is settled.
-
-        Args:
-            what: What is to be limited, for the message.
+        """Settle the allocator and return a hold on `what`, which names the limit in the message.
 
         Raises:
             InvalidInputError: Another thread holds the process to a limit.
@@ -100,13 +97,13 @@ class Owner:
         return bool(self._entered)
 
     def tightest(self) -> int | None:
-        """Return the least that the process may hold by its own limits and by all holds; None for no such bound."""
+        """Return the lowest bound on the process by its own limits and by all holds; None if there is none."""
         bounds = [*resource.getrlimit(resource.RLIMIT_DATA), *self._bounds()]
         return min((bound for bound in bounds if bound != resource.RLIM_INFINITY), default=None)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Suspend the limit of the present thread, if it has one; a limit that is entered inside holds again."""
+        """Suspend the limit of the current thread, if it has one; a limit entered inside holds again."""
         if not self._entered or self._thread is None or self._thread[0] != threading.get_ident():
             yield
             return
@@ -128,7 +125,7 @@ class Owner:
         with self._lock:
             if key not in self._entered:
                 return
-            # The key goes last: what an interrupt leaves half-done here, the collected hold does once more.
+            # The key goes last: what an interrupt leaves half-done here, the collected hold repeats.
             left = {other: bound for other, bound in self._entered.items() if other != key}
             self._apply(left)
             if not left:
@@ -140,7 +137,7 @@ class Owner:
         return [bound for bound in self._entered.values() if bound is not None and bound != _LIFTED]
 
     def _apply(self, entered: dict[int, int | None]) -> None:
-        """Set the soft limit by those that are entered; the hard one, which a user may lower meanwhile, stays."""
+        """Set the soft limit; the hard one, which a user may lower meanwhile, stays."""
         if self._before is None:
             return
         bounds = [bound for bound in entered.values() if bound is not None]
@@ -153,8 +150,8 @@ class Owner:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def _forget(self) -> None:
-        """Take the limit off a child of a fork, which trains nothing: it inherits what its parent had before."""
-        # Another thread of the parent may have held the lock, and is not in the child to let it go.
+        """Lift the limit in a forked child, which trains nothing: it gets what its parent had before."""
+        # Another thread of the parent may have held the lock, and is not in the child to release it.
         self._lock = threading.RLock()
         self._apply({})
         self._entered, self._thread, self._before = {}, None, None

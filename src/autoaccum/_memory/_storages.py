@@ -1,14 +1,14 @@
-"""Counts the storages that PyTorch makes and lets go of, exactly and on any device.
+"""Tracks the storages that PyTorch allocates and frees, on any device; the base of everything that counts them.
 
-A dispatch mode sees every operation. What an operation returns in a storage of its own counts from then on; a view
-counts nothing; a storage stops counting when it dies. What kernels take and give back within one operation is not seen.
+A dispatch mode sees every operator. A storage counts from the operator that returns it until it is freed; a view adds
+nothing. What a kernel allocates and frees within one operator is not visible here.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,27 +16,63 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# torch.tensor takes its memory where no mode can see it and passes the result through one of these, so what
-# they return counts although it shares the storage of their argument.
+# torch.tensor allocates where no mode can see it and passes the result through one of these, so what they return counts
+# although it shares the storage of their argument.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
-# To what the CUDA caching allocator rounds a size up.
+# The CUDA caching allocator rounds sizes up to this.
 _ROUNDING_BYTES = 512
 
+Record = TypeVar("Record")
 
-class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees storages come and go while it is entered; what was alive before does not count.
+
+class StorageMode(TorchDispatchMode, Generic[Record]):
+    """Keeps a record of each live storage on one type of device. Subclasses see the operators and make the records.
 
     Args:
-        device_type: Only storages there count.
+        device_type: Only storages there are tracked.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
+        self._record_by_key: dict[int, Record] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def _track(self, key: int, storage: torch.UntypedStorage, record: Record) -> None:
+        """Set the record of a storage, until `freed` is called with it."""
+        if key not in self._record_by_key:
+            self._watched[key] = weakref.ref(storage, functools.partial(self._forget, key))
+        self._record_by_key[key] = record
+
+    def _forget(self, key: int, _reference: weakref.ref[torch.UntypedStorage]) -> None:
+        del self._watched[key]
+        self.freed(key, self._record_by_key.pop(key))
+
+    def freed(self, key: int, record: Record) -> None:
+        """Take note that a storage was freed; another may get the same key."""
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """Return what identifies a storage while it is alive.
+
+    It is the address of PyTorch's own record, by which its weak references tell storages apart. Another storage gets it
+    only after this one was freed, and then it has been forgotten.
+    """
+    return int(storage._cdata)
+
+
+class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages allocated while it is entered; earlier ones do not count.
+
+    Attributes:
+        live_bytes: Bytes of those alive now.
+        peak_bytes: The most that were alive at once.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._device_type = device_type
-        self._size_by_storage: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self,
@@ -46,43 +82,37 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Taken before the operation runs: what it returns in one of these is a view, or an update in place.
+        # Taken before the operator runs: what it returns in one of these is a view, or an update in place.
         inputs = (args, tuple(kwargs.values()))
-        given = set() if func in _LIFTS else {_key(storage) for storage in self._storages(inputs)}
+        given = set() if func in _LIFTS else {key_of(storage) for storage in self._storages(inputs)}
         result = func(*args, **kwargs)
-        outputs = {_key(storage): storage for storage in self._storages((result,))}
+        outputs = {key_of(storage): storage for storage in self._storages((result,))}
         # An update in place may have resized a storage that counts already.
-        counted = {key: storage for key, storage in outputs.items() if key not in given or key in self._size_by_storage}
+        counted = {key: storage for key, storage in outputs.items() if key not in given or key in self._record_by_key}
         self._count(counted)
         return result
 
     def check(self, extra_bytes: int) -> None:
-        """Be told that `extra_bytes` more are about to count; raise to refuse them."""
+        """Raise to refuse `extra_bytes` more."""
 
     def came(self, key: int, extra_bytes: int) -> None:
-        """Be told that the storage `key` takes `extra_bytes` more, all of it where it is new."""
+        """Take note that a storage has grown by `extra_bytes`, or is new."""
 
-    def went(self, key: int) -> None:
-        """Be told that the storage `key` has died; another may get the same key."""
+    def freed(self, key: int, record: int) -> None:  # noqa: ARG002 - for subclasses
+        """Subtract its bytes."""
+        self.live_bytes -= record
 
     def _count(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
-        grown = {key: storage.nbytes() - self._size_by_storage.get(key, 0) for key, storage in storages.items()}
+        grown = {key: storage.nbytes() - self._record_by_key.get(key, 0) for key, storage in storages.items()}
         total = sum(grown.values())
         if total > 0:
-            # Refused here, the operation's results die with the frames above, as if they had never been made.
+            # Refused here, the operator's results die with the frames above, as if they had never been made.
             self.check(total)
         for key, storage in storages.items():
-            if key not in self._size_by_storage:
-                self._watched[key] = weakref.ref(storage, functools.partial(self._forget, key))
-            self._size_by_storage[key] = storage.nbytes()
+            self._track(key, storage, storage.nbytes())
             self.came(key, grown[key])
         self.live_bytes += total
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _forget(self, key: int, _reference: weakref.ref[torch.UntypedStorage]) -> None:
-        del self._watched[key]
-        self.live_bytes -= self._size_by_storage.pop(key)
-        self.went(key)
 
     def _storages(self, values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
         for value in values:
@@ -94,7 +124,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Transients(StorageWatch):  # type: ignore[no-untyped-call]
-    """Tells what a piece of work takes and gives back apart from what it leaves behind."""
+    """Separates what a piece of work allocates and frees from what it leaves allocated."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
@@ -103,7 +133,7 @@ class Transients(StorageWatch):  # type: ignore[no-untyped-call]
         self._storages_seen = 0
 
     def came(self, key: int, extra_bytes: int) -> None:
-        """Note it, rounded up as an allocator does."""
+        """Record it, rounded up as an allocator does."""
         if key not in self._alive:
             self._storages_seen += 1
         number, size = self._alive.get(key, (self._storages_seen, 0))
@@ -111,17 +141,18 @@ class Transients(StorageWatch):  # type: ignore[no-untyped-call]
         self._alive[key] = number, size + rounded
         self._events.append((number, rounded))
 
-    def went(self, key: int) -> None:
-        """Note it."""
+    def freed(self, key: int, record: int) -> None:
+        """Record it."""
+        super().freed(key, record)
         number, size = self._alive.pop(key)
         self._events.append((number, -size))
 
     def left_bytes(self) -> int:
-        """What is still alive."""
+        """Return the bytes still alive."""
         return sum(size for _, size in self._alive.values())
 
     def transient_bytes(self) -> int:
-        """The most that was alive at once of all that has died since."""
+        """Return the most that was alive at once, of storages freed since."""
         left = {number for number, _ in self._alive.values()}
         live = peak = 0
         for number, size in self._events:
@@ -129,9 +160,3 @@ class Transients(StorageWatch):  # type: ignore[no-untyped-call]
                 live += size
                 peak = max(peak, live)
         return peak
-
-
-def _key(storage: torch.UntypedStorage) -> int:
-    # The address of PyTorch's own record, by which its own weak references tell storages apart; it is given
-    # to another storage only after this one has died, and then it has been forgotten.
-    return int(storage._cdata)

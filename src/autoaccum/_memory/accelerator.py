@@ -1,7 +1,7 @@
-"""Any other accelerator, as far as PyTorch can ask it: XPU, MPS, or one of torch.accelerator.
+"""An accelerator as far as PyTorch can ask it: XPU, MPS, or any other of torch.accelerator; `Cuda` builds on it.
 
-Each module of PyTorch names the same things differently or not at all, and some only in newer versions. What
-cannot be counted is None, what cannot be limited is refused, and everything else works.
+Each device module of PyTorch names the same things differently or not at all, and some only in newer versions. What
+cannot be counted is None, a limit that cannot be enforced is refused, and everything else works.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+# torch.mps cannot be asked; 1.7 of the recommended size is its documented default.
+_DEFAULT_FRACTION = {"mps": 1.7}
+
 
 class Accelerator(MemoryBackend):
-    """The memory of an accelerator that is not a CUDA card.
+    """The memory of an accelerator, limited by PyTorch's own allocator.
 
     Args:
         device: The accelerator; without an index the current one.
@@ -39,7 +42,11 @@ class Accelerator(MemoryBackend):
         self._entered = False
 
     def reading(self) -> MemoryReading:
-        """Return what the device tells; else the host's memory, which such devices share."""
+        """Return what the device has free, or what the limit leaves where that is less.
+
+        Cached segments count as used: call `release` first to learn what a step could have. A device that does not say
+        what it has shares the host's memory.
+        """
         used = self._used()
         free, total = self._free_and_total(used)
         room = free if self._limit_bytes is None else min(free, self._limit_bytes - used)
@@ -50,14 +57,15 @@ class Accelerator(MemoryBackend):
         """Hold this process's share of the device to `limit_bytes`.
 
         Args:
-            limit_bytes: The limit, what the process holds already included.
+            limit_bytes: The limit, including what the process already holds; from the device's whole memory on it
+                changes nothing.
 
         Raises:
-            InvalidInputError: The limit is not positive, below what the process holds, cannot be enforced on this
-                device, or another context of this backend is still open.
+            InvalidInputError: The limit is not positive, is below what the process holds and cannot give back, or
+                cannot be enforced on this device; or another context of this backend is still open.
         """
         if self._entered:
-            raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
+            raise InvalidInputError(f"{self.name} is already limited; leave that context first")
         self.release()
         self._entered = True
         try:
@@ -67,11 +75,11 @@ class Accelerator(MemoryBackend):
             self._entered = False
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: the limit lives in this process's allocator and is not inherited."""
+        """Do nothing: the limit is in this process's allocator and is not inherited."""
         return contextlib.nullcontext()
 
     def reset_peak(self) -> None:
-        """Begin to count the peak anew, where the device counts it."""
+        """Restart the peak from what is held now, where the device counts it."""
         reset = self._function("reset_peak_memory_stats")
         if reset is not None:
             reset(*self._where)
@@ -87,25 +95,17 @@ class Accelerator(MemoryBackend):
         self.trim()
 
     def trim(self) -> None:
-        """Give back what the allocator has cached, where the device's module has a way to."""
+        """Give back what the allocator has cached, where the device's module can."""
         empty = self._function("empty_cache")
         if empty is not None:
             empty()
 
     def ensure(self, extra_bytes: int) -> None:
-        """Do nothing: the allocators of these devices fail cleanly.
-
-        Args:
-            extra_bytes: Memory about to be needed at once.
-        """
+        """Do nothing: the allocators of these devices fail cleanly."""
 
     def reserve(self, extra_bytes: int) -> None:
-        """Have the allocator hold `extra_bytes` in its cache, or raise an error that `is_oom` recognises.
-
-        Args:
-            extra_bytes: Memory about to be needed; freed at once, it stays with the allocator.
-        """
-        if extra_bytes > 0:
+        """Have the allocator hold `extra_bytes` in its cache, or raise an error that `is_oom` recognises."""
+        if extra_bytes > 0:  # freed at once, the block stays with the allocator
             torch.empty(extra_bytes, dtype=torch.uint8, device=self.device)
 
     def synchronize(self) -> None:
@@ -122,17 +122,17 @@ class Accelerator(MemoryBackend):
         total, used = self.total_for_fraction(), self._used()
         if limit is None:
             raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} cannot be enforced on the {self.name} with PyTorch "
+                f"a limit of {format_bytes(limit_bytes)} cannot be enforced on {self.name} with PyTorch "
                 f"{torch.__version__}; leave memory_limit out, or set micro_batch"
             )
-        if limit_bytes < 1 or limit_bytes < used:
+        if limit_bytes < 1:
+            raise InvalidInputError(f"a limit of {limit_bytes} bytes on {self.name} leaves no memory")
+        if limit_bytes < used:
             raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} on the {self.name} is below the "
-                f"{format_bytes(used)} that this process already holds there; raise memory_limit (it counts "
-                "the model too), or free tensors"
+                f"a limit of {format_bytes(limit_bytes)} on {self.name} is below the {format_bytes(used)} that this "
+                "process already holds there; raise memory_limit (it counts the model too), or free tensors"
             )
         asked = self._function("get_per_process_memory_fraction")
-        # torch.mps cannot be asked; 1.7 of the recommended size is its documented default.
         before = float(asked(*self._where)) if asked is not None else _DEFAULT_FRACTION.get(self.device.type, 1.0)
         fraction = min(before, limit_bytes / total)
         limit(fraction, *self._where)
@@ -165,6 +165,3 @@ class Accelerator(MemoryBackend):
                 if hasattr(module, name):
                     return getattr(module, name)  # type: ignore[no-any-return]
         return None
-
-
-_DEFAULT_FRACTION = {"mps": 1.7}

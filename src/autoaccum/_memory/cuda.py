@@ -1,10 +1,9 @@
-"""A CUDA (or ROCm) card: PyTorch's own allocator counts and limits, NVML tells what other processes hold.
+"""A CUDA (or ROCm) card: PyTorch's own allocator counts and limits, NVML reports what other processes hold.
 
-The allocator takes segments from the driver ("reserved") and hands out pieces of them ("allocated"). Its
-limit counts what is reserved, cached segments included, so used and peak mean reserved here: a peak of pieces
-could lie under a limit that the segments had passed long ago. Reserved memory does not shrink by itself, so
-whoever compares the peaks of two steps calls `release` before each. The CUDA context, some hundred MiB, is
-counted by nobody.
+The allocator takes segments from the driver ("reserved") and hands out pieces of them ("allocated"). Its limit counts
+reserved bytes, cached segments included, so used and peak mean reserved here: a peak of allocated bytes could stay
+below a limit that the segments passed long ago. Reserved memory does not shrink by itself, so call `release` before
+each of two steps whose peaks are compared. The CUDA context, some hundred MiB, is in none of these numbers.
 """
 
 from __future__ import annotations
@@ -12,26 +11,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
-from autoaccum._memory.base import MemoryBackend
-from autoaccum._memory.limits import format_bytes
-from autoaccum._records import MemoryReading, Neighbour
-from autoaccum.errors import InvalidInputError
-
-try:
-    import pynvml
-except ImportError:  # it only tells what others hold: nobody should need it to train
-    pynvml = None
+from autoaccum._memory import nvml
+from autoaccum._memory.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from autoaccum._records import MemoryReading, Neighbour
 
-class Cuda(MemoryBackend):
+
+class Cuda(Accelerator):
     """The memory of one card.
 
     Args:
@@ -40,66 +34,26 @@ class Cuda(MemoryBackend):
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device(device.type, index)
+        super().__init__(torch.device(device.type, index))
         properties = torch.cuda.get_device_properties(index)
         self.name = str(properties.name)
         self._total_bytes = int(properties.total_memory)
         self._uuid = str(getattr(properties, "uuid", ""))
-        self._entered = False
-        self._limit_bytes: int | None = None
         self._settled_bytes = 0
 
     def reading(self) -> MemoryReading:
-        """Return what the driver has free, or what the limit leaves where that is less.
-
-        Cached segments count as used, so `release` first where the question is what a step could have.
-        """
-        free, _ = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        room = free if self._limit_bytes is None else min(free, self._limit_bytes - reserved)
-        return MemoryReading(
-            total_bytes=self._total_bytes,
-            free_bytes=max(0, room),
-            used_bytes=reserved,
-            others_bytes=_others_bytes(self._uuid, reserved),
-            limit_bytes=self._limit_bytes,
+        """Return what the driver has free, or what the limit leaves; and what NVML says others hold."""
+        reading = super().reading()
+        return replace(
+            reading, total_bytes=self._total_bytes, others_bytes=_others_bytes(self._uuid, reading.used_bytes)
         )
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Hold this process's share of the card to `limit_bytes`, what it holds already included.
-
-        Args:
-            limit_bytes: The limit; from the card's whole memory on it changes nothing.
-
-        Raises:
-            InvalidInputError: The limit is not positive, or below what this process holds and cannot give back;
-                or another context of this backend is still open.
-        """
-        if self._entered:
-            raise InvalidInputError(f"{self.name} is already limited; leave that context first")
+        """Hold this process's share of the card to `limit_bytes`, as `Accelerator.limited` does."""
         self._settled_bytes = 0
-        self.release()
-        if limit_bytes is not None:
-            self._refuse(limit_bytes)
-        self._entered = True
-        try:
-            with contextlib.nullcontext() if limit_bytes is None else self._enforced(limit_bytes):
-                yield
-        finally:
-            self._entered = False
-
-    def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: the limit lives in this process's allocator and is not inherited."""
-        return contextlib.nullcontext()
-
-    def reset_peak(self) -> None:
-        """Begin to count the peak anew, from what is reserved now."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak_bytes(self) -> int | None:
-        """Return the most that was reserved since `reset_peak`."""
-        return torch.cuda.max_memory_reserved(self.device)
+        with super().limited(limit_bytes):
+            yield
 
     def release(self) -> None:
         """Give cached segments back to the driver; collect cycles first if more is alive than last time."""
@@ -114,28 +68,11 @@ class Cuda(MemoryBackend):
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 
-    def ensure(self, extra_bytes: int) -> None:
-        """Do nothing: the allocator fails cleanly.
-
-        Args:
-            extra_bytes: Memory about to be needed at once.
-        """
-
-    def reserve(self, extra_bytes: int) -> None:
-        """Have the allocator hold `extra_bytes` in its cache, or raise `torch.OutOfMemoryError`.
-
-        Args:
-            extra_bytes: Memory about to be needed; freed at once, it stays with the allocator.
-        """
-        if extra_bytes > 0:
-            torch.empty(extra_bytes, dtype=torch.uint8, device=self.device)
-
-    def neighbours(self) -> list[Neighbour]:
+    def neighbours(self) -> tuple[Neighbour, ...]:
         """Return the other processes on the card, by NVML."""
-        told = _ask_nvml(self._uuid)
-        shares = {} if told is None else told[1]
-        others = [Neighbour(pid, _name_of(pid), used) for pid, used in shares.items() if pid != os.getpid()]
-        return sorted(others, key=lambda other: -(other.used_bytes or 0))
+        usage = nvml.usage_of(self._uuid)
+        shares = {} if usage is None else usage[1]
+        return nvml.neighbours({pid: used for pid, used in shares.items() if pid != os.getpid()})
 
     def alloc_retries(self) -> int:
         """Return how often an allocation succeeded only after the cache had been given back."""
@@ -149,62 +86,15 @@ class Cuda(MemoryBackend):
         """Return the memory of the whole card."""
         return self._total_bytes
 
-    def _refuse(self, limit_bytes: int) -> None:
-        if limit_bytes < 1:
-            raise InvalidInputError(f"a limit of {limit_bytes} bytes on {self.name} leaves no memory")
-        reserved = torch.cuda.memory_reserved(self.device)
-        if limit_bytes < reserved:
-            raise InvalidInputError(
-                f"a limit of {format_bytes(limit_bytes)} on {self.name} is below the "
-                f"{format_bytes(reserved)} that this process already holds there; raise memory_limit (it "
-                "counts the model too), or free tensors"
-            )
-
-    @contextlib.contextmanager
-    def _enforced(self, limit_bytes: int) -> Iterator[None]:
-        before = torch.cuda.get_per_process_memory_fraction(self.device)
-        fraction = min(before, limit_bytes / self._total_bytes)
-        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
-        self._limit_bytes = int(fraction * self._total_bytes)
-        try:
-            yield
-        finally:
-            self._limit_bytes = None
-            torch.cuda.set_per_process_memory_fraction(before, self.device)
-
 
 def _others_bytes(uuid: str, own_reserved_bytes: int) -> int | None:
-    """Return what other processes hold on the card, by NVML; None where that cannot be told.
+    """Return what other processes hold on the card, by NVML; None where it does not say.
 
-    Where NVML does not show this process (another PID namespace, as in containers), what the allocator
-    reserved is taken for its share, and its context is counted among the others.
+    Where NVML does not list this process (another PID namespace, as in containers), its share is taken to be what the
+    allocator reserved, and its context counts among the others.
     """
-    told = _ask_nvml(uuid)
-    if told is None:
+    usage = nvml.usage_of(uuid)
+    if usage is None:
         return None
-    used, shares = told
+    used, shares = usage
     return max(0, used - int(shares.get(os.getpid()) or own_reserved_bytes))
-
-
-def _ask_nvml(uuid: str) -> tuple[int, dict[int, int | None]] | None:
-    """Return the bytes in use on a card, and those of each process by its number; None where NVML does not tell."""
-    if pynvml is None or not uuid:
-        return None
-    try:
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return used, {process.pid: process.usedGpuMemory for process in running}
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:  # it has ended, or lives where this process cannot see
-        return "?"

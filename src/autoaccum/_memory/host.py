@@ -1,13 +1,12 @@
-"""The host's memory: a real limit on this process, and what there is without one.
+"""The host's memory: a real limit on this process, and what is available without one.
 
-On a CPU the kernel promises more memory than it has and kills the process that takes the promise at its word.
-So that memory runs out as an exception, the limit is the process's own: RLIMIT_DATA, set to what VmData is
-today plus the limit. It counts address space that is private and writable (tensors, the heap, the stacks of
-new threads), whether touched or not. Peaks are resident memory, because that is the only high-water mark that
-the kernel keeps and resets; the two differ by what was taken and never touched.
+Linux promises more memory than it has and kills a process that uses it. So that memory runs out as an exception, the
+limit is RLIMIT_DATA, set to the current VmData plus the limit. It counts private writable address space (tensors, the
+heap, the stacks of new threads), whether touched or not. Peaks are resident memory, the only high-water mark that the
+kernel keeps and resets; the two differ by what was allocated and never touched.
 
-Native code can die when an allocation fails inside it. So the limit is a net, and `ensure`, asked before each
-step, is what keeps the process off it.
+Native code can crash when an allocation fails inside it. So the limit is a safety net, and `ensure`, called before each
+step, keeps the process off it.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# How long what the machine has free is believed: asking takes 0.2 ms, which a short micro-step would notice.
+# For so long a reading of the machine's free memory is reused: reading takes 0.2 ms, which a short micro-step notices.
 _FREE_BELIEVED_S = 0.1
-# Several times what the question whether oneDNN works takes.
+# Several times what checking oneDNN takes.
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
-# Kernels take scratch memory of their own and die where they do not get it: seen under 700 KiB, not from 800 KiB on
+# Kernels allocate scratch memory of their own and crash without it: seen under 700 KiB, not from 800 KiB on
 # (examples/document002.py).
 _LEAST_LIMIT_BYTES = 4 * 1024 * 1024
 _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -53,15 +52,14 @@ _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 class Host(MemoryBackend):
     """The memory of the machine, as this process may use it.
 
-    Use counts from when `limited` was last entered, and before that from when the backend was made: a limit
-    of 2 GiB is 2 GiB beyond what the process held then.
+    Use counts from when `limited` was last entered, and before that from when the backend was made: a limit of 2 GiB
+    is 2 GiB beyond what the process held then.
 
-    While a limit is in force glibc's allocator is settled so that what is freed leaves the process; every
-    step then asks the kernel for its pages anew, and takes longer by what benchmarks/host_limit.py measures
-    (there 1.5 to 1.8 times, on two busy cores; less for larger steps). Put back on exit: the limit itself.
-    Not as it was: glibc's thresholds, which cannot be read, get the values that they usually reach; oneDNN's
-    cache of primitives stays at one entry for the life of the process, if no primitive had run before the
-    limit began; threads that were started stay.
+    While a limit is in force glibc's allocator is settled so that freed memory leaves the process. Every step then asks
+    the kernel for its pages again, and takes longer (benchmarks/host_limit.py: 1.5 to 1.8 times on two busy cores, less
+    for larger steps). On exit the limit is restored, but not all else: glibc's thresholds, which cannot be read, get
+    the values that they usually reach; oneDNN's primitive cache stays at one entry for the life of the process if no
+    primitive had run before; threads that were started stay.
     """
 
     fails_cleanly = False
@@ -79,7 +77,7 @@ class Host(MemoryBackend):
         self._anonymous_then = _anonymous()
 
     def reading(self) -> MemoryReading:
-        """Return what is free by the tightest of: machine, control groups, limits of the process."""
+        """Return what is free by the tightest limit of machine, control groups and process."""
         machine = psutil.virtual_memory()
         data, resident = _held()
         groups = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
@@ -97,11 +95,11 @@ class Host(MemoryBackend):
         """Hold the process to what it holds now plus `limit_bytes`.
 
         Args:
-            limit_bytes: The limit, beyond what is held now; a tighter one that holds anyway stays in force.
+            limit_bytes: The limit, beyond what is held now; a tighter one already in force stays.
 
         Raises:
-            InvalidInputError: The limit is not positive, the process already reached one that holds anyway, the system
-                cannot enforce one, another thread is limited, or another context of this backend is still open.
+            InvalidInputError: The limit is not positive, the process already reached another one, the system cannot
+                enforce one, another thread is limited, or another context of this backend is still open.
         """
         if self._entered:
             raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
@@ -115,18 +113,18 @@ class Host(MemoryBackend):
             self._entered = False
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Suspend the limits of this thread, those of other backends included, for what is not to be held to them."""
+        """Suspend all limits of this thread, those of other backends included."""
         return owner.lifted()
 
     def reset_peak(self) -> None:
-        """Let the kernel count the peak anew."""
+        """Reset the kernel's high-water mark."""
         self._peak_counted = _linux.reset_high_water()
 
     def peak_bytes(self) -> int | None:
         """Return the highest resident memory since `reset_peak`, beyond that at the beginning.
 
-        Pages of files are left out: a first convolution reads megabytes of code, which no limit counts. None
-        where the kernel does not let a process reset its high-water mark.
+        File pages do not count: a first convolution reads megabytes of code, which no limit counts. None where the
+        kernel does not let a process reset its high-water mark.
         """
         counted = _linux.status_bytes("VmHWM", "RssFile", "RssShmem") if self._peak_counted else None
         if counted is None:
@@ -137,11 +135,11 @@ class Host(MemoryBackend):
     def release(self) -> None:
         """Collect cycles and give the free pages of the heap back to the kernel.
 
-        Under a limit it also asks whether oneDNN survived, beyond that limit. oneDNN makes code for the kernels of each
-        shape by Xbyak, which keeps the first error of a thread for good, in a variable that nobody clears: one mapping
-        for code that failed, and every such kernel is refused in this thread from then on, however much is free.
-        Without the question that would look like a model of which no size fits. Steps that `ensure` let through did
-        not meet this; how often others do: benchmarks/host_limit.py.
+        Under a limit it also checks, with the limit lifted, that oneDNN still works. oneDNN generates its kernels by
+        Xbyak, which keeps a thread's first error in a variable that nothing clears: after one failed mapping every such
+        kernel is refused in this thread, however much memory is free. Unchecked, that would look like a model of which
+        no size fits. Steps that `ensure` let through never caused it; benchmarks/host_limit.py counts how often others
+        do.
 
         Raises:
             DeviceLostError: oneDNN no longer works in this thread.
@@ -150,13 +148,13 @@ class Host(MemoryBackend):
         self.trim()
         if self._limit_bytes is not None:
             with self.lifted():
-                if _can_map(_CONVOLUTION_ROOM_BYTES):  # there may be limits that are not this package's
+                if _can_map(_CONVOLUTION_ROOM_BYTES):  # limits outside of this package may remain
                     self._check_onednn()
 
     def trim(self) -> None:
-        """Give back the free pages of the heap and, without a limit, what matrix products keep for the next one.
+        """Give back the free pages of the heap and, without a limit, the buffers of matrix products.
 
-        Under a limit those buffers are held from before it began: a product that could not have one would have other
+        Under a limit those buffers are kept from before it began: a product that could not get one would have other
         bits.
         """
         if not _is_bounded():
@@ -164,17 +162,10 @@ class Host(MemoryBackend):
         _glibc.trim()
 
     def ensure(self, extra_bytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` if `extra_bytes` more could not be had.
+        """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not available.
 
-        Under a limit that much address space is mapped and let go again untouched, which is exact and takes
-        some microseconds. What the machine and the control groups have free is asked at most ten times a
-        second.
-
-        Args:
-            extra_bytes: Memory about to be needed at once.
-
-        Raises:
-            torch.OutOfMemoryError: It could not be had.
+        That much address space is mapped and unmapped untouched, which is exact for limits of the process and takes
+        some microseconds. What the machine and the control groups have free is read at most ten times a second.
         """
         if extra_bytes <= 0:
             return
@@ -205,16 +196,15 @@ class Host(MemoryBackend):
         hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
         try:
             for bound, held in _process_limits():
-                # Asked before the warm-up, which would run out of memory itself.
+                # Before the warm-up, which would run out of memory itself.
                 if held >= bound:
                     raise self._no_room(limit_bytes, held, bound)
             with signals.held(), _one_primitive_cached():
                 _warm_up()
             self._begin()
-            held_anyway = owner.tightest()
-            bound = self._data_then + limit_bytes
-            if held_anyway is not None:
-                bound = min(bound, held_anyway)
+            bound, tightest = self._data_then + limit_bytes, owner.tightest()
+            if tightest is not None:
+                bound = min(bound, tightest)
             if bound <= self._data_then:
                 raise self._no_room(limit_bytes, self._data_then, bound)
             hold.lower(bound)
@@ -232,21 +222,21 @@ class Host(MemoryBackend):
                 raise
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
-                f"the limit of {format_bytes(self._limit_bytes or 0)} was met inside it; go on in a new process (or "
-                "thread), and start there with a smaller micro_batch"
+                f"it met the limit of {format_bytes(self._limit_bytes or 0)}; continue in a new process (or thread), "
+                "and start there with a smaller micro_batch"
             ) from error
 
     def check_limit(self, limit_bytes: int) -> None:
-        """Refuse a limit that leaves native code no room, that is reached already or cannot be enforced here."""
+        """Refuse a limit that leaves native code no room or that this system cannot enforce."""
         if limit_bytes < _LEAST_LIMIT_BYTES:
             raise InvalidInputError(
                 f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory to train "
-                f"in: native code needs room for itself; give at least {format_bytes(_LEAST_LIMIT_BYTES)}"
+                f"in, since native code needs scratch memory; give at least {format_bytes(_LEAST_LIMIT_BYTES)}"
             )
         if resource is None or _linux.status_bytes("VmData") is None:
             raise InvalidInputError(
-                f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} cannot be enforced here: "
-                "that takes Linux (RLIMIT_DATA, /proc/self/status); leave memory_limit out, or set micro_batch"
+                f"memory_limit: a limit of {format_bytes(limit_bytes)} cannot be enforced here: host memory limits "
+                "require Linux (RLIMIT_DATA, /proc/self/status); leave memory_limit out, or set micro_batch"
             )
 
     def _no_room(self, limit_bytes: int, held: int, bound: int) -> InvalidInputError:
@@ -257,7 +247,7 @@ class Host(MemoryBackend):
         )
 
     def _begin(self) -> None:
-        # Free pages inside the heap would be used first and seen by neither the limit nor the peak.
+        # Free pages inside the heap would be used first, and neither the limit nor the peak would see them.
         if _is_bounded():
             _mkl.hold_buffers()
         self.release()
@@ -273,7 +263,7 @@ class Host(MemoryBackend):
 
 
 def _held() -> tuple[int, int]:
-    """Return what the limit counts and what is resident; the same number where only that is told."""
+    """Return what the limit counts and what is resident; the latter for both where the system says no more."""
     held = _linux.status_bytes("VmData", "VmRSS")
     if held is None:
         resident = psutil.Process().memory_info().rss
@@ -282,13 +272,13 @@ def _held() -> tuple[int, int]:
 
 
 def _anonymous() -> int:
-    """Return the resident memory that is no file's; 0 where it is not told, and then no peak is either."""
-    told = _linux.status_bytes("RssAnon")
-    return 0 if told is None else told[0]
+    """Return the resident memory that is not file pages; 0 where the system does not say, and peaks are None."""
+    anonymous = _linux.status_bytes("RssAnon")
+    return 0 if anonymous is None else anonymous[0]
 
 
 def _process_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of every limit on this process that is in force."""
+    """Yield the limit and the use of every resource limit in force on this process."""
     sizes = _linux.status_bytes("VmData", "VmSize")
     if resource is None or sizes is None:
         return
@@ -299,7 +289,7 @@ def _process_limits() -> Iterator[tuple[int, int]]:
 
 
 def _is_bounded() -> bool:
-    """Return whether the process is held to a limit, or about to be."""
+    """Whether the process is held to a limit, or about to be."""
     return owner.has_holds or next(_process_limits(), None) is not None
 
 
@@ -320,10 +310,9 @@ def _can_map(n_bytes: int) -> bool:
 
 
 def _warm_up() -> None:
-    """Start every thread and load every library that a training step will use.
+    """Start every thread and load every library that a training step will use, without drawing random numbers.
 
-    Each thread takes a stack out of the limit, and libgomp ends the process when it cannot start one. Nothing
-    here draws random numbers.
+    Each thread's stack counts towards the limit, and libgomp ends the process when it cannot start one.
     """
     _convolve()
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -332,7 +321,7 @@ def _warm_up() -> None:
 
 
 def _convolve() -> None:
-    """Run one convolution forward and backward that makes oneDNN take a scratchpad; some milliseconds."""
+    """Run one convolution forward and backward for which oneDNN allocates a scratchpad; some milliseconds."""
     ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         images, kernels = ones(2 * torch.get_num_threads(), 8, 32, 32), ones(16, 8, 3, 3)
@@ -341,9 +330,9 @@ def _convolve() -> None:
 
 @contextlib.contextmanager
 def _one_primitive_cached() -> Iterator[None]:
-    """Let oneDNN keep one primitive only; it reads this at its first primitive, and never again.
+    """Let oneDNN cache one primitive only; it reads this at its first primitive, and never again.
 
-    Each kept primitive holds memory, and each size of micro-batch makes new ones: some 10 to 20 MiB a size.
+    Each cached primitive holds memory, and each size of micro-batch makes new ones: some 10 to 20 MiB a size.
     """
     if _ONEDNN_CACHE in os.environ:
         yield

@@ -1,6 +1,6 @@
-"""How often the kernel has ended a process for lack of memory, as far as this process can see: counters, and no more.
+"""The kernel's counters of out-of-memory kills, as far as this process can see them.
 
-Comparing them before and after tells a process that was killed for lack of memory from one that somebody killed.
+Comparing them before and after a process ended distinguishes a kill for lack of memory from any other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PROC = Path("/proc")
 
 
 def read_kills(proc: Path = _PROC) -> dict[str, int]:
-    """Return counters of such kills, by the file that each was read from; empty where the system tells none.
+    """Return counters of out-of-memory kills, by the file that each was read from; empty where there are none.
 
-    It is the counter of the nearest control group that has one: a group further up also counts the kills of others.
-    (In version 2 a group counts those below it, too.) Only where there is none is it the whole machine's.
+    Each is the counter of the nearest control group that has one, since a group further up also counts the kills of
+    others. (In version 2 a group counts those below it, too.) Without such a group it is the whole machine's.
 
     Args:
-        proc: Where the process file system is; another folder in tests.
+        proc: The process file system; another folder in tests.
     """
     counters: dict[str, int] = {}
     counted: set[int] = set()

@@ -1,8 +1,4 @@
-"""A memory limit as a person writes it, in bytes; and bytes as a person reads them.
-
-In comes what the user gave as `memory_limit`, out comes a number of bytes or a clear refusal. Nothing is
-limited here.
-"""
+"""Parses memory limits and sizes as users write them, and formats bytes as users read them. Enforces nothing."""
 
 from __future__ import annotations
 
@@ -21,18 +17,17 @@ _FORMS = (
 )
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*|%)", re.IGNORECASE)
 
-# A bare letter counts in steps of 1024, as it does for Slurm, systemd, cgroups and Docker, where limits come
-# from.
+# A bare letter counts in steps of 1024, as for Slurm, systemd, cgroups and Docker, where limits come from.
 _UNIT_BYTES = {"b": 1} | {
     name: base ** (power + 1)
     for power, letter in enumerate("kmgtp")
     for name, base in ((letter, 1024), (f"{letter}ib", 1024), (f"{letter}b", 1000))
 }
-# Of the other processes on a device so many are named.
+# So many of the other processes on a device are named.
 _NAMED = 3
-# An exbibyte: what counts bytes in 64 bits, with a sign, still has room for more beside it.
+# An exbibyte, which leaves signed 64-bit byte counts room for more.
 _MOST_BYTES = 2**60
-# Of a size as text; `int` refuses thousands of digits with an error of its own.
+# Characters of a size; `int` refuses thousands of digits with an error of its own.
 _LONGEST = 100
 _UNITS_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -41,11 +36,11 @@ def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str 
     """Return the limit in bytes; None stays None, which sets no limit.
 
     Args:
-        limit: Bytes (int, or a string of digits); a string with a unit, where KiB, MiB, GiB, TiB and bare
-            letters count in 1024 and KB, MB, GB, TB in 1000; or a fraction above 0 and up to 1 (float, string with a
-            point, or percent) of `backend.total_for_fraction()`.
-        backend: The device that the limit is for.
-        name: What the user calls the argument, for the message.
+        limit: Bytes (int, or a string of digits); a string with a unit, where KiB, MiB, GiB, TiB and bare letters count
+            in 1024 and KB, MB, GB, TB in 1000; or a fraction above 0 and up to 1 (float, string with a point, or
+            percent) of `backend.total_for_fraction()`.
+        backend: The device to be limited.
+        name: The user's name for the argument, for the message.
 
     Raises:
         InvalidInputError: The limit is none of these, or is not positive.
@@ -66,36 +61,28 @@ def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str 
 
 
 def parse_size(text: str, *, name: str) -> int:
-    """Return a size such as "24GiB" in bytes, where there is no device of which it could be a fraction.
-
-    Args:
-        text: As for `parse_limit`, fractions left out.
-        name: What the user calls the argument, for the message.
+    """Return a size such as "24GiB" in bytes; as `parse_limit`, but without fractions and without a device.
 
     Raises:
-        InvalidInputError: This is no such size.
+        InvalidInputError: The text is not a size.
     """
     if not isinstance(text, str):
-        raise InvalidInputError(f"{name}={shown(text)} is no size; give one such as '24GiB'")
+        raise InvalidInputError(f"{name}={shown(text)} is not a size; give one such as '24GiB'")
     n_bytes = _parse_text(name, text, None)
     if n_bytes < 1:
-        raise InvalidInputError(f"{name}={text!r} is no memory; give a size such as '24GiB'")
+        raise InvalidInputError(f"{name}={text!r} leaves no memory; give a size such as '24GiB'")
     _check_bounds(name, text, n_bytes)
     return n_bytes
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Return bytes for a person to read, such as '9.1 GiB' or '512 B'.
-
-    Args:
-        n_bytes: A number of bytes; a difference may be negative.
-    """
+    """Return a number of bytes, which may be negative, as text such as '9.1 GiB' or '512 B'."""
     sign, size = ("-" if n_bytes < 0 else ""), float(abs(n_bytes))
     if size < 1024:  # noqa: PLR2004 - the step between two binary units
         return f"{sign}{int(size)} B"
     for unit in _UNITS_SHOWN:
         size /= 1024
-        # 1023.95 would be printed as 1024.0: the next unit says it better.
+        # 1023.95 would be printed as 1024.0: take the next unit.
         if size < 1023.95 or unit == _UNITS_SHOWN[-1]:  # noqa: PLR2004 - see above
             break
     return f"{sign}{size:.1f} {unit}"
@@ -124,14 +111,14 @@ def _parse_text(name: str, limit: str, backend: MemoryBackend | None) -> int:
 
 def _fraction(name: str, limit: float | str, fraction: float, backend: MemoryBackend | None) -> int:
     if backend is None:
-        raise InvalidInputError(f"{name}={limit!r} is a fraction, of nothing known; give a size such as '24GiB'")
+        raise InvalidInputError(f"{name}={limit!r} is a fraction, but of an unknown total; give a size such as '24GiB'")
     if not 0 < fraction <= 1:
         raise InvalidInputError(f"{name}={limit!r} is read as a fraction and must be above 0 and at most 1; {_FORMS}")
     return int(fraction * backend.total_for_fraction())
 
 
 def describe_neighbours(memory: MemoryBackend) -> str:
-    """Say who else holds memory of a device, and how much; an empty text where nobody does or it is not told."""
+    """Return a sentence on the other processes that hold memory of a device; empty where none are known."""
     others = memory.neighbours()
     if not others:
         return ""

@@ -1,13 +1,15 @@
-"""The NVIDIA cards that a process started now would see, asked of NVML: no CUDA context is made, no memory taken.
+"""What NVML says of NVIDIA cards and of the processes on them. It makes no CUDA context and takes no memory.
 
-For a process that waits beside others, such as a wrapper: `Cuda` would hold hundreds of MiB of the card all the while.
-Where NVML is missing, or does not answer, there are no cards.
+So a process that waits beside others, such as a wrapper, can ask too: `Cuda` would hold hundreds of MiB of the card all
+the while. Where NVML is missing or does not answer, there are no cards and nothing is known of one.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -15,8 +17,11 @@ from autoaccum._records import Neighbour
 
 try:
     import pynvml
-except ImportError:  # it only tells: nobody should need it
+except ImportError:  # nothing here is needed to train
     pynvml = None
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,8 @@ class CardReading:
     Attributes:
         name: Its name.
         total_bytes: Its memory.
-        free_bytes: What nobody holds.
-        neighbours: Who holds some, those that hold most first, as far as it is told.
+        free_bytes: What no process holds.
+        neighbours: The processes on it as far as NVML lists them, those that hold most first.
     """
 
     name: str
@@ -37,19 +42,43 @@ class CardReading:
 
 
 def read_cards() -> tuple[CardReading, ...]:
-    """Return the cards that CUDA_VISIBLE_DEVICES leaves visible, in the order of NVML."""
+    """Return the cards that a process started now would see (CUDA_VISIBLE_DEVICES), in NVML's order."""
     if pynvml is None:
         return ()
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        pynvml.nvmlInit()
-        try:
+        with _initialised():
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
             return tuple(_reading(handle) for index, handle in enumerate(handles) if _is_seen(index, handle, wanted))
-        finally:
-            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return ()
+
+
+def usage_of(uuid: str) -> tuple[int, dict[int, int | None]] | None:
+    """Return the bytes in use on a card, and each process's share by its pid; None where NVML does not say."""
+    if pynvml is None or not uuid:
+        return None
+    try:
+        with _initialised():
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used), _shares(handle)
+    except pynvml.NVMLError:
+        return None
+
+
+def neighbours(shares: Mapping[int, int | None]) -> tuple[Neighbour, ...]:
+    """Return processes by name, those that hold most first."""
+    others = (Neighbour(pid, _name_of(pid), used) for pid, used in shares.items())
+    return tuple(sorted(others, key=lambda other: -(other.used_bytes or 0)))
+
+
+@contextmanager
+def _initialised() -> Iterator[None]:
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _is_seen(index: int, handle: object, wanted: str | None) -> bool:
@@ -63,20 +92,19 @@ def _is_seen(index: int, handle: object, wanted: str | None) -> bool:
 def _reading(handle: object) -> CardReading:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     try:
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:  # not told in some containers
-        running = []
-    others = [Neighbour(process.pid, _name_of(process.pid), process.usedGpuMemory) for process in running]
-    return CardReading(
-        str(pynvml.nvmlDeviceGetName(handle)),
-        int(memory.total),
-        int(memory.free),
-        tuple(sorted(others, key=lambda other: -(other.used_bytes or 0))),
-    )
+        shares = _shares(handle)
+    except pynvml.NVMLError:  # refused in some containers
+        shares = {}
+    name = str(pynvml.nvmlDeviceGetName(handle))
+    return CardReading(name, int(memory.total), int(memory.free), neighbours(shares))
+
+
+def _shares(handle: object) -> dict[int, int | None]:
+    return {process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
 
 
 def _name_of(pid: int) -> str:
     try:
         return psutil.Process(pid).name()
-    except psutil.Error:  # it has ended, or lives where this process cannot see
+    except psutil.Error:  # it has ended, or is in another namespace
         return "?"

@@ -1,4 +1,4 @@
-"""Which devices this machine has: what the user calls one in, the device out. None is initialised by that."""
+"""Which devices this machine has. Asking initialises none of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def find_accelerator() -> torch.device | None:
 
 
 def existing(device: str | torch.device) -> torch.device:
-    """Return a device that was asked for; without its number where that was not given.
+    """Return the device that a user named; without an index if none was given.
 
     Raises:
         InvalidInputError: torch knows no such device.
@@ -33,7 +33,7 @@ def existing(device: str | torch.device) -> torch.device:
 
 
 def there_is() -> str:
-    """Say which devices this machine has."""
+    """Return a sentence that lists the devices of this machine."""
     there = find_accelerator()
     names = ["'cpu'"]
     if there is not None:

@@ -1,9 +1,8 @@
 """A device of any size, for tests and dry runs: it counts storages exactly and raises the real exception.
 
-A dispatch mode sees every operation that PyTorch runs, those of the backward pass on the CPU included. What
-an operation returns in a storage of its own counts from then on; a view counts nothing; a storage stops
-counting when it dies. So peaks are exact and the same in every run. What kernels take and give back within
-one operation is not seen: this is a device to experiment with, not an estimate of a real one.
+Peaks are exact and the same in every run, and include the backward pass on the CPU (`_memory/_storages.py` says what
+counts). What kernels allocate and free within one operator is not seen: this is a device to experiment with, not an
+estimate of a real one.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ if TYPE_CHECKING:
 
 
 class Simulated(MemoryBackend):
-    """A device whose memory has the size that one asks for.
+    """A device with a given amount of memory.
 
-    Its capacity is in force inside `limited`, also inside `limited(None)`, and counts the storages made since
-    that context began; what was alive before is free of charge.
+    The capacity is in force inside `limited`, also inside `limited(None)`, and counts the storages allocated since that
+    context began; earlier ones do not count.
 
     Args:
         capacity: Its memory: bytes, or a size such as "600MiB".
         device: Where the tensors really are. Only a CPU's backward pass runs where the count can see it.
 
     Raises:
-        InvalidInputError: The capacity cannot be read, is a fraction (of what?) or is not positive; or there is no such
-            device.
+        InvalidInputError: The capacity cannot be read, is a fraction or is not positive; or there is no such device.
     """
 
     def __init__(self, capacity: int | str, device: torch.device | str = "cpu") -> None:
-        # One that is not here can be simulated too, for what is only predicted; who trains on it looks for it.
+        # A torch.device that this machine lacks can be simulated too, for predictions; training on it looks for it.
         self.device = device if isinstance(device, torch.device) else existing(device)
         # A fraction of nothing is nothing, so parse_limit refuses fractions by itself.
         self._capacity_bytes = 0
@@ -66,10 +64,10 @@ class Simulated(MemoryBackend):
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Count the storages made inside, and refuse those beyond the capacity or the limit.
+        """Count the storages allocated inside, and refuse those beyond the capacity or the limit.
 
         Args:
-            limit_bytes: The limit; above the capacity it changes nothing. None leaves the capacity alone.
+            limit_bytes: The limit; above the capacity it changes nothing. None means the capacity alone.
 
         Raises:
             InvalidInputError: The limit is not positive, or another context of this device is still open.
@@ -85,32 +83,16 @@ class Simulated(MemoryBackend):
         finally:
             self._ledger = None
 
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Refuse nothing: what is done meanwhile (a checkpoint is written and read back) would not be on the device."""
-        if self._ledger is None:
-            yield
-            return
-        allowed, self._ledger.allowed_bytes = self._ledger.allowed_bytes, sys.maxsize
-        try:
-            yield
-        finally:
-            self._ledger.allowed_bytes = allowed
+    def lifted(self) -> contextlib.AbstractContextManager[None]:
+        """Refuse nothing: work outside the step (a checkpoint written and read back) would not be on the device."""
+        return _changed(self._ledger, "allowed_bytes", sys.maxsize)
 
-    @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Count none of the storages that are made meanwhile."""
-        if self._ledger is None:
-            yield
-            return
-        before, self._ledger.is_elsewhere = self._ledger.is_elsewhere, True
-        try:
-            yield
-        finally:
-            self._ledger.is_elsewhere = before
+    def elsewhere(self) -> contextlib.AbstractContextManager[None]:
+        """Count no storages allocated inside."""
+        return _changed(self._ledger, "is_elsewhere", value=True)
 
     def reset_peak(self) -> None:
-        """Begin to count the peak anew, from what is alive now."""
+        """Restart the peak from what is alive now."""
         if self._ledger is not None:
             self._ledger.peak_bytes = self._ledger.live_bytes
 
@@ -119,18 +101,11 @@ class Simulated(MemoryBackend):
         return self._ledger.peak_bytes if self._ledger else None
 
     def release(self) -> None:
-        """Collect cycles; a storage that died is free at once."""
+        """Collect cycles; a freed storage is available at once."""
         gc.collect()
 
     def ensure(self, extra_bytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` if `extra_bytes` more would not fit.
-
-        Args:
-            extra_bytes: Memory about to be needed at once.
-
-        Raises:
-            torch.OutOfMemoryError: They would not fit.
-        """
+        """Raise `torch.OutOfMemoryError` if `extra_bytes` more would not fit."""
         if self._ledger is not None:
             self._ledger.check(extra_bytes)
         elif extra_bytes > self._capacity_bytes:
@@ -145,7 +120,7 @@ class Simulated(MemoryBackend):
 
 
 class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
-    """The storages made since it was entered, and the rule that they may not grow beyond what is allowed."""
+    """Counts the storages allocated since it was entered, and refuses those beyond what is allowed."""
 
     def __init__(self, backend: Simulated, limit_bytes: int | None) -> None:
         super().__init__(backend.device.type)
@@ -163,6 +138,20 @@ class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
         """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not allowed."""
         if self.live_bytes + extra_bytes > self.allowed_bytes:
             raise _out_of_memory(self._name, extra_bytes, self.allowed_bytes, self.live_bytes)
+
+
+@contextlib.contextmanager
+def _changed(ledger: _Ledger | None, name: str, value: object) -> Iterator[None]:
+    """Set an attribute of the ledger, if there is one, for a while."""
+    if ledger is None:
+        yield
+        return
+    before = getattr(ledger, name)
+    setattr(ledger, name, value)
+    try:
+        yield
+    finally:
+        setattr(ledger, name, before)
 
 
 def _out_of_memory(name: str, wanted: int, allowed: int, live: int) -> torch.OutOfMemoryError:

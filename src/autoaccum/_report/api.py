@@ -1,4 +1,4 @@
-"""The pre-flight report, as users ask for it: arguments checked, both halves asked, and one `Report` put together.
+"""`autoaccum.preflight`: checks the arguments, measures and predicts, and assembles one `Report`.
 
 What is trained is not changed: parameters, buffers, gradients, optimizer state, random state and the loader's
 generators are bit for bit as before; only the model's device may have changed, where something was measured.
@@ -35,10 +35,9 @@ from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._report import Report
+from autoaccum._report.answers import Asked, measure_on, predict
 from autoaccum._report.durations import seconds_in
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
-from autoaccum._report.measuring import Asked, measure_on
-from autoaccum._report.predicting import predict
 from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.suggestions import Place, Remedies, are_due, computes_bf16
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
 
 
-# Batches of a loader that are looked at for their lengths.
+# Batches of a loader whose sequence lengths are read.
 _LOOKED_AT = 8
 
 
@@ -90,48 +89,48 @@ def preflight(
     on_trial: Callable[[Trial], None] = lambda _: None,
     on_part: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Say beforehand whether and how a job can be trained: measured on a device at hand, predicted for any other.
+    """Report in advance whether and how a job can be trained: measured on a device at hand, predicted for others.
 
-    What is measured is tried for real, and leaves parameters, buffers, gradients, optimizer state, random state and
-    modes bit for bit as they were; only the model's device may have changed.
+    Measuring runs real steps, and leaves parameters, buffers, gradients, optimizer state, random state and modes bit
+    for bit as they were; only the model's device may have changed.
 
     Args:
         model: The model, or a function without arguments that makes it; where nothing is measured it is made on the
-            meta device, so that a model of any size can be asked about.
+            meta device, so that any size can be predicted.
         batch: A batch as the loader yields it; its samples are repeated to make larger ones.
-        target_batch: Samples an update is to be made from.
+        target_batch: Samples per update.
         loss: As for `fit`.
         optimizer: As for `fit`; its state counts.
         device: As for `fit`.
         precision: As for `fit`.
-        memory_limit: As for `fit`, also for the cards that are asked about.
+        memory_limit: As for `fit`; holds for the cards in `gpus` too.
         max_micro_batch: The largest size of interest; None means `target_batch`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
-        strategy: As for `fit`; None for "balanced".
-        gpus: Names of cards for which to predict, such as "h100-80gb".
-        device_memory: The memory of a card that is not known by name, such as "24GiB", for which to predict too.
-        loader: The loader, whose speed is then measured beside the training's. It is gone through anew for a moment.
-        length: How long sequences are to be: batches are cut or padded to it. Where several sequences of a batch differ
-            in length, by the names under which the batch holds them, `{"input_ids": 512, "labels": 64}`. None: as in
-            the batch; where the loader's first batches differ, as in the longest of them.
-        epochs: As for `fit`; how long the whole training takes is told where this is given, or `max_steps`.
+        strategy: As for `fit`; None for "balanced". "fastest" is planned like "balanced", as `fit` begins.
+        gpus: Names of cards to predict for, such as "h100-80gb".
+        device_memory: The memory of a card without a known name, such as "24GiB", to predict for.
+        loader: The loader; its speed is measured too, by iterating over it briefly.
+        length: The length of sequences: batches are cut or padded to it. Where several sequences of a batch differ in
+            length, by the names under which the batch holds them, `{"input_ids": 512, "labels": 64}`. None: as in the
+            batch; where the loader's first batches differ, as in the longest of them.
+        epochs: As for `fit`; with this or `max_steps` the report estimates the time of the whole training.
         max_steps: As for `fit`.
-        time_limit: What the whole training may take, in seconds or as "12h" or "1-12:00:00"; where it takes longer
-            there is a warning.
-        measure: Whether to measure on a device at hand. None: yes, but where cards are asked about and there is
-            neither `device` nor an accelerator.
+        time_limit: The time allowed for the whole training, in seconds or as "12h" or "1-12:00:00"; a longer training
+            causes a warning.
+        measure: Whether to measure on a device at hand. None: yes, unless cards are given and there is neither
+            `device` nor an accelerator.
         on_trial: Called after each trial.
-        on_part: Called with what is done next, in a few words, before each part that takes its time.
+        on_part: Called with a short description before each part that takes time.
 
     Returns:
-        The report. That nothing fits is an answer too, and no error.
+        The report. That nothing fits is an answer too, not an error.
 
     Raises:
-        InvalidInputError: An argument cannot be used; a card is not known; there is nothing to ask about.
-        DeviceMissingError: `device` is not there.
+        InvalidInputError: An argument cannot be used, a card is unknown, or there is nothing to report on.
+        DeviceMissingError: This machine does not have `device`.
     """
     check_positive_int("target_batch", target_batch)
     check_finding("auto", "off", strategy)
@@ -142,24 +141,30 @@ def preflight(
     _check_ways(measure, loader, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
     count(batch)
-    batch, lengths = of_length(batch, _further(loader, batch), length)
+    further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
+    batch, lengths = of_length(batch, further, length)
     cards = _cards(gpus, device_memory)
     measures = _measures(measure, cards, device)
     notices = Notices(silent=True)
+    if strategy == "fastest":
+        notices.say("strategy='fastest': planned as 'balanced', as fit begins; it finds the fastest cut by the clock")
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, target_batch, most, strategy or "balanced", memory_limit, loss_scope)
 
-    def gone_through() -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
-        objective = Objective(made, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+    way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction}
+
+    def predicted_for(made: nn.Module) -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
+        objective = Objective(made, notices=notices, **way)
         chosen = optimizers.resolve(optimizer, objective.modules, notices)
-        what = {"loss": loss, "optimizer": chosen, "forward": forward, "loss_reduction": loss_reduction}
-        return objective, chosen, _predicted(asked, cards, made, precision, on_part, **what)
+        return objective, chosen, _predicted(asked, cards, made, precision, on_part, optimizer=chosen, **way)
 
     try:
-        objective, chosen, predicted = gone_through()
+        objective, chosen, predicted = predicted_for(made)
     except WithoutValuesError as error:
-        made = _with_values(model, made, error)
-        objective, chosen, predicted = gone_through()
+        if isinstance(model, nn.Module):
+            raise
+        made = built_for_real(model, made, error.reason)
+        objective, chosen, predicted = predicted_for(made)
     measured: Measured | None = None
     warnings: tuple[str, ...] = ()
     if measures:
@@ -167,29 +172,21 @@ def preflight(
         put_together = partial(
             assemble,
             made,
-            loss,
-            chosen,
+            optimizer=chosen,
             memory=memory,
             precision_name=precision,
-            forward=forward,
-            loss_reduction=loss_reduction,
             clip_grad_norm=None,
             notices=notices,
+            **way,
         )
         on_part(f"measuring on {memory.name}")
         measured, warnings = measure_on(asked, memory, put_together, on_trial)
-    remedies_on: str | None = None
-    remedies: tuple[Remedy, ...] = ()
-    of_remedies: tuple[str, ...] = ()
-    if loss_scope == "micro_batch":
-        trace = partial(trace_step, made, loss=loss, forward=forward, loss_reduction=loss_reduction)
-        on_part("looking at what would help")
-        remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, trace, made, chosen)
+    remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, made, chosen, on_part, way)
     facts = None
-    if measured is not None and loader is not None:
-        on_part("listening to the loader")
-        measured, facts = _beside(loader, measured, batch)
     if measured is not None:
+        if loader is not None:
+            on_part("timing the loader")
+            measured, facts = _with_loader(loader, measured, batch)
         measured = _to_the_end(measured, target_batch, epochs, max_steps, limit_s)
     return Report(
         subject=_subject(made, chosen, asked),
@@ -201,10 +198,10 @@ def preflight(
         remedies_on=remedies_on,
         lengths=lengths,
         warnings=(
-            *_of_lengths(lengths),
+            *_length_warnings(lengths),
             *warnings,
-            *_further_warnings(objective.modules, batchnorm, measured, predicted, facts),
-            *_of_time(measured, limit_s),
+            *_plan_warnings(objective.modules, batchnorm, measured, predicted, facts),
+            *_time_warnings(measured, limit_s),
             *of_remedies,
         ),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.estimate.notes)])),
@@ -221,7 +218,7 @@ def _check_ways(measure: object, loader: object, on_trial: object, on_part: obje
 
 
 def _limit_s(epochs: int | None, max_steps: int | None, time_limit: float | str | None) -> float | None:
-    """Check how long the training is to be and may take; return the latter."""
+    """Check the length of the training and its time limit; return the latter in seconds."""
     for name, number in (("epochs", epochs), ("max_steps", max_steps)):
         if number is not None:
             check_positive_int(name, number)
@@ -232,22 +229,17 @@ def _limit_s(epochs: int | None, max_steps: int | None, time_limit: float | str 
     return check_positive_number("time_limit", time_limit)
 
 
-def _further(loader: Iterable[Any] | None, batch: Any) -> list[Any]:
-    """Return the loader's first batches, where they may tell of other lengths."""
-    return [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
-
-
-def _of_lengths(lengths: Lengths | None) -> list[str]:
+def _length_warnings(lengths: Lengths | None) -> list[str]:
     if lengths is None or not lengths.varies or lengths.is_asked:
         return []
-    seen = f"sequences of {lengths.shortest} to {lengths.longest} were seen in {lengths.batches} batches"
-    asks = "ask for the length that may come (--length, in Python length=)"
-    return [f"{seen}: all that is said here holds for {lengths.used}, the longest; {asks}"]
+    seen = f"{lengths.batches} batches hold sequences of length {lengths.shortest} to {lengths.longest}"
+    holds = f"this report holds for length {lengths.used}, the longest seen"
+    return [f"{seen}: {holds}; pass the longest that may come (--length, in Python length=)"]
 
 
 def _cards(gpus: str | Sequence[str], device_memory: str | None) -> list[Card]:
     if not isinstance(gpus, str | list | tuple):
-        raise InvalidInputError(f"gpus={shown(gpus)} is no name and no list of names, such as ['h100-80gb']")
+        raise InvalidInputError(f"gpus={shown(gpus)} must be a name or a list of names, such as ['h100-80gb']")
     names = [gpus] if isinstance(gpus, str) else gpus
     cards = list(dict.fromkeys(card_named(name) for name in names))  # two names may mean the same
     return cards if device_memory is None else [*cards, custom_card(device_memory)]
@@ -256,7 +248,7 @@ def _cards(gpus: str | Sequence[str], device_memory: str | None) -> list[Card]:
 def _measures(asked: bool | None, cards: Sequence[Card], device: object) -> bool:
     if asked is not None and not asked and not cards:
         raise InvalidInputError(
-            "measure=False and no card: there is nothing to report; name cards (gpus=['h100-80gb']), give "
+            "measure=False and no card: there is nothing to report on; name cards (gpus=['h100-80gb']), pass "
             "device_memory=, or measure"
         )
     if asked is not None:
@@ -277,14 +269,6 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
     return made
 
 
-def _with_values(
-    model: nn.Module | Callable[[], nn.Module], on_meta: nn.Module, error: WithoutValuesError
-) -> nn.Module:
-    if isinstance(model, nn.Module):
-        raise error
-    return built_for_real(model, on_meta, error.reason)
-
-
 def _predicted(
     asked: Asked,
     cards: Sequence[Card],
@@ -293,7 +277,7 @@ def _predicted(
     on_part: Callable[[str], None],
     **what: Any,
 ) -> tuple[Predicted, ...]:
-    """Go through a step once for each precision in which the cards would run it, and with or without TF32."""
+    """Trace the step once for each precision in which the cards would run it, with and without TF32."""
     traced: dict[tuple[str, bool], Traced] = {}
     predicted = []
     for card in cards:
@@ -301,15 +285,8 @@ def _predicted(
         on_part(f"predicting for {card.name} in {name}")
         kind = name, card.tensor_float
         if kind not in traced:
-            traced[kind] = trace_step(
-                model,
-                asked.batch,
-                precision=name,
-                kind="cuda",
-                most=asked.most,
-                tensor_float=card.tensor_float,
-                **what,
-            )
+            options = what | {"precision": name, "tensor_float": card.tensor_float}
+            traced[kind] = trace_step(model, asked.batch, kind="cuda", most=asked.most, **options)
         predicted.append(predict(asked, card, name, traced[kind].estimate(card)))
     return tuple(predicted)
 
@@ -318,11 +295,15 @@ def _remedies(
     asked: Asked,
     measured: Measured | None,
     predicted: Sequence[Predicted],
-    trace: Callable[..., Traced],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    on_part: Callable[[str], None],
+    way: Mapping[str, Any],
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
-    """Say what would make the step smaller on the first device that needs it, which that is, and what to know of it."""
+    """Return the first device on which the step should be smaller, what would help there, and warnings."""
+    if asked.loss_scope != "micro_batch":
+        return None, (), ()
+    on_part("looking at what would help")
     places: list[tuple[str, Place]] = []
     if measured is not None and are_due(measured.micro_batch, asked.target_batch):
         device = measured.device
@@ -354,17 +335,17 @@ def _remedies(
         return None, (), ()
     (name, place), *further = places
 
-    def changed(*, optimizer: Any = optimizer, **options: Any) -> Traced:
-        return trace(optimizer=optimizer, **options)
-
-    remedies = Remedies(asked, place, changed, model, optimizer).all()
-    said = []
+    trace = partial(trace_step, model, optimizer=optimizer, **way)
+    remedies = Remedies(asked, place, trace, model, optimizer).all()
+    warnings = []
     if not remedies:
-        said.append(f"what would help on {name}: no single change of those that were gone through")
+        warnings.append(f"what would help on {name}: none of the single changes that were tried")
     if further:
         others = " and ".join(other for other, _ in further)
-        said.append(f"what would help is told for {name} alone, the first that needs it; ask about {others} without it")
-    return name, remedies, tuple(said)
+        warnings.append(
+            f"what would help is listed for {name} alone, the first that needs it; for {others} run a report without it"
+        )
+    return name, remedies, tuple(warnings)
 
 
 def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
@@ -374,8 +355,8 @@ def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
     return "bf16" if card.bf16 else "fp16"
 
 
-def _beside(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple[Measured, LoaderFacts | None]:
-    """Time the loader, and say what the training and it make of an epoch together."""
+def _with_loader(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple[Measured, LoaderFacts | None]:
+    """Time the loader, and work out how long an epoch takes with it."""
     heard, pace = listen_to(loader), measured.pace
     loads = None if heard is None else heard.samples_per_s
     if pace is None:
@@ -395,7 +376,7 @@ def _beside(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple[Meas
 def _to_the_end(
     measured: Measured, target_batch: int, epochs: int | None, max_steps: int | None, limit_s: float | None
 ) -> Measured:
-    """Say how long the whole training takes: what ends first, epochs or steps."""
+    """Work out how long the whole training takes, until epochs or steps end it."""
     pace = measured.pace
     if pace is None:
         return measured
@@ -409,20 +390,20 @@ def _to_the_end(
     return replace(measured, pace=replace(pace, training_s=min(whole, default=None), limit_s=limit_s))
 
 
-def _of_time(measured: Measured | None, limit_s: float | None) -> list[str]:
+def _time_warnings(measured: Measured | None, limit_s: float | None) -> list[str]:
     if limit_s is None:
         return []
     pace = None if measured is None else measured.pace
     if pace is None or pace.training_s is None:
-        why = "nothing was timed" if pace is None else "it is not known how long it is (epochs=, max_steps=)"
-        return [f"whether the training is done within {format_seconds(limit_s)} is not told, since {why}"]
+        why = "nothing was timed" if pace is None else "its length is unknown (epochs=, max_steps=)"
+        return [f"cannot estimate whether training finishes within {format_seconds(limit_s)}: {why}"]
     if pace.training_s <= limit_s:
         return []
-    taken = f"the whole training takes {format_seconds(pace.training_s)}, and it may take {format_seconds(limit_s)}"
-    return [f"{taken}: fewer epochs or steps, more time, or checkpoint= to go on in another job"]
+    taken = f"the whole training takes {format_seconds(pace.training_s)} of {format_seconds(limit_s)} allowed"
+    return [f"{taken}: train fewer epochs or steps, allow more time, or continue in another job (checkpoint=)"]
 
 
-def _further_warnings(
+def _plan_warnings(
     modules: Sequence[nn.Module],
     batchnorm: str,
     measured: Measured | None,
@@ -437,13 +418,12 @@ def _further_warnings(
             norms.announce(plan.micro_batches)
     if loader is not None and loader.feeds is False:
         warnings.say(
-            "the loader is slower than the training, which will wait for it: more workers (num_workers=), or less work "
-            "a sample"
+            "the loader is slower than the training, which will wait for it: use more workers (num_workers=), or less "
+            "work per sample"
         )
     if any(one.estimate.real_step for one in predicted):
         warnings.say(
-            "the step could not be gone through without memory and arithmetic, so a real small one was made to predict "
-            "it; the notes say why"
+            "the step could not be traced on fake tensors, so it is predicted from a small real one; the notes say why"
         )
     return list(warnings.texts)
 

@@ -1,6 +1,6 @@
-"""Memory over the micro-batch as lines and points: a report in, what a picture shows out, whoever draws it.
+"""Memory over the micro-batch as lines and points: what a picture of the report shows. Nothing here draws.
 
-Nothing here draws. Micro-batches are whole numbers of samples, memory is in bytes.
+Micro-batches are whole numbers of samples, memory is in bytes.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
     from autoaccum._report.records import Findings, Measured, Predicted
 
-# Beyond the largest size that matters a line goes on by this much, so that its end can be seen.
+# Lines continue to this many times the largest size, so that their end can be seen.
 _BEYOND = 1.15
-# A limit that lies higher than this many times all else would leave nothing else to see.
+# A limit higher than this many times all else is not shown: nothing else could be seen.
 _IN_SIGHT = 3
-# Lines that are nowhere further apart than this share of the picture's height would hide each other.
+# Lines nowhere further apart than this share of the picture's height would hide each other.
 _TOLD_APART = 0.01
-# So many places are named at a limit that they share; more would not fit in its line.
+# So many places are named at a limit that they share; more would not fit on one line.
 _NAMED = 4
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One place's memory over the micro-batch.
+    """Memory over the micro-batch in one place.
 
     Attributes:
-        name: Where.
-        line: Points of (samples, bytes) along the line; empty where there is none.
-        fitted: Points that were tried or gone through.
+        name: The place.
+        line: Points of (samples, bytes) along the line; may be empty.
+        fitted: Points that were tried or traced.
         failed: Sizes that were tried and did not fit.
-        room_bytes: What a step may come to there.
-        chosen: The plan's largest micro-batch and what it comes to; None where there is none.
-        is_measured: Whether the points were tried for real.
+        room_bytes: What a step may take there.
+        chosen: The plan's largest micro-batch and what it takes; None without a plan.
+        is_measured: Whether the points were measured.
     """
 
     name: str
@@ -52,28 +52,24 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is drawn once: a place's curve, or those of several that could not be told apart.
-
-    Attributes:
-        curves: At least one.
-    """
+    """A line as drawn: one place's curve, or those of several that would hide each other."""
 
     curves: tuple[Curve, ...]
 
     @property
     def first(self) -> Curve:
-        """The one that is drawn."""
+        """The curve that is drawn."""
         return self.curves[0]
 
     @property
     def label(self) -> str:
-        """The places and how their line is known."""
+        """The places, and whether their line is measured or predicted."""
         names = ", ".join(dict.fromkeys(curve.name for curve in self.curves))
         return f"{names}, {'measured' if self.first.is_measured else 'predicted'}"
 
     @property
     def plans(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """What each plan is called, and its point; those of one size are one."""
+        """The name and the point of each plan; plans of one size share both."""
         same: dict[int, list[Curve]] = {}
         for curve in self.curves:
             if curve.chosen is not None:
@@ -87,11 +83,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a step may come to, in one place or in several that have the same.
+    """What a step may take, in one place or in several that have the same limit.
 
     Attributes:
-        names: Where.
-        room_bytes: How much.
+        names: The places.
+        room_bytes: The limit.
         line: The number of the line whose limit it is; None where it is that of several.
     """
 
@@ -109,10 +105,10 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All curves, and how far they reach.
+    """All curves and the extent of the axes.
 
     Attributes:
-        curves: One for each place that was asked about, the measured one first.
+        curves: One for each place, the measured one first.
         most: The largest size to show.
         top_bytes: The most memory to show.
     """
@@ -123,7 +119,7 @@ class Picture:
 
     @property
     def unit(self) -> tuple[int, str]:
-        """In what to count memory: bytes, and their name."""
+        """The unit of the memory axis: bytes, and its name."""
         return next(((size, name) for size, name in _UNITS if self.top_bytes >= size), (1, "B"))
 
     @property
@@ -140,7 +136,7 @@ class Picture:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """The limits in sight, highest first; those that read the same are one."""
+        """The limits to show, highest first; those with the same text are one."""
         line_of = {id(curve): number for number, line in enumerate(self.lines) for curve in line.curves}
         same: dict[str, list[Curve]] = {}
         for curve in self.curves:
@@ -157,17 +153,12 @@ class Picture:
         return tuple(sorted(limits, key=lambda limit: -limit.room_bytes))
 
     def shows(self, room_bytes: int) -> bool:
-        """Whether a limit is in sight."""
+        """Whether a limit is low enough to show."""
         return room_bytes <= self.top_bytes
 
 
 def apart(heights: Sequence[float], least: float) -> list[float]:
-    """Return heights for labels, at least so far apart and not below 0, each near the one that was given.
-
-    Args:
-        heights: Where the labels belong, highest first.
-        least: How far apart they have to be.
-    """
+    """Return heights for labels, highest first, moved to be at least `least` apart and not below 0."""
     lowered: list[float] = []
     for height in heights:
         lowered.append(min(height, lowered[-1] - least) if lowered else height)
@@ -192,7 +183,7 @@ def picture_of(report: Findings) -> Picture:
 
 
 def _hide(one: Curve, other: Curve, least: float) -> bool:
-    """Whether two lines are less than so many bytes apart wherever both have a point; only predicted ones."""
+    """Whether two predicted lines are less than `least` bytes apart everywhere; measured ones are never hidden."""
     if one.is_measured or other.is_measured:
         return False
     sizes = {size for curve in (one, other) for size, _ in curve.line}
@@ -200,7 +191,7 @@ def _hide(one: Curve, other: Curve, least: float) -> bool:
 
 
 def _height(curve: Curve, size: int) -> float:
-    """Return where a line is at some size."""
+    """Return the height of a line at a size."""
     for (left, low), (right, high) in pairwise(curve.line):
         if size <= right:
             return low + (high - low) * (size - left) / (right - left)

@@ -1,7 +1,7 @@
-"""The report as JSON: a report in, a document of JSON's own types out.
+"""The report as JSON.
 
-`schema.json`, beside this file, says what is in it; docs/report.md says what it means. Within a version keys are only
-ever added: whoever reads it checks `schema_version` and ignores keys that it does not know.
+`schema.json` in this folder defines the document and docs/report.md explains it. Within a version keys are only added:
+readers check `schema_version` and ignore keys that they do not know.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SCHEMA_VERSION = 1
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) that every document keeps to."""
+    """Return the JSON Schema (2020-12) of the document."""
     text = resources.files("autoaccum._report").joinpath("schema.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
 
 
 def document_of(report: Findings) -> dict[str, Any]:
-    """Return the report as JSON's types; a number that is NaN or infinite is None."""
+    """Return the report as JSON's types; NaN and infinity become None."""
     return {
         "schema_version": SCHEMA_VERSION,
         "autoaccum": version("autoaccum"),
@@ -39,7 +39,7 @@ def document_of(report: Findings) -> dict[str, Any]:
         "measured": None if report.measured is None else _measured(report.measured),
         "predicted": [_predicted(one) for one in report.predicted],
         "lengths": None if report.lengths is None else asdict(report.lengths),
-        "loader": None if report.loader is None else _loader(report.loader),
+        "loader": _numbers(report.loader),
         "host": asdict(report.host),
         "remedies_on": report.remedies_on,
         "remedies": [asdict(one) for one in report.remedies],
@@ -63,7 +63,7 @@ def _measured(measured: Measured) -> dict[str, Any]:
         "activation_bytes_per_sample": measured.activation_bytes_per_sample,
         "footprint": None if measured.footprint is None else asdict(measured.footprint),
         "trials": [trial_record(trial) | {"elapsed_s": finite(trial.elapsed_s)} for trial in measured.trials],
-        "pace": None if measured.pace is None else _pace(measured.pace),
+        "pace": _numbers(measured.pace),
     }
 
 
@@ -91,10 +91,5 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
     return None if plan is None else plan_record(plan)
 
 
-def _pace(pace: Pace) -> dict[str, Any]:
-    numbers = asdict(pace)
-    return {name: finite(number) for name, number in numbers.items()}
-
-
-def _loader(loader: LoaderFacts) -> dict[str, Any]:
-    return asdict(loader) | {"samples_per_s": finite(loader.samples_per_s)}
+def _numbers(record: Pace | LoaderFacts | None) -> dict[str, Any] | None:
+    return None if record is None else {name: finite(number) for name, number in asdict(record).items()}

@@ -1,7 +1,7 @@
-"""One plan rehearsed: what takes a step's memory, how long an update takes, and what a reader should be warned of.
+"""Rehearses a plan on the device: what takes the step's memory, how long an update takes, and warnings.
 
-A training step and a plan that fits come in; parts, times and warnings go out. As with the trials, parameters, buffers,
-gradients, optimizer state and random state are bit for bit as before afterwards.
+As with the trials, parameters, buffers, gradients, optimizer state and random state are bit for bit as before
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._records import Plan
 
-# The first of these finds what later ones find ready; of the others the quicker counts, since other work only slows.
+# Runs of which the quicker counts: the first also warms up, and other work on the machine only slows.
 _TIMED = 2
-# An allocator that has taken this much more than tensors hold has it in pieces that nothing fits in.
-_IN_PIECES = 0.15
+# An allocator that reserved this share more than tensors hold is fragmented.
+_FRAGMENTED = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a rehearsal has shown.
+    """What a rehearsal found.
 
     Attributes:
-        footprint: What takes the memory, the model included.
-        activation_bytes_per_sample: What forward keeps for backward, a sample; None where it cannot be seen.
+        footprint: What takes the memory, including the model; None where the device does not count peaks.
+        activation_bytes_per_sample: What forward keeps for backward, per sample; None if unknown.
         pace: How long an update takes.
-        warnings: What may go otherwise than expected.
+        warnings: What may go wrong.
     """
 
     footprint: Footprint | None
@@ -59,10 +59,10 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
         step: The training step.
         batch: Samples to repeat.
         plan: A plan whose largest micro-batch was tried and fits.
-        limit_bytes: In the memory backend's terms; None for what there is.
+        limit_bytes: The limit in the memory backend's terms; None for no limit.
 
     Returns:
-        What was seen; None where memory ran out, which by the trials it should not.
+        The findings; None where memory ran out, which by the trials it should not.
     """
     for looks_inside in (True, False):
         snapshot = Snapshot(step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler)
@@ -74,7 +74,7 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
             if is_oom(error) or is_too_large(error):
                 let_go(error)
                 return None
-            # Some of torch's transforms (torch.func) refuse to run where somebody sees what is kept for backward.
+            # Some of torch's transforms (torch.func) refuse to run under hooks on saved tensors.
             if not looks_inside:
                 raise
         finally:
@@ -86,7 +86,7 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
 
 
 class _Stage:
-    """Where a plan is rehearsed: inside a limit, with everything set aside."""
+    """One rehearsal, inside the limit and with the state snapshotted."""
 
     def __init__(self, step: TrainingStep, batch: Any, plan: Plan, *, looks_inside: bool) -> None:
         self._step = step
@@ -114,12 +114,12 @@ class _Stage:
         if peak is not None:
             footprint = self._footprint(size, peak, growing or peak, allocated, kept or 0)
         self._warn_of_state(state_bytes)
-        self._warn_of_pieces(footprint, step.memory.alloc_retries() - retries)
+        self._warn_of_fragmentation(footprint, step.memory.alloc_retries() - retries)
         self._warn_of_loss()
         return Rehearsal(footprint, activations_each, pace, tuple(self._warnings))
 
     def _try(self, size: int) -> int | None:
-        """Try a size; return what forward keeps for backward, where that can be seen."""
+        """Try a size; return what forward keeps for backward, where hooks may look."""
         if not self._looks_inside:
             self._peak = self._run(size)
             return None
@@ -134,7 +134,7 @@ class _Stage:
         return trial.peak_bytes
 
     def _timed(self, size: int, peak: int | None) -> tuple[Pace, int | None]:
-        """Return the pace, and the most that tensors held where the device tells that apart."""
+        """Return the pace, and on a card the most that tensors held."""
         step, memory = self._step, self._step.memory
         memory.ensure((peak or 0) - (self._trials.held_bytes or 0))
         memory.reset_peak()
@@ -164,13 +164,13 @@ class _Stage:
         buffers = sum(tensor.nbytes for tensor in tensors) - parameters
         gradients = sum(parameter.grad.nbytes for parameter in step.parameters if parameter.grad is not None)
         state = _state_bytes(step.optimizer)
-        # On a card the next micro-batch is on its way while one is worked on.
+        # On a card the next micro-batch is transferred while one is worked on.
         inputs = size * Window([self._batch]).sample_bytes()[0] * (2 if on_card else 1)
         reserved = peak if on_card else peak + parameters + buffers
         in_update = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
         rest = highest - parameters - buffers - gradients - state - inputs
-        # Backward lets go of some of what was kept before the last gradient is made, and an update finds none of it.
+        # Backward frees some of what was kept before the last gradient is made, and an update finds none of it.
         activations = 0 if in_update else max(0, min(kept, rest))
         temporary = max(0, rest - activations)
         highest = parameters + buffers + gradients + state + inputs + activations + temporary
@@ -192,30 +192,30 @@ class _Stage:
         grown = _state_bytes(self._step.optimizer) - bytes_at_first
         if grown > 0:
             self._warnings.append(
-                f"the optimizer's state grew by {format_bytes(grown)} after its first update, and may grow further: "
+                f"the optimizer's state grew by {format_bytes(grown)} after its first update and may grow further; "
                 "leave room for it (memory_limit)"
             )
         untouched = [p for p in self._step.parameters if p.requires_grad and p.grad is None]
         if untouched:
             size = format_bytes(sum(parameter.nbytes for parameter in untouched))
             self._warnings.append(
-                f"{len(untouched)} parameters ({size}) need a gradient and got none from this batch: where a later one "
-                "reaches them, their gradients and the optimizer's state for them come on top"
+                f"{len(untouched)} parameters ({size}) require a gradient and got none from this batch; if a later one "
+                "reaches them, their gradients and optimizer state take memory on top"
             )
 
-    def _warn_of_pieces(self, footprint: Footprint | None, retries: int) -> None:
+    def _warn_of_fragmentation(self, footprint: Footprint | None, retries: int) -> None:
         if footprint is None or self._step.memory.device.type != "cuda":
             return
         apart = footprint.reserved_bytes - footprint.peak_bytes
-        if retries > 0 or apart > _IN_PIECES * footprint.reserved_bytes:
-            again = f", and gave its cache back {retries} times to go on" if retries > 0 else ""
+        if retries > 0 or apart > _FRAGMENTED * footprint.reserved_bytes:
+            again = f" and flushed its cache {retries} times to go on" if retries > 0 else ""
             self._warnings.append(
-                f"fragmentation: the allocator has taken {format_bytes(apart)} more than tensors hold{again}; "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may win it back"
+                f"fragmentation: the allocator reserved {format_bytes(apart)} more than tensors hold{again}; "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
             )
 
     def _warn_of_loss(self) -> None:
-        """Find out what the loss runs over, as the first window would, and say where it cannot be."""
+        """Infer the loss's reduction as the first window does, and warn where it stays unknown."""
         step, samples = self._step, count(self._batch)
         if self._plan.accum_steps == 1 or samples == 1:
             return
@@ -230,14 +230,14 @@ class _Stage:
             return
         for name in step.objective.of_unknown_weight:
             self._warnings.append(
-                f"loss {name!r}: what it runs over could not be found out, so micro-batches weigh by their samples and "
-                "the gradient may not be the whole batch's; a torch.nn loss, a (sum, weight) pair or loss_reduction= "
-                "says it"
+                f"loss {name!r}: its reduction could not be inferred, so micro-batches are weighted by their samples "
+                "and the gradient may differ from the whole batch's; use a torch.nn loss, a (sum, weight) pair or "
+                "loss_reduction="
             )
 
 
 class _Kept:
-    """Sees what forward passes keep for backward on the device, but for parameters, buffers and the model's inputs.
+    """Measures what forward passes keep for backward on the device, except parameters, buffers and model inputs.
 
     Attributes:
         bytes: The most that was kept at once.
@@ -286,7 +286,7 @@ class _Kept:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return where a tensor's memory lies; 0 where it has none of the usual kind."""
+    """Return the address of a tensor's memory; 0 for layouts without a plain storage."""
     return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""How long a job may take: what a person or Slurm says in, seconds out. No clock is set here."""
+"""Reads durations as people and Slurm write them, and how much time Slurm leaves the running job."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _LONGEST = 100
 _UNIT_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])")
-# As `sbatch --time` takes them, but for a lone number: days-hours:minutes:seconds, hours:minutes:seconds.
-_SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+)(?::(?P<minutes>\d+))?(?::(?P<seconds>\d+))?")
+# https://slurm.schedmd.com/sbatch.html, --time: M, M:S, H:M:S; with days D-H, D-H:M, D-H:M:S.
+_SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 # When Slurm will end the job, in seconds since 1970 (https://slurm.schedmd.com/sbatch.html, output environment).
 _ENDS = "SLURM_JOB_END_TIME"
 
@@ -33,27 +33,28 @@ def seconds_in(text: str, *, name: str) -> float:
         InvalidInputError: This is no such time, or none at all.
     """
     text = text.strip().lower()
-    reads = _slurm_seconds if ":" in text or "-" in text else _unit_seconds
-    found = reads(text) if len(text) <= _LONGEST else 0.0
+    # Of a lone number nobody knows the unit, though Slurm takes minutes.
+    found = slurm_seconds(text) if ":" in text or "-" in text else _unit_seconds(text)
     if not found:
         raise InvalidInputError(f"{name}={shown(text)} is no time; give one such as '12h', '1h 30min' or '1-12:00:00'")
     return found
 
 
-def _unit_seconds(text: str) -> float:
-    if re.sub(r"\s", "", _WITH_UNIT.sub("", text)):
-        return 0.0
-    return sum(float(number) * _UNIT_S[unit] for number, unit in _WITH_UNIT.findall(text))
-
-
-def _slurm_seconds(text: str) -> float:
-    match = _SLURM.fullmatch(text)
+def slurm_seconds(text: str) -> float:
+    """Return a time limit in one of Slurm's own forms in seconds; 0.0 where it is in none of them."""
+    match = _SLURM.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
         return 0.0
-    days, hours, minutes, seconds = (int(match[part] or 0) for part in ("days", "hours", "minutes", "seconds"))
-    if match["days"] is None and match["seconds"] is None:  # Slurm reads "90:00" as minutes and seconds
-        return hours * 60.0 + minutes
-    return ((days * 24 + hours) * 60.0 + minutes) * 60 + seconds
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match["days"] is None and match["third"] is None:
+        return first * 60.0 + second
+    return ((days * 24 + first) * 60.0 + second) * 60 + third
+
+
+def _unit_seconds(text: str) -> float:
+    if len(text) > _LONGEST or re.sub(r"\s", "", _WITH_UNIT.sub("", text)):
+        return 0.0
+    return sum(float(number) * _UNIT_S[unit] for number, unit in _WITH_UNIT.findall(text))
 
 
 def left_by_slurm(environment: Mapping[str, str]) -> float | None:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: each is written beside its place and renamed."""
+"""Writes files atomically: under another name in the same folder first, then renamed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def check_place(path: str | PathLike[str], option: str = "") -> None:
-    """Refuse a place where no file can be written, before there is anything to write.
+    """Refuse a path that cannot be written, before there is anything to write.
 
     Args:
-        path: The place.
-        option: By which the user gave it, for the message.
+        path: The path.
+        option: The command-line option that gave it, for the message.
 
     Raises:
-        InvalidInputError: There is no such folder, or no permission to write there.
+        InvalidInputError: The folder does not exist, or permission to write there is missing.
     """
     place = Path(path)
     if place.is_dir():
@@ -36,29 +36,21 @@ def check_place(path: str | PathLike[str], option: str = "") -> None:
 
 @contextlib.contextmanager
 def beside(path: str | PathLike[str]) -> Iterator[Path]:
-    """Yield a path to write to, which takes the place of `path` at the end; where the block raises nothing changes.
+    """Yield a path to write to, which replaces `path` at the end; if the block raises, `path` is unchanged.
 
     Raises:
-        InvalidInputError: There is no such folder, or no permission to write there.
+        InvalidInputError: The folder does not exist, or permission to write there is missing.
     """
     place = Path(path)
-    unfinished = None
     try:
-        try:
-            # With the same ending: what writes a picture chooses its kind by it.
-            unfinished = safe_files.create_beside(place, is_hidden=True)
+        with safe_files.replacing(place, ending=place.suffix) as unfinished:
             yield unfinished
-            unfinished.replace(place)
-        except OSError as error:
-            raise _refused(place, error.strerror or str(error)) from error
-    finally:
-        if unfinished is not None:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise _refused(place, error.strerror or str(error)) from error
 
 
 def _refused(place: Path, reason: str, option: str = "") -> InvalidInputError:
     asked = f"{option} {str(place)!r}" if option else repr(str(place))
     return InvalidInputError(
-        f"{asked} cannot be written ({reason}); pass a file in a folder that is there and that you may write to"
+        f"{asked} cannot be written ({reason}); pass a file in an existing folder that you may write to"
     )

@@ -1,7 +1,7 @@
-"""How fast a loader gives batches: a loader in, a few batches drawn and thrown away, its speed out.
+"""Draws a few batches of a loader and discards them, to time it or to look at them.
 
-Random state, the loader's own generators and its standing workers are as before afterwards. What cannot be begun anew,
-such as a generator, is not touched; nor can be put back what a dataset keeps for itself.
+Random state, the loader's own generators and its persistent workers are afterwards as before. An iterator, which cannot
+be restarted, is not touched. What a dataset keeps for itself cannot be restored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from autoaccum._report.records import LoaderFacts
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Long enough for some batches of a loader that can feed a training, short beside the trials.
+# Seconds after the first batch: enough for some batches of a loader that can feed a training, short beside the trials.
 _LISTENED_S = 2.0
-# What loads ahead gives its first batches at once: they say nothing of its speed. So many more are waited for, if the
-# time suffices.
+# Prefetched batches come at once and say nothing of the loader's speed: so many more are timed, if there is time.
 _BATCHES = 8
 
 
@@ -30,11 +29,11 @@ def listen_to(loader: Iterable[Any], for_s: float = _LISTENED_S) -> LoaderFacts 
     """Time a loader's first batches.
 
     Args:
-        loader: Gone through anew, and given up on the way.
-        for_s: Seconds after the first batch after which no other is asked for.
+        loader: Iterated over from the start, and abandoned.
+        for_s: Seconds after the first batch after which no other is drawn.
 
     Returns:
-        What was found; None where the loader can be gone through only once, or has no batch.
+        The times; None if the loader is an iterator or has no batch.
     """
     if isinstance(loader, Iterator):
         return None
@@ -43,16 +42,7 @@ def listen_to(loader: Iterable[Any], for_s: float = _LISTENED_S) -> LoaderFacts 
 
 
 def first_batches(loader: Iterable[Any], most: int, for_s: float = _LISTENED_S) -> list[Any]:
-    """Return some of a loader's first batches, to look at.
-
-    Args:
-        loader: Gone through anew, and given up on the way.
-        most: How many.
-        for_s: Seconds after the first one after which no other is asked for.
-
-    Returns:
-        The batches; none where the loader can be gone through only once.
-    """
+    """Return at most `most` of a loader's first batches, drawn as in `listen_to`; none if it is an iterator."""
     if isinstance(loader, Iterator):
         return []
     with left_as_it_was(loader):
@@ -67,29 +57,22 @@ def first_batches(loader: Iterable[Any], most: int, for_s: float = _LISTENED_S) 
 
 
 def first_of(loader: Iterable[Any]) -> Any | None:
-    """Return a loader's first batch, as if nobody had asked; None where it can be gone through only once, or has none.
-
-    Args:
-        loader: Gone through anew, and given up after one batch.
-    """
-    if isinstance(loader, Iterator):
-        return None
-    with left_as_it_was(loader):
-        return next(iter(loader), None)
+    """Return a loader's first batch; None if it is an iterator or has no batch."""
+    return next(iter(first_batches(loader, 1)), None)
 
 
 def samples_of(loader: Any, batch: Any) -> int | None:
-    """Return the samples that an epoch has, where the loader says so.
+    """Return the samples of an epoch; None if the loader has no length.
 
     Args:
         loader: Any loader.
-        batch: One of its batches, taken for as large as the others where the loader does not say more.
+        batch: One of its batches, taken to be as large as the others where the loader does not say more.
     """
     try:
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size is not None and not loader.drop_last:
             return len(loader.sampler)  # type: ignore[arg-type]
         return len(loader) * count(batch)
-    except (TypeError, NotImplementedError):  # no length; the second is what a dataset raises that leaves it open
+    except (TypeError, NotImplementedError):  # no length; datasets that leave it open raise the second
         return None
 
 
@@ -102,7 +85,7 @@ def _timed(batches: Iterator[Any], loader: Any, for_s: float) -> LoaderFacts | N
         return None
     first_at = last_at = time.perf_counter()
     sizes = [count(first)]
-    # What was loaded ahead does not count: the clock begins anew behind it.
+    # Prefetched batches do not count: the clock restarts behind them.
     counted_from, counted_at = 0, first_at
     while last_at - first_at < for_s and len(sizes) <= ahead + _BATCHES:
         batch = next(batches, None)

@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 _MODULES_SHOWN = 12
 # A report has some tens of thousands.
 _MOST_BYTES = 1 << 26
-# What holds less of all that was alive is told in one line.
+# Rows that hold a smaller share of all that was alive are summed up in one line.
 _SHARE_SHOWN = 0.01
 
 
 def read_postmortem(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a report holds.
+    """Return the content of a report.
 
     Raises:
-        InvalidInputError: There is no such file, or it is no report that can be read.
+        InvalidInputError: The file does not exist, or is not a report of this version.
     """
     path = Path(path)
     try:
         text = safe_files.read(path, _MOST_BYTES, follows=True).decode()
     except UnicodeDecodeError as error:
-        raise _no_report(path, "it is no text") from error
+        raise _no_report(path, "it is not text") from error
     except OSError as error:
         raise InvalidInputError(
-            f"the report {str(path)!r} cannot be read ({error.strerror or error}); pass a file that "
-            "fit(..., oom_report=FOLDER) has written"
+            f"the report {str(path)!r} cannot be read ({error.strerror or error}); pass a file written by "
+            "fit(..., oom_report=FOLDER)"
         ) from error
     try:
         record = json.loads(text)
     except RecursionError as error:
         raise _no_report(path, "it is JSON of something else") from error
     except json.JSONDecodeError as error:
-        reason = "it is empty" if not text.strip() else f"it is no JSON, or was cut short (line {error.lineno})"
+        reason = "it is empty" if not text.strip() else f"it is not JSON, or was cut short (line {error.lineno})"
         raise _no_report(path, reason) from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise _no_report(path, "it is JSON of something else")
@@ -67,10 +67,10 @@ def _writer(record: dict[str, Any]) -> str:
 
 
 def show_postmortem(path: str | os.PathLike[str]) -> RenderableType:
-    """Return a report as something that rich prints.
+    """Return a report for a rich console.
 
     Raises:
-        InvalidInputError: There is no such file, or it is no report that can be read.
+        InvalidInputError: The file does not exist, or is not a report of this version.
     """
     record = read_postmortem(path)
     try:
@@ -165,19 +165,19 @@ def _largest(alive: dict[str, Any]) -> Table:
 
 
 def _large(rows: list[dict[str, Any]], alive: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that hold enough of all that is alive to be worth a line."""
+    """Return the rows that hold enough to be worth a line."""
     return [row for row in rows if row["bytes"] >= _SHARE_SHOWN * alive["bytes"]]
 
 
 def _rest(shown: list[dict[str, Any]], alive: dict[str, Any]) -> tuple[int, int]:
-    """Return what is alive beside the rows that are shown: bytes, and in how many tensors."""
+    """Return what is alive besides the rows shown: bytes, and the number of tensors."""
     held = sum(row["bytes"] for row in shown)
     # A row without a number of tensors is one.
     return alive["bytes"] - held, alive["storages"] - sum(row.get("storages", 1) for row in shown)
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return a table without the columns in which nothing stands."""
+    """Return a table without its empty columns."""
     table = Table(title=title, title_justify="left")
     kept = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     for index in kept:
@@ -191,6 +191,6 @@ def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]
 
 def _no_report(path: Path, reason: str) -> InvalidInputError:
     return InvalidInputError(
-        f"{str(path)!r} is no report of memory running out: {reason}; pass a .json file that "
-        "fit(..., oom_report=FOLDER) has written"
+        f"{str(path)!r} is not an out-of-memory report: {reason}; pass a .json file written by "
+        "fit(..., oom_report=FOLDER)"
     )

@@ -1,6 +1,6 @@
-"""The report as a page: a report in, one HTML document out that needs no network, no script and no other file.
+"""The report as one HTML document that needs no network, no script and no other file.
 
-It is light or dark as its reader's system is. What comes from the user (names of models, files, processes) is escaped.
+It is light or dark as the reader's system is. Text from the user (names of models, files, processes) is escaped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def page_of(report: Findings) -> str:
 
 
 def fragment_of(report: Findings) -> str:
-    """Return the report as an element with a style of its own, such as notebooks show."""
+    """Return the report as an element with its own style, as notebooks show it."""
     style = resources.files("autoaccum._report").joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(_body(report))
     return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'

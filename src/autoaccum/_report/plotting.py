@@ -1,4 +1,4 @@
-"""The report as a picture file: a report in, memory over the micro-batch out, drawn by matplotlib.
+"""Draws the report's picture into a file (.png, .svg, .pdf), from the marks of `_report/svg.py`, by matplotlib.
 
 matplotlib is an extra (`pip install 'autoaccum[report]'`) and is imported only here. Its global state is left alone.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._report.curves import apart, picture_of
+from autoaccum._report.curves import picture_of
 from autoaccum._report.files import beside
+from autoaccum._report.svg import HEIGHT, WIDTH, Label, drawing_of
 from autoaccum._report.wording import title_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from autoaccum._report.curves import Line, Picture
     from autoaccum._report.records import Findings
+    from autoaccum._report.svg import Mark
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,27 +26,42 @@ try:
 except ImportError:
     Figure = None  # type: ignore[assignment,misc]
 
-# From one line of text to the next, as a share of the axis.
-_LINE = 0.055
-# Letters in a line of the legend, of which two stand beside each other.
+# Letters in a line of the legend, which has two columns.
 _LABEL = 50
 # Told apart by people who see few colours too (Okabe and Ito 2008), dark enough for thin lines on white.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+_STYLES: dict[str, dict[str, Any]] = {
+    "grid": {"linewidth": 0.6, "alpha": 0.2},
+    "limit": {"linewidth": 1, "linestyle": ":"},
+    "measured": {"linewidth": 1.5},
+    "predicted": {"linewidth": 1.5, "linestyle": "--"},
+    "tried": {"marker": "o", "linestyle": ""},
+    "gone": {"marker": "o", "linestyle": "", "markerfacecolor": "white"},
+    "failed": {"marker": "x", "linestyle": "", "markersize": 7},
+    "plan": {"marker": "D", "linestyle": "", "markerfacecolor": "none"},
+}
+_IN_LEGEND = ("measured", "predicted", "failed", "plan")
+_ALIGNED = {"start": "left", "middle": "center", "end": "right"}
+# A limit's label may stand on a line.
+_PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.3}
 
 
 def plot(report: Findings, path: Path) -> None:
-    """Draw the report into a file, which is whole or not there.
-
-    Args:
-        report: The report.
-        path: Its ending says which kind of file.
+    """Draw the report into a file, whose suffix chooses the format; on failure the file is unchanged.
 
     Raises:
-        InvalidInputError: matplotlib is not there, does not write such files, or the file cannot be written.
+        InvalidInputError: matplotlib is missing or does not write such files, or the file cannot be written.
     """
     check_plot(path)
     figure = Figure(figsize=(8, 5), layout="constrained")
-    _draw(figure.add_subplot(), picture_of(report), title_of(report))
+    axes = figure.add_subplot()
+    axes.set(title=title_of(report), xlim=(0, WIDTH), ylim=(HEIGHT, 0))
+    axes.axis("off")
+    for one in drawing_of(picture_of(report)):
+        _add(axes, one)
+    handles, names = axes.get_legend_handles_labels()
+    legend = dict(zip(names, handles, strict=True))  # several crosses are one entry
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     with beside(path) as unfinished:
         figure.savefig(unfinished, dpi=150)
 
@@ -55,75 +70,27 @@ def check_plot(path: Path) -> None:
     """Refuse a file that could not be drawn.
 
     Raises:
-        InvalidInputError: matplotlib is not there, or does not write such files.
+        InvalidInputError: matplotlib is missing, or does not write such files.
     """
     if Figure is None:
         raise InvalidInputError(
-            "a plot needs matplotlib, which is not installed; pip install 'autoaccum[report]', or take --html, which "
-            "needs nothing"
+            "a plot needs matplotlib, which is not installed; pip install 'autoaccum[report]', or use --html, whose "
+            "page has the same picture and needs nothing"
         )
     kinds = FigureCanvasAgg(Figure()).get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in kinds:
         raise InvalidInputError(
-            f"{str(path)!r} ends in no kind of picture that matplotlib writes; end it in one of .{', .'.join(kinds)}"
+            f"matplotlib writes no pictures of the kind of {str(path)!r}; end its name in one of .{', .'.join(kinds)}"
         )
 
 
-def _draw(axes: Any, picture: Picture, title: str) -> None:
-    unit, name = picture.unit
-    for index, line in enumerate(picture.lines):
-        _draw_line(axes, line, COLOURS[index % len(COLOURS)], unit)
-    _draw_limits(axes, picture)
-    axes.set(title=title, xlabel="samples in a micro-batch", ylabel=f"memory of a step ({name})")
-    axes.set_xlim(0, picture.most)
-    axes.set_ylim(0, _top(picture))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3, linewidth=0.6)
-    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
-
-
-def _draw_limits(axes: Any, picture: Picture) -> None:
-    unit, _ = picture.unit
-    rooms = [limit.room_bytes / unit for limit in picture.limits]
-    heights = apart(rooms, _LINE * _top(picture))
-    for limit, room, height in zip(picture.limits, rooms, heights, strict=True):
-        colour = "black" if limit.line is None else COLOURS[limit.line % len(COLOURS)]
-        axes.axhline(room, color=colour, linewidth=1, linestyle=":")
-        # On paper of its own: a label that makes room for another may stand on a line.
-        paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.3}
-        axes.annotate(
-            limit.label,
-            (0, height),
-            xytext=(4, 2),
-            textcoords="offset points",
-            color=colour,
-            fontsize="small",
-            verticalalignment="bottom",
-            bbox=paper,
-        )
-
-
-def _top(picture: Picture) -> float:
-    """Return where the axis of memory ends, in its unit: with place for a label above the highest line."""
-    return picture.top_bytes / picture.unit[0] * 1.08
-
-
-def _draw_line(axes: Any, line: Line, colour: str, unit: int) -> None:
-    curve, label = line.first, fill(line.label, _LABEL)
-    sizes, heights = _scaled(curve.line, unit)
-    axes.plot(sizes, heights, "-" if curve.is_measured else "--", color=colour, linewidth=1.5, label=label)
-    filling = colour if curve.is_measured else "white"
-    sizes, heights = _scaled(curve.fitted, unit)
-    axes.plot(sizes, heights, "o", color=colour, markersize=5, markerfacecolor=filling)
-    room = curve.room_bytes / unit
-    if curve.failed:
-        axes.plot(curve.failed, [room] * len(curve.failed), "x", color=colour, markersize=7, label="does not fit")
-    # A measured plan goes around one that is predicted at the same place.
-    width = 12 if curve.is_measured else 9
-    for name, (size, height) in line.plans:
-        told = fill(name, _LABEL)
-        axes.plot(size, height / unit, "D", color=colour, markersize=width, markerfacecolor="none", label=told)
-
-
-def _scaled(points: Sequence[tuple[int, int]], unit: int) -> tuple[list[int], list[float]]:
-    return [size for size, _ in points], [height / unit for _, height in points]
+def _add(axes: Any, one: Mark | Label) -> None:
+    colour = "black" if one.line is None else _COLOURS[one.line % len(_COLOURS)]
+    if isinstance(one, Label):
+        paper = _PAPER if one.kind == "room" else None
+        aligned = _ALIGNED[one.anchor]
+        axes.text(one.x, one.y, one.text, color=colour, fontsize="small", horizontalalignment=aligned, bbox=paper)
+        return
+    name = "does not fit" if one.kind == "failed" else fill(one.name, _LABEL)
+    style = {"markersize": 1.2 * one.half, "label": name if one.kind in _IN_LEGEND else None} | _STYLES[one.kind]
+    axes.plot([x for x, _ in one.points], [y for _, y in one.points], color=colour, **style)

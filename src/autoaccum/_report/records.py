@@ -1,7 +1,6 @@
-"""What a pre-flight report holds: frozen records, all quantities with their unit in the name.
+"""The data of a pre-flight report: frozen records, quantities with their unit in the name.
 
-Nothing here measures, predicts or shows anything: `_report/api.py` fills them, and each form (a table, JSON, a picture,
-a page) reads them.
+`_report/api.py` fills them; each form (a table, JSON, a picture, a page) reads them.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something that would make the step smaller.
+    """A change that would make the step smaller.
 
     Attributes:
-        name: What it is, in a few words.
-        description: How it is done.
-        peak_bytes: What a step would then take; None where that is not known.
-        micro_batch: The largest micro-batch that would then fit; None where that is not known.
-        cost: What is paid for it.
+        name: Its name.
+        description: How to make it.
+        peak_bytes: What a step would then take; None if unknown.
+        micro_batch: The largest micro-batch that would then fit; None if unknown.
+        cost: Its disadvantage.
     """
 
     name: str
@@ -40,14 +39,14 @@ class Subject:
 
     Attributes:
         model: The model's class.
-        parameters: How many numbers it holds.
+        parameters: The number of its parameters.
         trainable: How many of them are trained.
         optimizer: The optimizer's class.
-        target_batch: Samples an update.
+        target_batch: Samples per update.
         strategy: How windows are cut.
-        recipe: Where it was read from; None where it was handed over.
+        recipe: The file it was read from; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
-        memory_limit: What was asked to be stayed within, as it was said; None where nothing was.
+        memory_limit: The memory limit as the user wrote it; None without one.
     """
 
     model: str
@@ -63,18 +62,18 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device as it was found before anything was tried.
+    """A device before anything was tried on it.
 
     Attributes:
-        name: A person's name for it.
+        name: Its readable name.
         device: torch's name for it.
         total_bytes: Its memory.
-        free_bytes: What this process could take beside the model, by the tightest limit in force.
-        room_bytes: What a step's peak may come to, in the terms of the trials' peaks.
-        limit_bytes: The limit that was asked for, in the same terms; None without one.
-        holds_model: Whether those terms count the model: on a card they do, on the host it was there before.
-        others_bytes: What other processes hold; None where that is not told.
-        neighbours: Who they are, as far as that is told.
+        free_bytes: What this process could take, excluding the model, by the tightest limit in force.
+        room_bytes: What a step's peak may reach, in the terms of the trials' peaks.
+        limit_bytes: The memory limit, in the same terms; None without one.
+        holds_model: Whether those terms include the model: on a card they do, on the host it was there before.
+        others_bytes: What other processes hold; None if unknown.
+        neighbours: Those processes, as far as known.
     """
 
     name: str
@@ -93,15 +92,14 @@ class Pace:
     """How fast training goes with the plan.
 
     Attributes:
-        micro_batch_s: Seconds forward and backward of the largest micro-batch.
-        optimizer_s: Seconds the optimizer takes for an update.
-        update_s: Seconds an update, without what the loader takes.
+        micro_batch_s: Seconds for forward and backward of the largest micro-batch.
+        optimizer_s: Seconds for the optimizer's step.
+        update_s: Seconds for an update, excluding the loader.
         samples_per_s: The same as a speed.
-        epoch_samples: Samples the loader has; None where it does not say.
-        epoch_s: Seconds an epoch, what the loader takes included as far as it was timed; None where the loader does
-            not say how long one is.
-        training_s: Seconds the whole training takes, likewise; None where it is not said how long it is.
-        limit_s: Seconds it may take; None where nobody says.
+        epoch_samples: Samples in the loader; None if unknown.
+        epoch_s: Seconds for an epoch, including the loader as far as it was timed; None if its length is unknown.
+        training_s: Seconds for the whole training, likewise; None if its length is unknown.
+        limit_s: Seconds allowed for it; None without a limit.
     """
 
     micro_batch_s: float
@@ -116,15 +114,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """How fast a loader gives batches.
+    """How fast a loader yields batches.
 
     Attributes:
-        batches: How many were drawn to find out.
+        batches: The number of batches timed.
         samples: Samples in them.
         first_batch_s: Seconds to the first one, in which workers start.
-        samples_per_s: Speed after that; None where there was only one.
-        workers: Processes that load; None where that is not told.
-        feeds: Whether it is as fast as the training; None where one of the two is not known.
+        samples_per_s: Speed after that; None if there was only one.
+        workers: Its worker processes; None if unknown.
+        feeds: Whether it is as fast as the training; None if either is unknown.
     """
 
     batches: int
@@ -137,14 +135,14 @@ class LoaderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long the sequences of a loader's batches are, and for which length everything is said.
+    """The sequence lengths of a loader's batches, and the length that the report holds for.
 
     Attributes:
-        shortest: Of the batches that were looked at.
-        longest: Likewise.
-        batches: How many that were.
-        used: The length that was tried and gone through.
-        is_asked: Whether that one was asked for; else it is the longest seen.
+        shortest: The shortest length in the batches seen.
+        longest: The longest.
+        batches: The number of batches seen.
+        used: The length that was measured and predicted for.
+        is_asked: Whether the user asked for it; else it is the longest seen.
         varies: Whether batches differ in length.
     """
 
@@ -158,12 +156,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """The host's memory, whatever the device.
-
-    Attributes:
-        total_bytes: What there is.
-        free_bytes: What is free.
-    """
+    """The host's memory, whatever the device."""
 
     total_bytes: int
     free_bytes: int
@@ -171,21 +164,21 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found on a device at hand.
+    """What was measured on a device at hand.
 
     Attributes:
         device: The device.
-        precision: In which the forward pass ran; None where not even the model could be put on the device.
+        precision: That of the forward pass; None where not even the model fits on the device.
         trials: Every size that was tried, in order.
         micro_batch: The largest that fits; 0 where not even one sample does.
         plan: How the target batch is cut; None where nothing fits.
         reason: Why nothing fits; empty where something does.
-        fixed_bytes: What is taken whatever the size, by the line through the trials; None where there is none.
-        bytes_per_sample: What each further sample takes, by the same line.
-        footprint: What takes the memory of a step of the plan's largest micro-batch, the model included; None where
-            it could not be taken apart.
-        activation_bytes_per_sample: What forward keeps for backward, a sample; None where that is not known.
-        pace: How fast it goes; None where it was not timed.
+        fixed_bytes: Bytes independent of the size, by the line through the trials; None without such a line.
+        bytes_per_sample: Bytes per extra sample, by the same line.
+        footprint: What takes the memory of a step of the plan's largest micro-batch, including the model; None if
+            unknown.
+        activation_bytes_per_sample: What forward keeps for backward, per sample; None if unknown.
+        pace: How fast it trains; None where it was not timed.
     """
 
     device: DeviceFacts
@@ -202,18 +195,18 @@ class Measured:
 
     @property
     def is_capped(self) -> bool:
-        """Whether larger micro-batches may fit, which nobody wanted to know: nothing larger was tried and failed."""
+        """Whether larger micro-batches may fit: nothing larger was tried and failed."""
         return self.micro_batch > 0 and self.smallest_failed is None
 
     @property
     def smallest_failed(self) -> int | None:
-        """The smallest size that was tried and did not fit, of those not below the largest that does; None for none."""
+        """The smallest size from the largest that fits on that was tried and did not fit; None if there is none."""
         failed = (trial.size for trial in self.trials if not trial.fits and trial.size >= self.micro_batch)
         return min(failed, default=None)
 
     @property
     def peak_bytes(self) -> int | None:
-        """What a step of the plan comes to at its peak, in the terms of `device.room_bytes`; None if not counted."""
+        """What a step of the plan takes at its peak, in the terms of `device.room_bytes`; None if not counted."""
         if self.footprint is None:
             if self.plan is None or self.fixed_bytes is None or self.bytes_per_sample is None:
                 return None
@@ -229,17 +222,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a card is predicted to hold, without one.
+    """What is predicted for a card, without one.
 
     Attributes:
         card: The card.
-        precision: In which the forward pass would run.
+        precision: That of the forward pass.
         estimate: What steps take.
-        room_bytes: What a step may come to: all that a process alone on the card can have, or the limit.
+        room_bytes: What a step may take: all that a process alone on the card can reserve, or the limit.
         micro_batch: The largest that would fit; 0 where not even one sample would.
         plan: How the target batch would be cut; None where nothing would fit.
-        footprint: What takes the memory of a step of the plan's largest micro-batch, or of the smallest size that was
-            gone through where nothing would fit.
+        footprint: What takes the memory of a step of the plan's largest micro-batch; where nothing would fit, of the
+            smallest size traced.
     """
 
     card: Card
@@ -252,8 +245,13 @@ class Predicted:
 
     @property
     def is_capped(self) -> bool:
-        """Whether larger micro-batches are predicted to fit too, which nobody wanted to know."""
+        """Whether larger micro-batches are predicted to fit too."""
         return self.micro_batch > 0 and self.estimate.reserved_bytes(self.micro_batch + 1) <= self.room_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a step of the plan would take at its peak."""
+        return self.footprint.reserved_bytes
 
     @property
     def headroom_bytes(self) -> int:
@@ -262,7 +260,7 @@ class Predicted:
 
     @property
     def activation_bytes_per_sample(self) -> int | None:
-        """What forward would keep for backward, a sample, by the last two sizes; None where there is only one."""
+        """What forward would keep for backward, per sample, by the last two sizes; None if there is only one."""
         if len(self.estimate.footprints) == 1:
             return None
         low, high = self.estimate.footprints[-2:]
@@ -271,20 +269,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a report says, however it is shown: measured on a device at hand, predicted for others, or both.
-
-    Attributes:
-        subject: What is to be trained.
-        measured: What was found on the device at hand; None where nothing was measured.
-        predicted: What is foreseen, a card each.
-        host: The host's memory.
-        loader: How fast the loader is; None where that was not asked.
-        warnings: What may go otherwise than expected, a text each.
-        notes: What was chosen because nothing was said, and what is to be known about predictions, a text each.
-        remedies: What would make a step smaller.
-        remedies_on: The device on which it would.
-        lengths: How long sequences are, and for which length all this is said; None where there are none.
-    """
+    """The data of a `Report`, which documents the attributes."""
 
     subject: Subject
     measured: Measured | None
@@ -299,11 +284,11 @@ class Findings:
 
     @property
     def micro_batch(self) -> int:
-        """The largest micro-batch of interest that fits everywhere that was asked about; 0 where nothing fits."""
+        """The largest micro-batch of interest that fits in every place of the report; 0 where nothing fits in one."""
         found = [] if self.measured is None else [self.measured.micro_batch]
         return min([*found, *(one.micro_batch for one in self.predicted)])
 
     @property
     def fits(self) -> bool:
-        """Whether it can be trained everywhere that was asked about, in whatever micro-batches."""
+        """Whether training fits in every place of the report, in whatever micro-batches."""
         return self.micro_batch > 0

@@ -1,4 +1,4 @@
-"""The report itself: what was found and foreseen, whether it fits, and the ways to show it."""
+"""`Report`: the data, and the forms it takes."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Report(Findings):
-    """What will happen when a job is trained: measured on a device at hand, predicted for others, or both.
+    """Whether and how a job can be trained: measured on a device at hand, predicted for others, or both.
 
     It prints as a table and shows itself in notebooks.
 
     Attributes:
         subject: What is to be trained.
-        measured: What was found on the device at hand; None where nothing was measured.
-        predicted: What is foreseen, a card each.
+        measured: What was measured on the device at hand; None where nothing was.
+        predicted: Predictions, one for each card.
         host: The host's memory.
-        loader: How fast the loader is; None where that was not asked.
-        warnings: What may go otherwise than expected, a text each.
-        notes: What was chosen because nothing was said, and what is to be known about predictions, a text each.
+        loader: How fast the loader is; None where it was not timed.
+        warnings: What may go wrong.
+        notes: What was chosen by default, and the assumptions of the predictions.
         remedies: What would make a step smaller.
-        remedies_on: The device on which it would.
-        lengths: How long sequences are, and for which length all this is said; None where there are none.
+        remedies_on: The device that the remedies are for.
+        lengths: The length of sequences that the report holds for; None where there are none.
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON's types; `report/schema.json` and docs/report.md describe them."""
+        """Return it as JSON's types, which `_report/schema.json` and docs/report.md describe."""
         return document.document_of(self)
 
     def to_html(self) -> str:
-        """Return it as one page that needs nothing else: tables and a picture, light or dark as its reader likes."""
+        """Return it as one self-contained page: tables and a picture, light or dark as the reader's system is."""
         return page.page_of(self)
 
     def save_html(self, path: str | PathLike[str]) -> None:
-        """Write the page to a file, which is whole or not there."""
+        """Write the page to a file; on failure the file is unchanged."""
         with beside(path) as unfinished:
             unfinished.write_text(self.to_html(), encoding="utf-8")
 
@@ -52,10 +52,10 @@ class Report(Findings):
         """Draw memory over the micro-batch: limits, trials, plan and predictions.
 
         Args:
-            path: The file; its ending says which kind (.png, .svg, .pdf).
+            path: The file; its suffix chooses the format (.png, .svg, .pdf).
 
         Raises:
-            InvalidInputError: matplotlib is not there, or does not write such files.
+            InvalidInputError: matplotlib is missing, or does not write such files.
         """
         # Here, because matplotlib is slow to import and few need it.
         from autoaccum._report import plotting  # noqa: PLC0415

@@ -1,9 +1,9 @@
-"""How long sequences are: a loader's first batches in, one of the length in question out.
+"""Finds the sequence lengths in a loader's first batches, and cuts or pads a batch to a given length.
 
-What a step takes hangs on the length, and where batches differ in it (each padded to its own longest sequence) one
-batch says nothing of the next. Sequences run along the dimensions in which the batches differ; where they do not, along
-the second one of token tensors: whole numbers, samples by tokens. What is put in where a batch is made longer is what
-it holds, over again, so that tokens stay tokens that the model knows.
+What a step takes depends on the length, and where batches differ in it (each padded to its own longest sequence) one
+batch says nothing of the next. Sequences run along the dimensions in which the batches differ; where none differ, along
+the second one of token tensors: whole numbers, samples by tokens. A batch is padded by repeating what it holds, so that
+tokens stay in the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TOKENS = 2  # dimensions: samples and tokens
-_FRAMES = 3  # samples, frames, features: as sequences of sounds and of embeddings are; images have one more
+_FRAMES = 3  # samples, frames, features, as for audio and embeddings; images have one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class _Run:
     """A dimension along which sequences run.
 
     Attributes:
-        tensor: The tensor's number, in the order of the batch's nesting.
-        dimension: Which of its dimensions.
-        lengths: How long it is in each batch.
+        tensor: The tensor's index, in the order of the batch's nesting.
+        dimension: The dimension.
+        lengths: Its length in each batch.
     """
 
     tensor: int
@@ -44,23 +44,23 @@ class _Run:
 
 
 def may_vary(batch: Any) -> bool:
-    """Whether further batches are worth a look: some tensor has a form that sequences have."""
+    """Whether further batches are worth drawing: some tensor has the shape of sequences."""
     return any(_TOKENS <= tensor.dim() <= _FRAMES for tensor in Piece(batch).tensors())
 
 
 def of_length(batch: Any, further: Sequence[Any], length: int | Mapping[str, int] | None) -> tuple[Any, Lengths | None]:
-    """Return a batch whose sequences are as long as is asked, or as the longest that was seen.
+    """Return a batch whose sequences have the length asked for, or that of the longest seen.
 
     Args:
         batch: The loader's first batch.
-        further: Some of its batches, drawn anew.
-        length: How long; by the names of what the batch holds where that differs. None means the longest seen.
+        further: Some of its batches, from the start.
+        length: The length; a mapping by the batch's names where it differs. None means the longest seen.
 
     Returns:
-        The batch, and what was seen of lengths; None where the batches hold no sequences.
+        The batch, and the lengths seen; None for the latter if the batches hold no sequences.
 
     Raises:
-        InvalidInputError: The length cannot be used, or does not say which sequences are meant.
+        InvalidInputError: The length cannot be used, or it is ambiguous which sequences it is for.
     """
     tensors = Piece(batch).tensors()
     runs = _runs(tensors, [Piece(other).tensors() for other in further])
@@ -68,8 +68,8 @@ def of_length(batch: Any, further: Sequence[Any], length: int | Mapping[str, int
         if length is not None:
             raise InvalidInputError(
                 f"length={length!r}: the batch holds no sequences (no tensor of whole numbers, samples by tokens, and "
-                f"the {max(1, len(further))} looked at do not differ in any dimension); leave it out, and let the "
-                "loader yield batches of that length"
+                f"the {max(1, len(further))} seen differ in no dimension); leave it out, and let the loader yield "
+                "batches of that length"
             )
         return batch, None
     wanted = _wanted(runs, _names(batch, tensors), length)
@@ -103,23 +103,20 @@ def _holds_tokens(tensor: Tensor) -> bool:
 
 
 def _names(batch: Any, tensors: Sequence[Tensor]) -> list[str]:
-    """Name each tensor by the key under which the batch holds it, or by its place."""
-    members: Any = batch.items() if isinstance(batch, Mapping) else enumerate(batch if _is_sequence(batch) else ())
+    """Name each tensor by its key in the batch, or by its index."""
+    is_sequence = isinstance(batch, tuple | list)
+    members: Any = batch.items() if isinstance(batch, Mapping) else enumerate(batch if is_sequence else ())
     named: dict[int, str] = {}
     for key, member in members:
         map_tensors(lambda tensor, key=key: named.setdefault(id(tensor), str(key)), member)
     return [named.get(id(tensor), str(number)) for number, tensor in enumerate(tensors)]
 
 
-def _is_sequence(batch: Any) -> bool:
-    return isinstance(batch, tuple | list)
-
-
 def _wanted(runs: Sequence[_Run], names: Sequence[str], length: int | Mapping[str, int] | None) -> dict[_Run, int]:
-    """Say how long each is to be.
+    """Return the length wanted for each.
 
     Raises:
-        InvalidInputError: That cannot be said.
+        InvalidInputError: `length` is ambiguous, not positive, or names no sequence of the batch.
     """
     if length is None:
         return {run: max(run.lengths) for run in runs}
@@ -129,9 +126,9 @@ def _wanted(runs: Sequence[_Run], names: Sequence[str], length: int | Mapping[st
             found = ", ".join(f"{names[run.tensor]}: {_span(run.lengths)}" for run in runs)
             example = f"{names[runs[0].tensor]}={length}"
             raise InvalidInputError(
-                f"length={length} does not say which sequences are meant, since they differ in length within a batch "
-                f"({found}); give it by name, as --length {example} (in Python length={{{names[runs[0].tensor]!r}: "
-                f"{length}}}); those that are not named stay as long as the longest seen"
+                f"length={length} is ambiguous, since a batch holds sequences of several lengths ({found}); pass it by "
+                f"name, as --length {example} (in Python length={{{names[runs[0].tensor]!r}: {length}}}); sequences "
+                "without a name keep the longest length seen"
             )
         return dict.fromkeys(runs, length)
     known = {names[run.tensor] for run in runs}

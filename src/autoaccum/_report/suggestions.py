@@ -1,14 +1,14 @@
-"""What would make a step smaller, and by how much: the same step gone through again, with one thing changed.
+"""What would make a step smaller, and by how much: the step traced again with one thing changed.
 
-Asked only where not even one sample fits or windows are cut into many pieces. Nothing is measured: a remedy's memory is
-what `_estimate/estimate.py` says of the changed step, held against what it says of the step as it is.
+Asked only where not even one sample fits or windows are cut into many micro-batches. Nothing is measured: the memory of
+a changed step is what `_estimate` predicts for it, compared with its prediction for the step as it is.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,32 +25,33 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Traced
-    from autoaccum._report.measuring import Asked
+    from autoaccum._report.answers import Asked
     from autoaccum._sizing.footprint import Estimate, Footprint
 
-# From so many micro-batches a window on, a cut is worth mending.
+# From so many micro-batches per window on, a cut is worth improving.
 MANY_MICRO_BATCHES = 8
 
-# Optimizers that keep two numbers a parameter, of which there are forms with 8 bits each (bitsandbytes keeps one
+# Optimizers that keep two numbers per parameter, of which there are forms with 8 bits each (bitsandbytes keeps one
 # float32 scale for each of its blocks of 256 numbers: https://huggingface.co/docs/bitsandbytes, 8-bit optimizers).
 _TWO_NUMBERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 _BITS8_BYTES = 2 * (1 + 4 / 256)
 _HALF = ("bf16", "fp16")
+_TOKENS = 2  # dimensions: samples and tokens
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step is to fit.
+    """Where a step should fit.
 
     Attributes:
         kind: "cpu" or "cuda".
-        card: The card; None where the device is at hand.
+        card: The card; None for a device at hand.
         room_bytes: What a step may take there.
-        unlimited_bytes: What it might take without the limit that was asked for; None where there is no such limit.
-        holds_model: Whether that counts the model.
-        precision: In which the step would run.
+        unlimited_bytes: What it might take without the user's memory limit; None without such a limit.
+        holds_model: Whether that includes the model.
+        precision: That of the step.
         half: Whether it computes in bf16, and with it float32 by Tensor Cores.
-        failed: The smallest size that was tried there and did not fit; None where none was.
+        failed: The smallest size that was tried there and did not fit; None if there is none.
     """
 
     kind: str
@@ -63,30 +64,40 @@ class Place:
     failed: int | None = None
 
     def largest(self, estimate: Estimate, most: int) -> int:
-        """Return the largest micro-batch up to `most` that is predicted to fit; 0 where none is."""
-        return estimate.largest(self.room_bytes + self._there(estimate), most)
+        """Return the largest micro-batch up to `most` that is predicted to fit; 0 if none is."""
+        return estimate.largest(self.room_bytes + self._model_bytes(estimate), most)
 
     def as_tried(self, estimate: Estimate) -> Place:
-        """Return it with no more room than that in which the step as it is, as predicted, fits no better than tried."""
+        """Return the place with so little room that the unchanged step is predicted to fit no better than was tried."""
         if self.failed is None:
             return self
-        needed = estimate.reserved_bytes(self.failed) - self._there(estimate)
+        needed = estimate.reserved_bytes(self.failed) - self._model_bytes(estimate)
         return replace(self, room_bytes=min(self.room_bytes, needed - 1))
 
-    def _there(self, estimate: Estimate) -> int:
+    def _model_bytes(self, estimate: Estimate) -> int:
         first = estimate.footprints[0]
         return 0 if self.holds_model else first.parameters_bytes + first.buffers_bytes
 
 
+class _Change(NamedTuple):
+    """One change of the step, and what it then takes."""
+
+    name: str
+    how: str
+    cost: str
+    estimate: Estimate
+    place: Place | None = None  # None for the same place
+
+
 class Remedies:
-    """Goes through changed steps.
+    """Traces changed steps.
 
     Args:
-        asked: What is asked of the job.
-        place: Where it is to fit.
-        trace: `trace_step` with what the job holds; takes the arguments that a remedy changes.
-        model: The model, only looked at.
-        optimizer: The optimizer, only looked at.
+        asked: What is asked about the job.
+        place: Where it should fit.
+        trace: `trace_step` with the parts of the job; takes the arguments that a remedy changes.
+        model: The model, only inspected.
+        optimizer: The optimizer, only inspected.
     """
 
     def __init__(
@@ -106,19 +117,20 @@ class Remedies:
         self._place = place.as_tried(self._as_it_is)
 
     def all(self) -> tuple[Remedy, ...]:
-        """Return what would help, most first; nothing that would not."""
+        """Return what would help, most effective first."""
         before = self._place.largest(self._as_it_is, self._asked.most)
         size = self._as_it_is.footprints[0].size
         now_bytes = self._as_it_is.reserved_bytes(size)
         found = []
-        for remedy, estimate, place in self._tried():
-            peak, largest = estimate.reserved_bytes(size), place.largest(estimate, self._asked.most)
+        for change in self._changes():
+            peak = change.estimate.reserved_bytes(size)
+            largest = (change.place or self._place).largest(change.estimate, self._asked.most)
             if largest > before or (peak < now_bytes and largest >= max(before, 1)):
-                found.append(replace(remedy, peak_bytes=peak, micro_batch=largest))
+                found.append(Remedy(change.name, change.how, peak, largest, change.cost))
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
-    def _tried(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
-        ways = (
+    def _changes(self) -> Iterator[_Change]:
+        for change in (
             self._half,
             self._half_weights,
             self._checkpointed,
@@ -126,12 +138,14 @@ class Remedies:
             self._bits8,
             self._adafactor,
             self._fused,
-        )
-        for way in (*ways, self._shorter, self._unlimited, self._larger):
-            # One that cannot be gone through without values, where there are none, is left out: the others are of use
-            # all the same.
+            self._shorter,
+            self._unlimited,
+            self._larger,
+        ):
+            # A change that cannot be traced, such as one that needs values, is left out.
             with suppress(InvalidInputError):
-                yield from way()
+                if (changed := change()) is not None:
+                    yield changed
 
     def _estimate(self, **changed: Any) -> Estimate:
         options = {
@@ -143,102 +157,104 @@ class Remedies:
         }
         return self._trace(**options | changed).estimate(self._place.card)
 
-    def _half(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
-        if self._place.precision in _HALF or not self._place.half:
-            return
-        estimate = self._estimate(precision="bf16")
-        yield _remedy("bf16", "precision='bf16'", "activations have 8 significant bits"), estimate, self._place
-
-    def _half_weights(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
-        if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
-            return
-        if any(one.is_complex() for one in self._model.buffers()):
-            return  # they would lose what is imaginary
-        # Something that it is given or makes itself may stay in float32 and not go with the rest, or it may refuse
-        # other types in words of its own.
-        estimate = None
+    def _estimate_if_accepted(self, **changed: Any) -> Estimate | None:
+        """Return the estimate; None where the model refuses the change, which it may do by any exception."""
         with suppress(Exception):
-            estimate = self._estimate(weights=torch.bfloat16)
+            return self._estimate(**changed)
+        return None
+
+    def _half(self) -> _Change | None:
+        if self._place.precision in _HALF or not self._place.half:
+            return None
+        cost = "activations have 8 significant bits"
+        return _Change("bf16", "precision='bf16'", cost, self._estimate(precision="bf16"))
+
+    def _half_weights(self) -> _Change | None:
+        if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
+            return None
+        if any(one.is_complex() for one in self._model.buffers()):
+            return None  # they would lose their imaginary part
+        # An input, or a tensor that the model makes itself, may stay in float32 and not mix with the rest.
+        estimate = self._estimate_if_accepted(weights=torch.bfloat16)
         if estimate is None:
-            return
+            return None
         how = "model.to(torch.bfloat16), before the optimizer is made; a loss with weights and floating inputs too"
         # Of a weight's 8 significant bits the last is worth 1/256 to 1/128 of it, and half of that is rounded away.
         cost = (
             "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
-            "so care with small learning rates"
+            "so take care with small learning rates"
         )
-        yield _remedy("bf16 weights", how, cost), estimate, self._place
+        return _Change("bf16 weights", how, cost, estimate)
 
-    def _checkpointed(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+    def _checkpointed(self) -> _Change | None:
         with checkpointed([self._model], torch.device("cpu")) as blocks:
             pass
         if not blocks:
-            return
+            return None
         estimate = self._estimate(adapt=lambda model: checkpointed([model], torch.device("cpu")))
         how = f"fallback='checkpoint', or torch.utils.checkpoint on {blocks}"
-        yield _remedy("activation checkpointing", how, "a second forward pass"), estimate, self._place
+        return _Change("activation checkpointing", how, "a second forward pass", estimate)
 
-    def _offloaded(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+    def _offloaded(self) -> _Change | None:
         if self._place.kind == "cpu":
-            return
-        card = Simulated(2**50, torch.device("cuda", 0))  # says what is moved from where
+            return None
+        card = Simulated(2**50, torch.device("cuda", 0))  # decides which tensors are moved
         estimate = self._estimate(adapt=lambda model: offloaded([model], card))
         how = "fallback='offload', or torch.autograd.graph.save_on_cpu"
-        cost = "what backward needs goes to the host and back"
-        yield _remedy("offloaded activations", how, cost), estimate, self._place
+        return _Change("offloaded activations", how, "activations are copied to the host and back", estimate)
 
-    def _bits8(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+    def _bits8(self) -> _Change | None:
         if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
-            return
+            return None
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         less = int(sum(p.numel() * (2 * p.element_size() - _BITS8_BYTES) for p in trained))
         kind = type(self._optimizer).__name__
         footprints = tuple(_with_less_state(one, less) for one in self._as_it_is.footprints)
-        estimate = replace(self._as_it_is, footprints=footprints)
         how = f"bitsandbytes.optim.{kind if kind in ('Adam', 'AdamW') else 'AdamW'}8bit"
-        yield _remedy("8-bit optimizer", how, "its state is rounded to 8 bits"), estimate, self._place
+        estimate = replace(self._as_it_is, footprints=footprints)
+        return _Change("8-bit optimizer", how, "its state is rounded to 8 bits", estimate)
 
-    def _adafactor(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+    def _adafactor(self) -> _Change | None:
         if not isinstance(self._optimizer, _TWO_NUMBERS):
-            return
+            return None
         lr = float(self._optimizer.param_groups[0]["lr"])
         estimate = self._estimate(optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=lr))
-        how = "torch.optim.Adafactor"
-        yield _remedy("Adafactor", how, "another optimizer, with rates of its own"), estimate, self._place
+        cost = "another optimizer, which needs its own learning rates"
+        return _Change("Adafactor", "torch.optim.Adafactor", cost, estimate)
 
-    def _fused(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+    def _fused(self) -> _Change | None:
         kind: Any = type(self._optimizer)
         first = self._optimizer.param_groups[0]
         is_adam = isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW)
         if self._place.kind != "cuda" or not is_adam or first.get("fused"):
-            return
+            return None
         lr = float(first["lr"])
         estimate = self._estimate(optimizer=lambda parameters: kind(parameters, lr=lr, fused=True))
-        cost = "none but that a failure inside it cannot be told"
-        yield _remedy("fused optimizer", f"{kind.__name__}(..., fused=True)", cost), estimate, self._place
+        cost = "none, except that a partial update cannot be detected"
+        return _Change("fused optimizer", f"{kind.__name__}(..., fused=True)", cost, estimate)
 
-    def _shorter(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
+    def _shorter(self) -> _Change | None:
         half = _half_as_long(self._asked.batch)
         if half is None:
-            return
+            return None
         batch, length = half
-        estimate = None
-        with suppress(Exception):  # the model may take sequences of one length only, and say so in its own words
-            estimate = self._estimate(batch=batch)
+        # The model may take sequences of one length only.
+        estimate = self._estimate_if_accepted(batch=batch)
         if estimate is None:
-            return
-        yield _remedy(f"inputs of length {length}", "half of what the batch has", "less context"), estimate, self._place
+            return None
+        return _Change(f"inputs of length {length}", "half the batch's length", "less context", estimate)
 
-    def _unlimited(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
-        if self._place.unlimited_bytes is not None:
-            place = replace(self._place, room_bytes=self._place.unlimited_bytes)
-            cost = "the memory that it was to leave free"
-            yield _remedy("a higher memory limit", "none, at the most", cost), self._as_it_is, place
+    def _unlimited(self) -> _Change | None:
+        if self._place.unlimited_bytes is None:
+            return None
+        place = replace(self._place, room_bytes=self._place.unlimited_bytes)
+        cost = "the memory that the limit keeps free"
+        return _Change("a higher memory limit", "at most, no memory_limit", cost, self._as_it_is, place)
 
-    def _larger(self) -> Iterator[tuple[Remedy, Estimate, Place]]:
-        """The smallest card that would do without many micro-batches."""
+    def _larger(self) -> _Change | None:
+        """Find the smallest card that would do without many micro-batches."""
         if self._place.card is None or self._place.unlimited_bytes is not None:
-            return
+            return None
         traced: dict[bool, Traced] = {}
         for card in sorted(known_cards(), key=lambda one: one.free_bytes):
             if card.free_bytes <= self._place.card.free_bytes or (self._place.precision == "bf16" and not card.bf16):
@@ -254,8 +270,8 @@ class Remedies:
             estimate = traced[card.tensor_float].estimate(card)
             place = replace(self._place, card=card, room_bytes=card.free_bytes)
             if place.largest(estimate, self._asked.most) * MANY_MICRO_BATCHES >= self._asked.target_batch:
-                yield _remedy("a larger card", f"such as {card.name}", "the card"), estimate, place
-                return
+                return _Change("a larger card", f"such as {card.name}", "the card", estimate, place)
+        return None
 
 
 def computes_bf16(device: str) -> bool:
@@ -266,12 +282,8 @@ def computes_bf16(device: str) -> bool:
 
 
 def are_due(largest: int, target_batch: int) -> bool:
-    """Whether a step should become smaller: not one sample fits, or windows are cut into many pieces."""
+    """Whether a step should become smaller: not one sample fits, or windows are cut into many micro-batches."""
     return largest * MANY_MICRO_BATCHES <= target_batch and largest < target_batch
-
-
-def _remedy(name: str, description: str, cost: str) -> Remedy:
-    return Remedy(name, description, None, None, cost)
 
 
 def _with_less_state(footprint: Footprint, less_bytes: int) -> Footprint:
@@ -285,22 +297,21 @@ def _with_less_state(footprint: Footprint, less_bytes: int) -> Footprint:
 
 
 def _half_as_long(batch: Any) -> tuple[Any, int] | None:
-    """Return a batch of token sequences cut to half their length; None where it holds none."""
-    lengths: dict[int, int] = {}
+    """Return a batch of token sequences cut to half their length, and that length; None where it holds none."""
+    lengths: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 2 and not tensor.is_floating_point():  # noqa: PLR2004 - samples and tokens
-            lengths[tensor.shape[1]] = lengths.get(tensor.shape[1], 0) + 1
+        if tensor.dim() == _TOKENS and not tensor.is_floating_point():
+            lengths.append(tensor.shape[1])
         return tensor
 
     map_tensors(look, batch)
-    if not lengths or count(batch) < 1:
-        return None
-    length = max(lengths)
-    if length < 2:  # noqa: PLR2004 - there is no half of one token
+    length = max(lengths, default=0)
+    half = length // 2
+    if not half or count(batch) < 1:
         return None
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor[:, : length // 2] if tensor.dim() >= 2 and tensor.shape[1] == length else tensor  # noqa: PLR2004
+        return tensor[:, :half] if tensor.dim() >= _TOKENS and tensor.shape[1] == length else tensor
 
-    return map_tensors(cut, batch), length // 2
+    return map_tensors(cut, batch), half

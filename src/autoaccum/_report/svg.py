@@ -1,11 +1,15 @@
-"""The picture of a report as SVG that stands in a page: memory over the micro-batch, drawn without any library.
+"""The picture of a report, memory over the micro-batch: laid out once, and written as SVG without any library.
 
-Colours are CSS variables of the page (`--c0` to `--c5`, `--ink`, `--faint`), so that it is light or dark as that is.
+`drawing_of` places marks and labels. `svg_of` writes them for the page, whose CSS variables (`--c0` to `--c5`, `--ink`,
+`--faint`) colour the picture light or dark as the page is. `_report/plotting.py` draws the same marks into files by
+matplotlib, which `pip install autoaccum` does not bring: so the page keeps its picture without it, and `Report.plot`
+keeps .png and .pdf.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -18,82 +22,70 @@ if TYPE_CHECKING:
     from autoaccum._report.curves import Line, Picture
 
 COLOURS = 6
-_WIDTH, _HEIGHT = 720, 340
+# In the picture's own units, with y downwards.
+WIDTH, HEIGHT = 720, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 16, 24, 44
 # About so many lines across, at round numbers.
 _TICKS = 5
-# From one line of text to the next, in the picture's own units.
+# From one line of text to the next.
 _LINE = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A line through points, or a sign at one.
+
+    Attributes:
+        kind: How it is drawn: the lines "grid", "limit", "measured" and "predicted", the signs "tried" (a dot), "gone"
+            (a ring), "failed" (a cross) and "plan" (a diamond).
+        points: Where.
+        line: The number of the picture's line whose colour it has; None for the text's colour.
+        name: What it means; empty where its kind says that.
+        half: Half of a sign's width.
+    """
+
+    kind: str
+    points: tuple[tuple[float, float], ...]
+    line: int | None = None
+    name: str = ""
+    half: float = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A line of text.
+
+    Attributes:
+        kind: "tick", "axis" or "room" (a limit's).
+        x: Where.
+        y: The baseline.
+        text: The text.
+        anchor: Which part of it stands at `x`: "start", "middle" or "end".
+        line: As in `Mark`.
+    """
+
+    kind: str
+    x: float
+    y: float
+    text: str
+    anchor: str = "end"
+    line: int | None = None
+
+
+def drawing_of(picture: Picture) -> Iterator[Mark | Label]:
+    """Lay the picture out; what comes later is drawn over what came before."""
+    yield from _axes(picture)
+    yield from _limits(picture)
+    for number, line in enumerate(picture.lines):
+        yield from _line(number, line, picture)
 
 
 def svg_of(picture: Picture) -> str:
     """Return the picture as an `svg` element."""
-    return "\n".join(_elements(picture))
-
-
-def _elements(picture: Picture) -> Iterator[str]:
     names = "; ".join(line.label for line in picture.lines)
-    yield (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Memory of a step over the micro-batch: '
-        f'{escape(names)}">'
-    )
-    yield from _axes(picture)
-    yield from _limits(picture)
-    for index, line in enumerate(picture.lines):
-        yield f'<g style="--c: var(--c{index % COLOURS})">'
-        yield from _line(line, picture)
-        yield "</g>"
-    yield "</svg>"
-
-
-def _axes(picture: Picture) -> Iterator[str]:
-    unit, name = picture.unit
-    for value in ticks(picture.top_bytes / unit):
-        y = _y(value * unit, picture)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
-        yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
-    for size in ticks(picture.most, whole=True):
-        yield (
-            f'<text class="tick" x="{_x(size, picture)}" y="{_HEIGHT - _BOTTOM + 18}" '
-            f'text-anchor="middle">{size:g}</text>'
-        )
-    labels = ((_WIDTH - _RIGHT, _HEIGHT - 6, "samples in a micro-batch"), (_LEFT - 8, _TOP - 4, name))
-    for x, y, text in labels:
-        yield f'<text class="axis" x="{x}" y="{y}" text-anchor="end">{text}</text>'
-
-
-def _limits(picture: Picture) -> Iterator[str]:
-    ys = [_y(limit.room_bytes, picture) for limit in picture.limits]
-    bottom = _HEIGHT - _BOTTOM
-    colours = ["--ink" if limit.line is None else f"--c{limit.line % COLOURS}" for limit in picture.limits]
-    for y, colour in zip(ys, colours, strict=True):
-        line = f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
-        yield f'<g style="--c: var({colour})">{line}</g>'
-    # After all lines: a label that makes room for another may stand on one.
-    heights = apart([bottom - y for y in ys], _LINE)
-    for limit, height, colour in zip(picture.limits, heights, colours, strict=True):
-        text = f'<text class="room" x="{_LEFT + 6}" y="{bottom - height - 5:.1f}">{escape(limit.label)}</text>'
-        yield f'<g style="--c: var({colour})">{text}</g>'
-
-
-def _line(line: Line, picture: Picture) -> Iterator[str]:
-    curve = line.first
-    points = " ".join(f"{_x(size, picture)},{_y(height, picture)}" for size, height in curve.line)
-    yield f'<polyline class="{"measured" if curve.is_measured else "predicted"}" points="{points}"/>'
-    for size, height in curve.fitted:
-        told = f"{size} samples: {format_bytes(height)}"
-        yield (
-            f'<circle class="{"tried" if curve.is_measured else "gone"}" cx="{_x(size, picture)}" '
-            f'cy="{_y(height, picture)}" r="4"><title>{told}</title></circle>'
-        )
-    for size in curve.failed:
-        x, y = _x(size, picture), _y(curve.room_bytes, picture)
-        yield f'<path class="failed" d="M{x - 5} {y - 5}l10 10m0 -10l-10 10"><title>{size} do not fit</title></path>'
-    # A measured plan goes around one that is predicted at the same place.
-    half = 12 if curve.is_measured else 8
-    for name, (size, height) in line.plans:
-        path = f"M{_x(size, picture)} {_y(height, picture) - half}l{half} {half}l-{half} {half}l-{half} -{half}z"
-        yield f'<path class="plan" d="{path}"><title>{escape(name)}</title></path>'
+    label = f"Memory of a step over the micro-batch: {escape(names)}"
+    elements = "\n".join(map(_element, drawing_of(picture)))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">\n{elements}\n</svg>'
 
 
 def ticks(top: float, *, whole: bool = False) -> Sequence[float]:
@@ -106,11 +98,71 @@ def ticks(top: float, *, whole: bool = False) -> Sequence[float]:
     return [index * step for index in range(int(top / step) + 1)]
 
 
+def _axes(picture: Picture) -> Iterator[Mark | Label]:
+    unit, name = picture.unit
+    for value in ticks(picture.top_bytes / unit):
+        y = _y(value * unit, picture)
+        yield Mark("grid", ((_LEFT, y), (WIDTH - _RIGHT, y)))
+        yield Label("tick", _LEFT - 8, y + 4, f"{value:g}")
+    for size in ticks(picture.most, whole=True):
+        yield Label("tick", _x(size, picture), HEIGHT - _BOTTOM + 18, f"{size:g}", "middle")
+    yield Label("axis", WIDTH - _RIGHT, HEIGHT - 6, "samples in a micro-batch")
+    yield Label("axis", _LEFT - 8, _TOP - 4, name)
+
+
+def _limits(picture: Picture) -> Iterator[Mark | Label]:
+    ys = [_y(limit.room_bytes, picture) for limit in picture.limits]
+    for limit, y in zip(picture.limits, ys, strict=True):
+        yield Mark("limit", ((_LEFT, y), (WIDTH - _RIGHT, y)), limit.line)
+    # After all lines: a label that makes room for another may stand on one.
+    bottom = HEIGHT - _BOTTOM
+    for limit, height in zip(picture.limits, apart([bottom - y for y in ys], _LINE), strict=True):
+        yield Label("room", _LEFT + 6, bottom - height - 5, limit.label, "start", limit.line)
+
+
+def _line(number: int, line: Line, picture: Picture) -> Iterator[Mark]:
+    curve = line.first
+
+    def point(size: float, height: float) -> tuple[float, float]:
+        return _x(size, picture), _y(height, picture)
+
+    kind, sign = ("measured", "tried") if curve.is_measured else ("predicted", "gone")
+    yield Mark(kind, tuple(point(*one) for one in curve.line), number, line.label)
+    for size, height in curve.fitted:
+        yield Mark(sign, (point(size, height),), number, f"{size} samples: {format_bytes(height)}")
+    for size in curve.failed:
+        yield Mark("failed", (point(size, curve.room_bytes),), number, f"{size} do not fit", 5)
+    for name, chosen in line.plans:
+        # A measured plan goes around one that is predicted at the same place.
+        yield Mark("plan", (point(*chosen),), number, name, 12 if curve.is_measured else 8)
+
+
 def _x(size: float, picture: Picture) -> float:
-    return round(_LEFT + size / picture.most * (_WIDTH - _LEFT - _RIGHT), 1)
+    return round(_LEFT + size / picture.most * (WIDTH - _LEFT - _RIGHT), 1)
 
 
 def _y(height: float, picture: Picture) -> float:
-    plane = _HEIGHT - _TOP - _BOTTOM
+    plane = HEIGHT - _TOP - _BOTTOM
     # What lies beyond what is shown is drawn at the edge, not outside.
-    return round(_HEIGHT - _BOTTOM - min(1.0, height / (picture.top_bytes * 1.06)) * plane, 1)
+    return round(HEIGHT - _BOTTOM - min(1.0, height / (picture.top_bytes * 1.06)) * plane, 1)
+
+
+def _element(one: Mark | Label) -> str:
+    colour = "--ink" if one.line is None else f"--c{one.line % COLOURS}"
+    how = f'class="{one.kind}" style="--c: var({colour})"'
+    if isinstance(one, Label):
+        return f'<text {how} x="{one.x}" y="{one.y:.1f}" text-anchor="{one.anchor}">{escape(one.text)}</text>'
+    if one.kind in ("grid", "limit", "measured", "predicted"):
+        tag, where = "polyline", f'points="{" ".join(f"{x},{y}" for x, y in one.points)}"'
+    else:
+        tag, where = _sign(one)
+    return f"<{tag} {how} {where}>{f'<title>{escape(one.name)}</title>' if one.name else ''}</{tag}>"
+
+
+def _sign(mark: Mark) -> tuple[str, str]:
+    ((x, y),), half = mark.points, mark.half
+    if mark.kind == "failed":
+        return "path", f'd="M{x - half} {y - half}l{2 * half} {2 * half}m0 -{2 * half}l-{2 * half} {2 * half}"'
+    if mark.kind == "plan":
+        return "path", f'd="M{x} {y - half}l{half} {half}l-{half} {half}l-{half} -{half}z"'
+    return "circle", f'cx="{x}" cy="{y}" r="{half}"'

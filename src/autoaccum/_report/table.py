@@ -1,7 +1,4 @@
-"""The report as a person reads it in a terminal: a report in, rich tables or plain text out.
-
-Made for 80 columns. On a terminal it has colours; in a file or a pipe it is plain text without escape codes.
-"""
+"""The report as rich tables for a terminal, or as plain text of 80 columns without escape codes."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def text_of(report: Findings) -> str:
 
 
 def plain_text(shown: RenderableType) -> str:
-    """Return what rich would print as plain text of at most 80 columns, without spaces at the end of lines."""
+    """Return what rich would print as plain text of at most 80 columns, without trailing spaces."""
     file = io.StringIO()
     Console(file=file, width=_WIDTH, color_system=None, force_terminal=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -62,12 +59,7 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
 
 def _table(section: Section) -> Table:
     if not section.header:
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="dim", no_wrap=True)
-        facts.add_column(overflow="fold")
-        for row in section.rows:
-            facts.add_row(*map(Text, row))
-        return facts
+        return _facts(section.rows)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     for index, name in enumerate(section.header):
         numbers = are_numbers([row[index] for row in section.rows])
@@ -78,17 +70,22 @@ def _table(section: Section) -> Table:
 
 
 def _with_lines(section: Section) -> Group:
-    """Return each row with its lines under it, which are too long for columns, across the whole width."""
+    """Return each row followed by its lines below, which are too long for columns, across the whole width."""
     widths = [max(map(len, column)) for column in zip(section.header, *section.rows, strict=True)]
     parts: list[RenderableType] = [_line(section.header, widths, "dim")]
     for row, lines in zip(section.rows, section.below, strict=True):
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="dim", no_wrap=True)
-        facts.add_column(overflow="fold")
-        for name, text in lines:
-            facts.add_row(name, Text(text))
-        parts += [_line(row, widths), Padding(facts, (0, 0, 0, 2), expand=False)]
+        parts += [_line(row, widths), Padding(_facts(lines), (0, 0, 0, 2), expand=False)]
     return Group(*parts)
+
+
+def _facts(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Return rows of a name and its value."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for row in rows:
+        facts.add_row(*map(Text, row))
+    return facts
 
 
 def _line(row: Sequence[str], widths: Sequence[int], style: str = "") -> Text:

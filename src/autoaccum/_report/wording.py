@@ -1,6 +1,6 @@
-"""What a report says in words and numbers, for whoever shows it: a report in, titled tables of text out.
+"""The text of a report: verdicts and titled tables, which the terminal's table and the page both show.
 
-The terminal's table and the page say the same, since both read it from here. Nothing here knows colours or markup.
+Nothing here knows colours or markup.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._records import Plan
-    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured, Pace, Predicted
+    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured, Predicted
     from autoaccum._sizing.footprint import Footprint
 
 MEASURED = "measured"
-# What is not known, or does not apply.
+# Unknown, or not applicable.
 NONE = "-"
-# Columns of bytes stand beside the longest of their names within 80 characters, two of them indentation: each is as
-# wide as "1023.9 MiB" or its own name, and three apart.
-_WIDTH, _NAMES, _NUMBER, _APART = 78, len("reserved by then"), 10, 3
+# Rows of bytes fit in 80 characters, two of them indentation: their longest name, then columns as wide as "1023.9 MiB"
+# or their own name, three apart.
+_WIDTH, _NAMES, _NUMBER, _APART = 78, len("per extra sample"), 10, 3
 _MINUTE_S, _HOUR_S = 60, 3600
 
 _PARTS = (
@@ -42,10 +42,10 @@ class Section:
     """A titled table of text.
 
     Attributes:
-        title: What it is about.
-        header: Names of the columns; empty where the first column names what the second holds.
-        rows: As many texts each as there are columns.
-        below: For each row what stands in lines of its own under it, a name and a text each; empty where nothing does.
+        title: Its title.
+        header: Names of the columns; empty for rows of a name and its value.
+        rows: One text for each column.
+        below: For each row, further lines below it, each a name and a text; empty where no row has any.
     """
 
     title: str
@@ -56,13 +56,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One answer.
-
-    Attributes:
-        fits: Whether it fits there.
-        place: Where.
-        text: What follows from it.
-    """
+    """Whether the job fits in one place, and how."""
 
     fits: bool
     place: str
@@ -75,7 +69,7 @@ def title_of(report: Findings) -> str:
 
 
 def verdicts_of(report: Findings) -> list[Verdict]:
-    """Return an answer for each place that was asked about."""
+    """Return a verdict for each place."""
     verdicts = []
     if (measured := report.measured) is not None:
         text = measured.reason if measured.plan is None else f"{_in_words(measured, measured.plan)}, measured"
@@ -89,38 +83,34 @@ def verdicts_of(report: Findings) -> list[Verdict]:
 
 
 def sections_of(report: Findings) -> list[Section]:
-    """Return all tables, in the order in which they are read."""
-    sections = [Section("Job", (), tuple(_job(report)))]
-    if report.measured is not None:
-        sections.append(Section("Device", (), tuple(_device(report.measured, report.host))))
-    else:
-        sections.append(Section("Device", (), (("measured", "nothing: all that follows is predicted"),)))
-    if report.predicted:
-        sections.append(Section("Cards", (), tuple((one.card.name, _memory_of(one)) for one in report.predicted)))
-    sections.append(_plans(report))
-    sections += _memory_sections(report)
-    if report.measured is not None and report.measured.trials:
-        sections.append(_trials(report.measured))
-    if times := tuple(_times(report)):
-        sections.append(Section("Time", (), times))
-    if report.remedies:
-        sections.append(_remedies(report))
-    return sections
+    """Return all tables, in reading order; those without rows are left out."""
+    cards = tuple((one.card.name, _memory_of(one)) for one in report.predicted)
+    sections = [
+        Section("Job", (), tuple(_job(report))),
+        Section("Device", (), tuple(_device(report.measured, report.host))),
+        Section("Cards", (), cards),
+        _plans(report),
+        *_memory_sections(report),
+        _trials(report.measured),
+        Section("Time", (), tuple(_times(report))),
+        _remedies(report),
+    ]
+    return [section for section in sections if section.rows]
 
 
 def notes_of(report: Findings) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the report's notes, what was chosen apart from what a reader must know about predictions."""
+    """Return the report's notes under two titles."""
     known = {note for one in report.predicted for note in one.estimate.notes}
     chosen = tuple(note for note in report.notes if note not in known)
-    left_out = tuple(note for note in report.notes if note in known)
-    return [("Chosen, since nothing was said", chosen), ("About the predictions", left_out)]
+    about = tuple(note for note in report.notes if note in known)
+    return [("Chosen by default", chosen), ("About the predictions", about)]
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time for a person to read, such as "12 ms", "0.82 s" or "2 h 5 min"."""
-    if seconds < 0.001:  # noqa: PLR2004 - thousandths are told as such
+    """Return a time as text such as "12 ms", "0.82 s" or "2 h 5 min"."""
+    if seconds < 0.001:  # noqa: PLR2004 - below a millisecond
         return f"{seconds * 1_000_000:.0f} µs"
-    if seconds < 0.1:  # noqa: PLR2004 - from here on two digits of seconds say enough
+    if seconds < 0.1:  # noqa: PLR2004 - from here on two digits of seconds are enough
         return f"{seconds * 1000:.3g} ms"
     if seconds < _MINUTE_S - 0.5:
         return f"{seconds:.{2 if seconds < 1 else seconds < 10:d}f} s"  # noqa: PLR2004 - two digits
@@ -132,7 +122,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(number: int) -> str:
-    """Return a large count for a person to read, such as "11.2 M"."""
+    """Return a large count as text such as "11.2 M"."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -140,20 +130,20 @@ def format_count(number: int) -> str:
 
 
 def format_speed(samples_per_s: float) -> str:
-    """Return a speed for a person to read, such as "812 samples/s"."""
+    """Return a speed as text such as "812 samples/s"."""
     number = f"{samples_per_s:.3g}" if samples_per_s < 100 else f"{samples_per_s:,.0f}"  # noqa: PLR2004 - as above
     return f"{number} samples/s"
 
 
 def are_numbers(texts: Sequence[str]) -> bool:
-    """Whether a column is read from the right: most of what is known in it begins with a digit."""
+    """Whether a column is right-aligned: most of its known values begin with a digit."""
     known = [text for text in texts if text and text != NONE]
     return 2 * sum(text.lstrip("-")[0].isdigit() for text in known) > len(known)
 
 
 def _in_words(found: Measured | Predicted, plan: Plan) -> str:
     if plan.accum_steps == 1:
-        if found.micro_batch > plan.target_batch:  # more was asked about than a window has
+        if found.micro_batch > plan.target_batch:  # the search went beyond the window
             return f"{plan.target_batch} at once, {_largest(found)} would fit"
         return f"{plan.target_batch} {'or more ' if found.is_capped else ''}at once"
     return f"{plan.target_batch} in {plan.accum_steps} micro-batches, {format_cut(plan.micro_batches)}"
@@ -164,15 +154,10 @@ def _largest(found: Measured | Predicted) -> str:
 
 
 def _memory_of(one: Predicted) -> str:
-    """Return what a step may come to on a card, and why that is not all of the card."""
+    """Return how much memory a step may take on a card, and why that is not all of it."""
     whole, taken = format_bytes(one.card.total_bytes), format_bytes(one.card.context_bytes)
     limit = "" if one.room_bytes >= one.card.free_bytes else f"; limit {format_bytes(one.room_bytes)}"
     return f"{whole} less {taken} for CUDA, which leaves {format_bytes(one.card.free_bytes)}{limit}"
-
-
-def _cut(found: Measured | Predicted) -> str:
-    assert found.plan is not None
-    return format_cut(found.plan.micro_batches)
 
 
 def _job(report: Findings) -> Iterator[tuple[str, str]]:
@@ -194,12 +179,15 @@ def _length(lengths: Lengths) -> str:
     seen = str(lengths.longest) if not lengths.varies else f"{lengths.shortest} to {lengths.longest}"
     batches = f"{lengths.batches} batch{'es' if lengths.batches > 1 else ''}"
     if lengths.used == lengths.longest and not lengths.varies:
-        return f"{lengths.used}, as in {'the batch' if lengths.batches == 1 else batches} looked at"
-    which = ", as was asked" if lengths.is_asked else ", the longest"
-    return f"{lengths.used}{which}; {batches} looked at: {seen}"
+        return f"{lengths.used}, as in the {'batch' if lengths.batches == 1 else batches} seen"
+    which = ", as requested" if lengths.is_asked else ", the longest"
+    return f"{lengths.used}{which}; {batches} seen: {seen}"
 
 
-def _device(measured: Measured, host: HostFacts) -> Iterator[tuple[str, str]]:
+def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, str]]:
+    if measured is None:
+        yield "measured", "nothing; all numbers are predicted"
+        return
     device = measured.device
     yield "device", f"{device.name} ({device.device})"
     yield "memory", f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free for this process"
@@ -215,36 +203,25 @@ def _device(measured: Measured, host: HostFacts) -> Iterator[tuple[str, str]]:
 
 
 def _plans(report: Findings) -> Section:
+    def row(name: str, found: Measured | Predicted, room_bytes: int) -> tuple[str, ...]:
+        cut = NONE if found.plan is None else format_cut(found.plan.micro_batches)
+        peak, headroom = _bytes(found.peak_bytes), _bytes(found.headroom_bytes)
+        return name, _largest(found), cut, peak, format_bytes(room_bytes), headroom
+
     header = ("where", "largest", f"cut of {report.subject.target_batch}", "peak", "of", "headroom")
-    rows = []
-    if (measured := report.measured) is not None:
-        rows.append(
-            (
-                MEASURED,
-                _largest(measured),
-                NONE if measured.plan is None else _cut(measured),
-                _bytes(measured.peak_bytes),
-                format_bytes(measured.device.room_bytes),
-                _bytes(measured.headroom_bytes),
-            )
-        )
-    rows += [
-        (
-            one.card.name,
-            _largest(one),
-            NONE if one.plan is None else _cut(one),
-            format_bytes(one.footprint.reserved_bytes),
-            format_bytes(one.room_bytes),
-            format_bytes(one.headroom_bytes),
-        )
-        for one in report.predicted
-    ]
+    measured = report.measured
+    rows = [] if measured is None else [row(MEASURED, measured, measured.device.room_bytes)]
+    rows += [row(one.card.name, one, one.room_bytes) for one in report.predicted]
     return Section("Largest micro-batch and plan", header, tuple(rows))
 
 
 def _memory_sections(report: Findings) -> list[Section]:
-    """Return what takes the memory of a step, a few places at a time."""
-    columns = [] if report.measured is None else _measured_column(report.measured)
+    """Return what takes the memory of a step, as many places to a table as fit."""
+    columns = []
+    if (measured := report.measured) is not None and measured.footprint is not None:
+        without_model = None if measured.device.holds_model else measured.peak_bytes
+        each, kept = measured.bytes_per_sample, measured.activation_bytes_per_sample
+        columns.append(_Column(MEASURED, measured.footprint, measured.precision, each, kept, without_model))
     for one in report.predicted:
         each, kept = one.estimate.bytes_per_sample, one.activation_bytes_per_sample
         columns.append(_Column(one.card.name, one.footprint, one.precision, each, kept))
@@ -267,16 +244,8 @@ class _Column(NamedTuple):
     footprint: Footprint
     precision: str | None
     bytes_per_sample: int | None
-    activations_each: int | None = None
-    beside_model: int | None = None
-
-
-def _measured_column(measured: Measured) -> list[_Column]:
-    if measured.footprint is None:
-        return []
-    beside = None if measured.device.holds_model else measured.peak_bytes
-    each, kept = measured.bytes_per_sample, measured.activation_bytes_per_sample
-    return [_Column(MEASURED, measured.footprint, measured.precision, each, kept, beside)]
+    activations_each: int | None
+    without_model: int | None = None
 
 
 def _memory_table(columns: Sequence[_Column]) -> Section:
@@ -292,14 +261,14 @@ def _memory_table(columns: Sequence[_Column]) -> Section:
     rows.append(row("at the peak", lambda one: format_bytes(one.peak_bytes)))
     rows.append(row("the peak is in", lambda one: one.phase))
     if any(column.footprint.reserved_bytes != column.footprint.peak_bytes for column in columns):
-        rows.append(row("reserved by then", lambda one: format_bytes(one.reserved_bytes)))
-    rows += known("beside the model", lambda column: column.beside_model)
-    rows += known("a further sample", lambda column: column.bytes_per_sample)
+        rows.append(row("reserved", lambda one: format_bytes(one.reserved_bytes)))
+    rows += known("excluding model", lambda column: column.without_model)
+    rows += known("per extra sample", lambda column: column.bytes_per_sample)
     rows += known("its activations", lambda column: column.activations_each)
     return Section("Memory of a step", ("", *(column.name for column in columns)), tuple(rows))
 
 
-def _trials(measured: Measured) -> Section:
+def _trials(measured: Measured | None) -> Section:
     rows = tuple(
         (
             str(trial.size),
@@ -307,61 +276,49 @@ def _trials(measured: Measured) -> Section:
             _bytes(trial.peak_bytes),
             format_seconds(trial.elapsed_s),
         )
-        for trial in measured.trials
+        for trial in (() if measured is None else measured.trials)
     )
     return Section("Trials", ("samples", "", "peak", "time"), rows)
 
 
 def _times(report: Findings) -> Iterator[tuple[str, str]]:
-    pace = None if report.measured is None else report.measured.pace
-    if pace is not None:
-        assert report.measured is not None
-        assert report.measured.plan is not None
-        steps = report.measured.plan.accum_steps
-        yield "an update", f"{format_seconds(pace.update_s)}: {_update(pace, steps)}"
+    if (measured := report.measured) is not None and (pace := measured.pace) is not None:
+        assert measured.plan is not None
+        steps = measured.plan.accum_steps
+        largest = f"{steps} micro-batch{'es' if steps > 1 else ''}, {format_seconds(pace.micro_batch_s)} the largest"
+        yield "an update", f"{format_seconds(pace.update_s)}: {largest}; optimizer {format_seconds(pace.optimizer_s)}"
         yield "training", format_speed(pace.samples_per_s)
         if pace.epoch_s is not None and pace.epoch_samples is not None:
             yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples"
         if pace.training_s is not None:
-            limit = "" if pace.limit_s is None else f"; it may take {format_seconds(pace.limit_s)}"
+            limit = "" if pace.limit_s is None else f"; {format_seconds(pace.limit_s)} allowed"
             yield "whole training", f"{format_seconds(pace.training_s)}{limit}"
     if report.loader is not None:
         yield "loader", _loader(report.loader)
 
 
-def _update(pace: Pace, steps: int) -> str:
-    micro_batches = f"{steps} micro-batch{'es' if steps > 1 else ''}, {format_seconds(pace.micro_batch_s)} the largest"
-    return f"{micro_batches}; optimizer {format_seconds(pace.optimizer_s)}"
-
-
 def _loader(loader: LoaderFacts) -> str:
-    workers = {None: "", 0: ", loads in the training's own process", 1: ", 1 worker"}.get(
+    workers = {None: "", 0: ", loads in the training process", 1: ", 1 worker"}.get(
         loader.workers, f", {loader.workers} workers"
     )
     if loader.samples_per_s is None:
-        return f"its only batch came after {format_seconds(loader.first_batch_s)}{workers}"
+        return f"its only batch took {format_seconds(loader.first_batch_s)}{workers}"
     verdict = {None: "", True: ": keeps up", False: ": the training waits for it"}[loader.feeds]
     first = format_seconds(loader.first_batch_s)
     return f"{format_speed(loader.samples_per_s)}{verdict} (first batch after {first}{workers})"
 
 
 def _remedies(report: Findings) -> Section:
-    rows = tuple(
-        (
-            one.name,
-            _bytes(one.peak_bytes),
-            _at_most(one.micro_batch, report.subject.max_micro_batch or report.subject.target_batch),
-        )
-        for one in report.remedies
-    )
+    most = report.subject.max_micro_batch or report.subject.target_batch
+    rows = tuple((one.name, _bytes(one.peak_bytes), _at_most(one.micro_batch, most)) for one in report.remedies)
     below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
     where = "" if report.remedies_on is None else f" on {report.remedies_on}"
-    # The smallest size that is gone through is one sample, or two where a model refuses one.
+    # The smallest size traced is one sample, or two where a model refuses one.
     return Section(f"What would help{where}", ("", "peak of 1 or 2 samples", "largest micro-batch"), rows, below)
 
 
 def _at_most(micro_batch: int | None, most: int) -> str:
-    """Return a size beyond which nobody looked once it is the largest of interest."""
+    """Return a size; nothing larger than `most` was looked for."""
     if micro_batch is None:
         return NONE
     return f"{micro_batch}{' or more' if micro_batch >= most else ''}"

@@ -1,4 +1,4 @@
-"""Which micro-batch makes updates fastest, found by the clock while training goes on: seconds in, a size out.
+"""Finds the micro-batch with the fastest updates by timing whole windows while training goes on.
 
 Pure arithmetic, no torch. Nothing is measured apart: whole windows are run in the cuts that are to be compared, and
 how long each took is noted. Every cut gives the same gradient, so a window in a slow cut costs time and nothing else.
@@ -47,7 +47,7 @@ CLOSE = 1.05
 _NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
-class Tempo:
+class Autotune:
     """The micro-batch that makes updates fastest, from one window to the next.
 
     What holds, by simulation with a first window of each size that takes half as long again on average
@@ -180,7 +180,7 @@ class Tempo:
     def _promise(self, times: Mapping[int, float], left: int, right: int) -> float:
         """Return the least seconds that a size between two others might take: if each step less goes on saving.
 
-        What a step costs is told by the left size and the next one well to its left. This is the fixed cost of a
+        The left size and the next one well to its left show what a step costs. This is the fixed cost of a
         micro-step, and what makes large sizes slower may well begin just before the right size: so at best the line
         goes on all the way. Without a size further left a step is all that costs time, which is looked at only
         beside the quickest size.

@@ -1,9 +1,8 @@
-"""How large micro-batches may be from one window to the next: smaller after a failure, larger again when it is over.
+"""Shrinks micro-batches after a failure and grows them back later. Pure arithmetic, no torch.
 
-Pure arithmetic, no torch: in comes what happened, out goes the largest size to use next. A size that failed is
-remembered, and tried again only after a number of windows that doubles with each of its failures: so a passing
-neighbour on the card does not cost speed forever, and a size that never fits costs some twenty micro-batches in
-ten thousand windows.
+A size that failed is tried again after a number of windows that doubles with each of its failures. So a process that
+used the same card for a while does not cost speed forever, and a size that never fits costs some twenty micro-batches
+in ten thousand windows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LONGEST_WAIT_WINDOWS = 512
 CLEAN_WINDOWS = 4
 
 
-class Pace:
+class Backoff:
     """The largest micro-batch to use, window by window.
 
     Args:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
-from autoaccum._sizing.autotune import Tempo
-from autoaccum._sizing.backoff import Pace
-from autoaccum._sizing.online_search import Learning
+from autoaccum._sizing.autotune import Autotune
+from autoaccum._sizing.backoff import Backoff
+from autoaccum._sizing.online_search import OnlineSearch
 from autoaccum._sizing.planner import plan
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _LESS = 0.7
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SizingOptions:
     """What is asked of the cut.
 
     Attributes:
@@ -124,6 +124,8 @@ class Sizing:
         peak_bytes: While learning, the highest peak of the window.
         probe: What was learned; None before.
         fastest: The plan that autotuning has chosen; None before.
+        start: The sample of the window at which the present micro-batch begins.
+        measures: Whether micro-batches of the present window are to `enter` and `leave`.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Sizing:
         memory: MemoryBackend,
         parameters: Callable[[], Iterable[Tensor]],
         cutting: Cutting,
-        wanted: Wanted,
+        wanted: SizingOptions,
         watcher: Watcher,
     ) -> None:
         plan = cutting.grows_to
@@ -139,17 +141,19 @@ class Sizing:
         self.sample_bytes = cutting.sample_bytes
         self.probe: ProbeResult | None = None
         self.fastest: Plan | None = None
+        self.start = 0
+        self.measures = False
         self.plan = self.set_plan = plan
         self._memory = memory
         self._parameters = parameters
         self._wanted = wanted
         self._watcher = watcher
         self._relative: list[float] = []
-        self._learning: Learning | None = None
+        self._learning: OnlineSearch | None = None
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
         self._before_state = 0  # how many of them ran when the optimizer had no state yet
-        self._pace = Pace(plan.target_batch, plan.micro_batch)
+        self._pace = Backoff(plan.target_batch, plan.micro_batch)
         self._alone: set[int] = set()  # samples of this window that failed alone, by where they stand
         self._windows = 0
         self._fits = wanted.fits  # what the plan need not use, but the rest of a window may
@@ -157,7 +161,7 @@ class Sizing:
         self._counts_bytes = wanted.by_bytes
         self.peak_bytes: int | None = None
         self._times_after = wanted.times_after if wanted.strategy == "fastest" else None
-        self._tempo: Tempo | None = None
+        self._tempo: Autotune | None = None
         self._timed: Plan | None = None  # the plan that is being timed
         if cutting.plan.micro_batch < plan.micro_batch:  # failures had led there
             self.plan, self._times_after = cutting.plan, None
@@ -203,7 +207,7 @@ class Sizing:
         """See what a window is made of, before it is cut."""
         self._began = self._entered = time.perf_counter()
         self._ended: float | None = None
-        self._start = 0
+        self.start = 0
         self._alone.clear()
         self.peak_bytes = None
         self._groups = window.groups()
@@ -211,6 +215,7 @@ class Sizing:
         if self._is_to_learn:
             self._is_to_learn = False
             self._learning = self._learn()
+        self.measures = self._learning is not None or self.bytes_per_sample is not None
 
     def cut(self, start: int) -> tuple[int, ...]:
         """Return the sizes in which the window is cut from the sample `start` on."""
@@ -232,16 +237,13 @@ class Sizing:
             )
         )
 
-    def enter(self, start: int, size: int) -> None:
-        """Make ready for the micro-batch of a window that begins at the sample `start`.
+    def enter(self, size: int) -> None:
+        """Make ready for the micro-batch at `start`, where `measures` says that it matters.
 
         Raises:
             torch.OutOfMemoryError: What it is expected to take cannot be had.
         """
-        self._start = start
-        if self._learning is None and self.bytes_per_sample is None:
-            return
-        self._counted = self._counted_size(start, size)
+        self._counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._memory.reset_peak()
             self._held_bytes = self._memory.peak_bytes()
@@ -262,11 +264,11 @@ class Sizing:
         ahead = (self.sample_bytes or 0) * self._counted if self._memory.device.type == "cuda" else 0
         extra = None if peak is None or self._held_bytes is None else max(0, peak - self._held_bytes) + ahead
         if extra is not None:
-            extra = int(extra * self._counted / (size * self._relative_at(self._start)))  # sizes are counted in whole
+            extra = int(extra * self._counted / (size * self._relative_at(self.start)))  # sizes are counted in whole
         self._learning.note(
             self._counted,
             extra,
-            is_first=self._start == 0,
+            is_first=self.start == 0,
             is_whole=size == sum(self._groups),
             gradient_bytes=sum(p.grad.nbytes for p in self._parameters() if p.grad is not None),
         )
@@ -286,13 +288,13 @@ class Sizing:
 
     def fail(self, size: int) -> bool:
         """Take smaller sizes after a micro-batch ran out of memory; return whether there are any."""
-        counted = self._counted_size(self._start, size)
+        counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
         if size == 1 and (self._learning is not None or self.plan.micro_batch == 1):
             # Nothing smaller is left. Before a run ends, see whether something else took the memory for a moment.
-            again = self._start not in self._alone
-            self._alone.add(self._start)
+            again = self.start not in self._alone
+            self._alone.add(self.start)
             return again
         if counted == 1 < size:
             # Many samples that are small by their bytes did not fit: it is not bytes that count here.
@@ -341,8 +343,8 @@ class Sizing:
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
-    def _learn(self) -> Learning:
-        return Learning(
+    def _learn(self) -> OnlineSearch:
+        return OnlineSearch(
             self._capped(max(math.ceil(each * relative) for each, relative in _rests(self._groups, self._relative, 0))),
             begins_with=self._wanted.begins_with,
             fitted_before=self._wanted.fitted_before,
@@ -350,7 +352,7 @@ class Sizing:
             fails_cleanly=self._memory.fails_cleanly,
         )
 
-    def _cut_to_learn(self, learning: Learning, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
+    def _cut_to_learn(self, learning: OnlineSearch, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
         """Yield the size of the next micro-batch, and then the others as they would be if nothing were learned."""
         self._memory.trim()
         (rest, relative), *others = rests
@@ -373,7 +375,7 @@ class Sizing:
             self._trials.append(trial)
             self._watcher.trial(trial)
 
-    def _conclude(self, learning: Learning, sizes: Sequence[int]) -> None:
+    def _conclude(self, learning: OnlineSearch, sizes: Sequence[int]) -> None:
         line = learning.line
         self._learning = None
         self.bytes_per_sample = None if line is None else int(line.bytes_per_sample)
@@ -394,7 +396,7 @@ class Sizing:
         """Try later for a plan that should fit by all that is known, of which something failed all the same."""
         if larger.micro_batch > self.plan.micro_batch:
             self.set_plan, smaller = larger, self.plan.micro_batch
-            self._pace = Pace(larger.target_batch, larger.micro_batch)
+            self._pace = Backoff(larger.target_batch, larger.micro_batch)
             self._pace.grow(smaller)
             self._pace.stay()
 
@@ -402,7 +404,7 @@ class Sizing:
 
     def _begin_with(self, plan: Plan) -> None:
         self.plan = self.set_plan = plan
-        self._pace, self._tempo, self._timed = Pace(plan.target_batch, plan.micro_batch), None, None
+        self._pace, self._tempo, self._timed = Backoff(plan.target_batch, plan.micro_batch), None, None
 
     def _plan_of(self, most: int) -> Plan:
         wanted, target = self._wanted, self.plan.target_batch
@@ -417,7 +419,7 @@ class Sizing:
             return False
         if self._tempo is not None:
             known = self._tempo.seconds
-            self._time(Tempo(self.plan.target_batch, self._pace.size, known=known))
+            self._time(Autotune(self.plan.target_batch, self._pace.size, known=known))
         self._follow_pace()
         return True
 
@@ -442,10 +444,10 @@ class Sizing:
         if self._times_after is None or self._windows < self._times_after or self.plan != self.set_plan:
             return False
         self._times_after = None
-        self._time(Tempo(self.plan.target_batch, self.plan.micro_batch))
+        self._time(Autotune(self.plan.target_batch, self.plan.micro_batch))
         return True
 
-    def _time(self, tempo: Tempo) -> None:
+    def _time(self, tempo: Autotune) -> None:
         """Run the next window as the clock asks, or settle."""
         if not tempo.is_settled:
             self._tempo, self._timed = tempo, self._plan_of(tempo.size)

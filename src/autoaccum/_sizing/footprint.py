@@ -1,7 +1,6 @@
-"""What a training step takes at its peak, by what takes it; and the line that such peaks lie on.
+"""The peak memory of a training step by category, and the line on which the peaks of several sizes lie.
 
-Made by `_estimate/estimate.py` from steps that never ran, and read by the report. Nothing here knows a model or a
-device.
+`_estimate/estimate.py` makes these records and the report reads them.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class Estimate:
     """The predicted memory of a training step of any size.
 
     Attributes:
-        footprints: Of the sizes that were gone through, ascending; at least one.
-        real_step: Whether a real small step was made, since the model cannot be gone through with fake tensors.
-        notes: What the reader must know about it, each a sentence.
+        footprints: Those of the sizes that were traced, ascending; at least one.
+        real_step: Whether a real small step was made, since the model does not run on fake tensors.
+        notes: Limitations of the estimate, each a sentence.
     """
 
     footprints: tuple[Footprint, ...]

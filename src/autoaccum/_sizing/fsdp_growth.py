@@ -1,6 +1,6 @@
-"""Which size comes next where a size that does not fit ends the process: small at first, and never near the limit.
+"""Grows micro-batches where a failure would end the process: from small sizes, and never near the limit.
 
-Pure arithmetic. A search learns where the limit is by running into it; here only what was seen of smaller sizes counts.
+Pure arithmetic. Other searches find the limit by running into it; this one extrapolates from smaller sizes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How memory is doing from window to window: what the device tells in, whether there is room out."""
+"""Watches device memory from window to window: its peak, the room left, and an allocator that thrashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_INTERVAL_S = 0.25
 _LOOKS_AT_THRASHING = 2
 
 
-class Room:
+class Headroom:
     """The room that windows leave on a device.
 
     Args:
@@ -47,7 +47,7 @@ class Room:
         """Look after a window, from time to time; return whether the allocator goes on finding no room.
 
         Args:
-            reads_peak: Whether nobody else counts peaks meanwhile.
+            reads_peak: Whether to read the peak; False while something else resets it.
         """
         now = time.perf_counter()
         if now - self._looked_at < _LOOK_INTERVAL_S:

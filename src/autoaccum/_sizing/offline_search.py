@@ -1,4 +1,4 @@
-"""Which size to try next: the trials so far in, a size out. Pure arithmetic.
+"""Chooses the next size to try in a search for the largest micro-batch that fits. Pure arithmetic.
 
 Peak memory is nearly a line over the micro-batch, so two small trials predict where the limit lies; the prediction is
 tried, and the bracket around it closed by bisection. A line that is wrong costs trials, never correctness: only a size

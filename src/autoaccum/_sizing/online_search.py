@@ -1,4 +1,4 @@
-"""How large micro-batches may be, learned while training goes on: what was seen in, the next size out. Pure arithmetic.
+"""Learns the largest micro-batch that fits from the first windows of a training. Pure arithmetic.
 
 Any cut gives the same gradient, so the first windows of a run can be the trials. They begin with a few samples; from
 what those took comes a size that must fit if memory is a line over the size that does not fall below zero, and so in a
@@ -37,7 +37,7 @@ class _Seen(NamedTuple):
     bytes: int
 
 
-class Learning:
+class OnlineSearch:
     """Learns the largest cut that fits.
 
     Args:

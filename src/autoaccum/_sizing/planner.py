@@ -1,4 +1,4 @@
-"""How many samples go through the device at once: target and limit in, a cut out. Pure arithmetic, no torch.
+"""Cuts a window of samples into micro-batches of at most a given size. Pure arithmetic, no torch.
 
 A cut is a tuple of micro-batch sizes in the order in which they run. Every cut gives the same gradient, so a planner
 chooses by memory and time alone. It measures nothing itself.
@@ -7,7 +7,6 @@ chooses by memory and time alone. It measures nothing itself.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 STRATEGIES = ("balanced", "uniform", "greedy", "fastest")
+PROBES = ("inline", "before", "off")
+# With half precision, tensor cores take their operands in tiles of so many.
+TILE = 8
 
 # After a failure the number of micro-steps grows by at least this factor, so that even a device that is suddenly
 # almost full is reached in a logarithmic number of attempts. At small counts the next cut is simply one step longer:
@@ -28,8 +30,8 @@ GROWTH_AFTER_FAILURE = 1.25
 MOST_STEPS_FOR_EQUAL_SIZES = 2
 # A cut of more is a mistake, and as a tuple would take gigabytes.
 MOST_STEPS = 100_000_000
-# Times of single trials say no more than this; where two cuts differ by less, the one with less memory is taken.
-EQUALLY_FAST = 0.01
+# Longer cuts are written in runs: "4x256" instead of a line of numbers.
+_CUT_SPELLED_OUT = 4
 
 
 def plan(
@@ -53,9 +55,7 @@ def plan(
               CUDA graphs; 100 with at most 37 is (25, 25, 25, 25). Else the fewest, all equal but a shorter last
               one; 101 with at most 50 is (34, 34, 33).
             - "greedy": as large as possible, the rest last; 100 with at most 37 is (37, 37, 26).
-            - "fastest": the balanced cut that takes the least time by what the trials took; as "balanced" where
-              fewer than two sizes were timed. Within 1 % the smaller micro-batch is taken, but none smaller than
-              the smallest that was timed, unless the fewest micro-batches are.
+            - "fastest": as "balanced"; `fit` goes on from there and times whole windows.
         trials: What the probe saw; no size from the smallest failed trial on is planned.
         multiple_of: Sizes that the hardware likes, such as multiples of 8 in half precision: as many sizes as
             possible are multiples of it where that takes no micro-batch more. Equal sizes stay equal.
@@ -77,14 +77,11 @@ def plan(
             f"target_batch={target_batch} in micro-batches of at most {most} (max_micro_batch={max_micro_batch}) takes "
             f"more than {MOST_STEPS} of them an update; pass a smaller target or larger micro-batches"
         )
-    times = _times(trial for trial in trials if trial.size <= most) if strategy == "fastest" else {}
-    if len(times) > 1:
-        return Plan(target_batch, _fastest(target_batch, most, times, multiple_of))
     return Plan(target_batch, cut(target_batch, most, strategy, multiple_of))
 
 
 def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple_of: int = 1) -> tuple[int, ...]:
-    """Cut a run of samples as `plan` does, without trials; so "fastest" is as "balanced".
+    """Cut a run of samples as `plan` does, without trials.
 
     Raises:
         InvalidInputError: The strategy is unknown.
@@ -202,62 +199,6 @@ def _greedy(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
     return (size,) * full + ((rest,) if rest else ())
 
 
-def _times(trials: Iterable[Trial]) -> dict[int, float]:
-    """Return seconds by size, smallest size first, from trials that fit; empty where nothing was timed.
-
-    Trials only ever take too long, never too little: so of several with one size the quickest counts, and no size
-    takes longer than a larger one. The very first warms up the device, and counts only where there are just two sizes.
-    """
-    timed = [trial for trial in trials if trial.fits and 0 < trial.elapsed_s < math.inf]
-    if len({trial.size for trial in timed[1:]}) > 1:
-        del timed[0]
-    times: dict[int, float] = {}
-    quickest = math.inf
-    for trial in sorted(timed, key=lambda trial: trial.size, reverse=True):
-        quickest = min(quickest, trial.elapsed_s)
-        times[trial.size] = quickest
-    return dict(reversed(times.items()))
-
-
-def _predict(size: int, times: dict[int, float]) -> float:
-    """Return the seconds that a size will take, on a line between the two timed sizes around it.
-
-    Outside the timed sizes it is on the line through the nearest two; but below the smallest no sample is cheaper
-    than there, so that no gain is assumed that was not seen.
-    """
-    sizes = list(times)
-    above = next((index for index, timed in enumerate(sizes) if timed >= size), len(sizes) - 1)
-    left, right = sizes[max(0, above - 1)], sizes[max(1, above)]
-    on_line = times[left] + (times[right] - times[left]) * (size - left) / (right - left)
-    return max(on_line, times[left] * size / left) if size < left else on_line
-
-
-def _fastest(samples: int, most: int, times: dict[int, float], multiple_of: int) -> tuple[int, ...]:
-    """Return the even cut with the least predicted time; where several are within 1 %, the one of least memory."""
-    fewest = -(-samples // most)
-    # Between two numbers of steps that change the largest size, the time is a line over the steps: its ends suffice.
-    first_of_each = {-(-samples // size) for size in range(next(iter(times)), most + 1)}
-    counts = {steps for first in first_of_each for steps in (first - 1, first) if steps >= fewest}
-    seconds = {steps: _predict_even(samples, steps, times) for steps in sorted(counts)}
-    enough = min(seconds.values()) * (1 + EQUALLY_FAST)
-    near = [steps for steps in seconds if seconds[steps] <= enough]
-    steps = min(near, key=lambda steps: (-(-samples // steps), seconds[steps]))
-    return _even(samples, steps, most, multiple_of)
-
-
-def _predict_even(samples: int, steps: int, times: dict[int, float]) -> float:
-    small, larger_ones = divmod(samples, steps)
-    seconds = (steps - larger_ones) * _predict(small, times)
-    return seconds + larger_ones * _predict(small + 1, times) if larger_ones else seconds
-
-
-PROBES = ("inline", "before", "off")
-
-
-# With half precision, tensor cores take their operands in tiles of so many.
-TILE = 8
-
-
 def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> None:
     """Check what `fit` was asked.
 
@@ -271,10 +212,6 @@ def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> N
     check_choice("probe", probe, PROBES)
     if strategy is not None:
         check_choice("strategy", strategy, STRATEGIES)
-
-
-# Longer cuts are told in runs: "4x256" instead of a line of numbers.
-_CUT_SPELLED_OUT = 4
 
 
 def format_cut(micro_batches: Sequence[int]) -> str:

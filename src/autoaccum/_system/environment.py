@@ -1,6 +1,6 @@
-"""The names under which `autoaccum run` and the processes that it starts tell each other things.
+"""The environment variables that `autoaccum run` sets for the processes that it starts.
 
-Read here is only what `fit` obeys: the most samples that may be on one device at once.
+`fit` obeys one of them: the most samples that may be on one device at once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MOST_DIGITS = 18
 
 
 def max_micro_batch(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the most samples that may be on one device at once, as a wrapper has set it; None where none has.
+    """Return the most samples that a wrapper allows on one device at once; None where none limits them.
 
     Args:
         environment: The variables of this process; others in tests.
 
     Raises:
-        InvalidInputError: The variable is set to something else than a whole number of samples.
+        InvalidInputError: The variable is not a whole number of at least 1.
     """
     return positive_int(MAX_MICRO_BATCH, environment)
 
@@ -48,6 +48,6 @@ def positive_int(name: str, environment: Mapping[str, str] = os.environ) -> int 
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) >= 1):
         raise InvalidInputError(
-            f"the environment variable {name}={text!r} is no whole number of at least 1; set it to one, or unset it"
+            f"the environment variable {name}={text!r} is not a whole number of at least 1; set it to one, or unset it"
         )
     return int(text)

@@ -1,4 +1,4 @@
-"""What the launcher of this process says of its ranks, read without a process group."""
+"""Reads rank and world size from the variables of the launcher, before there is a process group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def timeout_s() -> float:
     """Return how long ranks wait for each other.
 
     Raises:
-        InvalidInputError: The variable that says so holds no positive number.
+        InvalidInputError: The variable AUTOACCUM_RANK_TIMEOUT_S is not a positive number.
     """
     text = os.environ.get(_TIMEOUT, "")
     try:
@@ -54,7 +54,7 @@ def timeout_s() -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0.0:
-        raise InvalidInputError(f"{_TIMEOUT}={text!r} must be a positive number of seconds")
+        raise InvalidInputError(f"{_TIMEOUT}={text!r} must be a positive number of seconds; set it to one, or unset it")
     return seconds
 
 
@@ -71,7 +71,7 @@ def _is_to_be_set_up() -> bool:
     if size > 1 and len(found) < len(VARIABLES):
         raise _half_set(found)
     if not rank < size:
-        raise InvalidInputError(f"RANK={rank} and WORLD_SIZE={size}: ranks are numbered from 0 to WORLD_SIZE - 1")
+        raise InvalidInputError(f"RANK={rank} must be less than WORLD_SIZE={size}; start every process by torchrun")
     return size > 1
 
 
@@ -91,6 +91,6 @@ def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdigit():
         raise InvalidInputError(
-            f"{name}={text!r} in the environment is no whole number; start by torchrun, or unset it"
+            f"{name}={text!r} in the environment is not a whole number; start by torchrun, or unset it"
         )
     return int(text)

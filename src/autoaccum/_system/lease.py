@@ -64,7 +64,7 @@ _held: set[tuple[int, str]] = set()
 
 @dataclass(slots=True)
 class _Seen:
-    """What was last read of somebody's file, and for how long it has been the same."""
+    """The content of another process's file, and for how long it has not changed."""
 
     content: bytes
     age_s: float = 0.0
@@ -270,7 +270,7 @@ class Lease:
                 )
         raise CheckpointInUseError(
             f"the lease of this process on the checkpoint folder {self._folder} is gone: another process has taken the "
-            "folder over and has ended since, or somebody has removed the lease's file; nothing more is written, and "
+            "folder over and has ended since, or the lease's file was removed; nothing more is written, and "
             "the same call goes on from the last checkpoint there"
         )
 
@@ -375,7 +375,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _fields(content: bytes) -> dict[str, object]:
-    """Return what a file says; nothing where it is cut short, or somebody else's."""
+    """Return the fields of a lease's file; none where it is cut short or something else."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

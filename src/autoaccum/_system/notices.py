@@ -1,4 +1,4 @@
-"""What was chosen for the user, said once, on stderr; stdout is for results."""
+"""Prints each choice that was made for the user once, to stderr; stdout is for results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from autoaccum._system.output import write_line
 
 @dataclass
 class Notices:
-    """Says each thing once in the life of the object, which is one call of `fit` or one `Runner`.
+    """Prints each notice once in the life of the object, which is one call of `fit` or one `Runner`.
 
     Args:
-        silent: Keep everything, print nothing.
+        silent: Whether to keep notices without printing them.
     """
 
     silent: bool = False
     _said: dict[str, str] = field(default_factory=dict)
 
     def say(self, text: str, *, key: str | None = None) -> None:
-        """Print `text` unless something was said under the same `key` (by default the text itself) before."""
+        """Print `text` unless a notice with the same `key` (by default the text itself) was printed before."""
         key = text if key is None else key
         if key in self._said:
             return
@@ -29,5 +29,5 @@ class Notices:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Everything said so far, in order."""
+        """All notices so far, in order."""
         return tuple(self._said.values())

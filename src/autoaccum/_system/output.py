@@ -1,7 +1,7 @@
-"""Lines for people, on stderr. A line that cannot be written is dropped: output never ends a training.
+"""Writes lines for people to stderr, and drops those that cannot be written: output never ends a training.
 
-The reader of a pipe may be gone, the disk of a log full, stderr closed. What was dropped is counted, and said with the
-next line that can be written.
+The reader of a pipe may be gone, the disk of a log full, stderr closed. The next line that can be written reports how
+many were dropped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write_line(text: str, file: TextIO | None = None) -> bool:
 def drop_pending(stream: Any) -> None:
     """Drop what a stream holds and cannot write: Python would try again at its exit, and end with exit code 120.
 
-    A buffer can only be emptied by writing it, so its descriptor stands for the null device meanwhile.
+    A buffer can only be emptied by writing it, so its descriptor points to the null device meanwhile.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor = stream.fileno()

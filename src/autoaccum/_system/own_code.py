@@ -1,4 +1,4 @@
-"""Tells code of this package from the user's, wherever its files stand: in frames, and in tracebacks."""
+"""Distinguishes code of this package from the user's in frames and tracebacks, wherever its files are."""
 
 from __future__ import annotations
 

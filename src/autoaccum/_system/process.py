@@ -1,8 +1,8 @@
 """Names a process so that another one, perhaps on another machine, can tell whether it is still there.
 
-A number alone is no name: numbers are used again, and mean something else in another container. So the name holds the
-machine's boot and the namespace of process numbers, within which alone it can be looked up, and the time of the start.
-What cannot be known for certain counts as alive. Linux only; elsewhere no process is ever known to be gone.
+A pid alone does not do: pids are used again, and mean something else in another container. So the identity includes the
+machine's boot, the pid namespace, in which alone the pid can be looked up, and the time of the start. A process counts
+as alive unless it has certainly ended. Linux only; elsewhere no process is ever known to have ended.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ProcessIdentity:
         except ProcessLookupError:
             return True
         except OSError:
-            pass  # somebody else's: it is there, though /proc may hide it
+            pass  # another user's: it is there, though /proc may hide it
         found = _state_and_start(self.pid)
         return found is not None and (found[0] in _ENDED or found[1] != self.start)
 

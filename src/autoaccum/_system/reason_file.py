@@ -1,15 +1,13 @@
-"""Why a process ended, left in a file for whoever started it: a launcher between them turns exit codes into 1.
+"""Passes the reason why a process ended to `autoaccum run` in a file, since launchers turn all exit codes into 1.
 
-The wrapper names the file in AUTOACCUM_REASON_FILE; a process writes to it just before it ends, and the wrapper reads
-it afterwards. Neither side raises because of the file: without it there is less to go by, and nothing else is lost.
+The wrapper names the file in AUTOACCUM_REASON_FILE; a process writes it just before it ends. Neither side raises
+because of the file: without it the wrapper has only the exit code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from autoaccum._system import safe_files
 from autoaccum._system.environment import REASON_FILE
 
 OUT_OF_MEMORY = "out_of_memory"
-# What `write` leaves has some hundred bytes; a message that is longer than this is cut.
+# A file as `write` makes it has some hundred bytes; longer messages are cut.
 _MOST_BYTES = 1 << 16
 _MESSAGE_CHARS = 2000
 
@@ -27,9 +25,9 @@ class Reason:
     """Why a process ended.
 
     Attributes:
-        reason: `OUT_OF_MEMORY`, or another word that is not acted upon.
-        micro_batch: The samples with which it happened; None where that is not known.
-        rank: The rank that says so; None outside a distributed job.
+        reason: `OUT_OF_MEMORY`; the wrapper does not act on any other word.
+        micro_batch: Samples in the micro-batch at work; None if unknown.
+        rank: The rank that wrote it; None outside a distributed job.
         message: For a person.
     """
 
@@ -40,36 +38,27 @@ class Reason:
 
 
 def write(reason: Reason) -> bool:
-    """Leave a reason for the wrapper; return False where there is no wrapper that asks for one.
+    """Write a reason for the wrapper; return False where no wrapper asks for one.
 
-    Lack of memory takes the place of whatever was left before, since other ranks fail only because of it; any other
-    reason stands only where there is none yet.
+    Lack of memory replaces any earlier reason, since other ranks fail only because of it. Other reasons are written
+    only where there is none yet.
     """
     named = os.environ.get(REASON_FILE)
     if not named:
         return False
-    path = Path(named)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}.unfinished")
     content = asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}
+    data = json.dumps(content).encode() + b"\n"
     try:
-        with safe_files.create(unfinished) as file:
-            file.write(json.dumps(content).encode() + b"\n")
-        if reason.reason == OUT_OF_MEMORY:
-            unfinished.replace(path)
-        else:
-            os.link(unfinished, path)
+        safe_files.write(Path(named), data, overwrites=reason.reason == OUT_OF_MEMORY)
     except FileExistsError:
         return True
     except OSError:
         return False
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
     return True
 
 
 def read(path: Path) -> Reason | None:
-    """Return what was left in a file; None where there is none, or nothing that `write` could have left."""
+    """Return the reason in a file; None where there is none, or nothing that `write` could have written."""
     try:
         content = json.loads(safe_files.read(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):

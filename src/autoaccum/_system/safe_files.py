@@ -1,18 +1,25 @@
-"""Opens files in places that others may write to: no link is followed when a file is made, and no pipe is waited for.
+"""Reads and writes files in folders that others may write to; a file written here is whole or not there.
 
 A name that can be guessed may be taken already, by a link to a file of the user's, by a FIFO (opening one waits for its
-other end) or by a device. So files are created exclusively, under a name that is free, and only regular files are read.
+other end) or by a device. So files are created exclusively, under a free name, and only regular files are read. A file
+is written beside its place and then renamed: no reader meets half of it, and a writer that is killed leaves what was
+there before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+# The ending of a file that is being written: a killed writer leaves it behind.
+UNFINISHED = ".unfinished"
 
 # Windows has the third, and the others only elsewhere.
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -21,37 +28,21 @@ _COMMON = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class NotRegularError(OSError):
-    """What is there is no regular file, or more than could have been written."""
+    """The file is not a regular one, or larger than any that could have been written."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.strerror = reason
 
 
-def create(path: Path) -> BinaryIO:
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
     """Create a file and open it for writing.
 
     Raises:
-        FileExistsError: There is something of that name, be it a link to nothing.
-        OSError: It cannot be created.
+        FileExistsError: Something has that name, be it a link to nothing.
+        OSError: The file cannot be created.
     """
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, 0o666), "wb")
-
-
-def create_beside(place: Path, *, is_hidden: bool = False) -> Path:
-    """Create an empty file in the folder of another, under a name that nobody can guess, and return its path.
-
-    Args:
-        place: Its name is a part of the new one, and its ending (which tells some writers what to write) the new one's.
-        is_hidden: Whether the name begins with a dot.
-
-    Raises:
-        OSError: It cannot be created.
-    """
-    dot = "." if is_hidden else ""
-    path = place.with_name(f"{dot}{place.stem}.{os.getpid()}.{secrets.token_hex(8)}{place.suffix}")
-    create(path).close()
-    return path
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, mode), "wb")
 
 
 def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
@@ -63,7 +54,7 @@ def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
 
     Raises:
         NotRegularError: It is a folder, a pipe or a device.
-        OSError: It cannot be opened; a link is one that cannot where it is not followed.
+        OSError: It cannot be opened, or is a link and `follows` is False.
     """
     descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _COMMON | (0 if follows else _NOFOLLOW))
     try:
@@ -83,7 +74,7 @@ def read(path: Path, most_bytes: int, *, follows: bool = False) -> bytes:
     """Return what a regular file holds.
 
     Raises:
-        NotRegularError: It is no regular file, or holds more than `most_bytes`.
+        NotRegularError: It is not a regular file, or holds more than `most_bytes`.
         OSError: It cannot be read.
     """
     with open_regular(path, follows=follows) as file:
@@ -91,3 +82,67 @@ def read(path: Path, most_bytes: int, *, follows: bool = False) -> bytes:
     if len(data) > most_bytes:
         raise NotRegularError(f"it holds more than {most_bytes} bytes")
     return data
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path,
+    *,
+    ending: str = UNFINISHED,
+    mode: int = 0o666,
+    overwrites: bool = True,
+    flushes_rename: bool = False,
+    before_rename: Callable[[], None] | None = None,
+) -> Iterator[Path]:
+    """Yield an empty file beside `path`, which takes its place when the block ends; if the block raises, it is removed.
+
+    Args:
+        path: The file to replace.
+        ending: Of the unfinished file's name; matplotlib, for one, chooses the format by it.
+        mode: Permissions of the file, of which the umask takes some.
+        overwrites: Whether an existing file is replaced.
+        flushes_rename: Whether the rename is flushed to the disk, so that it survives a loss of power. The block
+            flushes the file itself, through the descriptor that it writes to.
+        before_rename: Runs just before the rename; what it raises keeps the file from taking its place.
+
+    Raises:
+        FileExistsError: There is such a file, and `overwrites` is False.
+        OSError: The file cannot be written.
+    """
+    # A name that nobody can guess: nobody else writes to what is renamed.
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{ending}")
+    create(unfinished, mode).close()
+    try:
+        yield unfinished
+        if before_rename is not None:
+            before_rename()
+        if overwrites:
+            unfinished.replace(path)
+        else:
+            os.link(unfinished, path)
+        if flushes_rename:
+            _flush_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def write(path: Path, data: bytes, *, mode: int = 0o666, overwrites: bool = True) -> None:
+    """Write a whole file; the arguments are those of `replacing`.
+
+    Raises:
+        FileExistsError: There is such a file, and `overwrites` is False.
+        OSError: The file cannot be written.
+    """
+    with replacing(path, mode=mode, overwrites=overwrites) as unfinished:
+        unfinished.write_bytes(data)
+
+
+def _flush_folder(folder: Path) -> None:
+    if not hasattr(os, "O_DIRECTORY"):
+        return  # Windows flushes no folders
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

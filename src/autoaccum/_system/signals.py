@@ -1,7 +1,7 @@
-"""Keeps a signal from landing where it would do harm: inside an update, or before a checkpoint is written.
+"""Delays signals that would do harm now: inside an update, or before a checkpoint is written.
 
-`held` is for a moment, `Watch` for the length of a training. Python runs handlers in the main thread only, so elsewhere
-both do nothing; what a signal meets there is as it was.
+`held` is for a moment, `Watch` for the length of a training. Python runs handlers in the main thread only, so in other
+threads both do nothing.
 """
 
 from __future__ import annotations

@@ -40,8 +40,10 @@ from autoaccum._training.checkpoint_schedule import check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.finding import Finding
 from autoaccum._training.loop import Training
-from autoaccum._training.lr_schedule import check_scheduler
-from autoaccum._training.rank_coordination import Company
+from autoaccum._training.lr_schedule import Schedule, check_scheduler
+from autoaccum._training.one_process import OneProcess
+from autoaccum._training.progress import Data
+from autoaccum._training.rank_coordination import SeveralRanks
 from autoaccum._training.untouched import Untouched
 from autoaccum.errors import InvalidInputError
 
@@ -255,7 +257,7 @@ def fit(
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         is_compiled = options is not None
         watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled)
-        company = None
+        world = OneProcess(loader, target_batch, last_window)
         grows_from = None
         if ranks is not None:
             alike = {
@@ -283,7 +285,7 @@ def fit(
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            company = _company(
+            world = _ranks_of(
                 ranks,
                 step,
                 loader,
@@ -292,18 +294,20 @@ def fit(
                 hindrance=hindrance(memory, limit_bytes),
                 notices=notices,
             )
-        part = target_batch if company is None else company.target_batch
         training = Training(
             step,
-            loader,
-            target_batch,
-            epochs=epochs,
-            max_steps=max_steps,
-            steps_per_epoch=_steps_per_epoch(loader, target_batch if shard else part, last_window),
-            last_window=last_window,
+            Data(
+                loader,
+                target_batch,
+                last_window,
+                epochs,
+                max_steps,
+                _steps_per_epoch(loader, target_batch if shard else world.target_batch, last_window),
+            ),
+            Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
             finding=Finding(
                 step,
-                part,
+                world.target_batch,
                 micro_batch=micro_batch,
                 probe=probe,
                 strategy=strategy or (None if options is None else "uniform"),
@@ -324,7 +328,7 @@ def fit(
             on_nan=on_nan,
             compiling=None if options is None else Compiling(model, options),
             fallbacks=Fallbacks(step.objective.modules, fallbacks, memory),
-            company=company,
+            world=world,
         )
         untouched.training = training
         if lr_scaling is not None:
@@ -337,15 +341,10 @@ def fit(
                 scheduler=scheduler,
             )
         with watching:
-            return training.run(
-                limit_bytes=limit_bytes,
-                scheduler=scheduler,
-                scheduler_interval=scheduler_interval,
-                started=started,
-            )
+            return training.run(limit_bytes=limit_bytes, started=started)
 
 
-def _company(
+def _ranks_of(
     ranks: Ranks,
     step: TrainingStep,
     loader: Iterable[Any],
@@ -354,7 +353,7 @@ def _company(
     loss_scope: str,
     hindrance: str,
     notices: Notices,
-) -> Company:
+) -> SeveralRanks:
     """Begin a training with other processes: alike, and from the same weights.
 
     Raises:
@@ -368,7 +367,7 @@ def _company(
         )
     check_alike(ranks, step, arguments)
     begin_alike(ranks, step, notices)
-    return Company(
+    return SeveralRanks(
         ranks,
         loader,
         arguments["target_batch"],

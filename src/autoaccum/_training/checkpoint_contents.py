@@ -1,9 +1,8 @@
-"""What a checkpoint of a training run holds: taken as plain values and tensors, checked, put back bit for bit.
+"""Takes the content of a checkpoint as plain values and tensors, checks it, and restores it bit for bit.
 
-A checkpoint that is malformed (`_training/checkpoint_schema.py`, `_training/checkpoint_trial.py`) or belongs to another
-model, optimizer or run is refused before anything is changed, and where an object of the user's refuses its part of
-one, everything is as it was. Files are another's (`_training/checkpoint_files.py`), and so is the question when one is
-due (`_training/checkpoint_schedule.py`).
+A checkpoint that is malformed (`checkpoint_schema`, `checkpoint_trial`) or belongs to another model, optimizer or run
+is refused before anything is changed; where an object of the user's refuses its part, everything else is put back.
+`checkpoint_files` reads and writes the files, `checkpoint_schedule` decides when one is due.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum._records import Plan
 from autoaccum._sizing.controller import Cutting
 from autoaccum._training import checkpoint_schema, checkpoint_trial
-from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed
+from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed, not_ours
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class Contents:
         schedule: Its learning-rate scheduler.
         target_batch: Samples a window.
         random: Its random generators.
-        notices: Where it is said what a checkpoint cannot give back.
+        notices: Reports what a checkpoint cannot restore.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class Contents:
             what, found = wrong
             raise CheckpointError(
                 f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, pass "
-                "another folder as checkpoint=, or resume=False to start anew"
+                "another folder as checkpoint=, or resume=False to start from scratch"
             )
         try:
             self._rehearse(content)
@@ -188,10 +187,10 @@ class Contents:
             raise malformed(path, str(error)) from error
 
     def _rehearse(self, content: Mapping[str, Any]) -> None:
-        """Look whether what is saved of optimizer and scheduler serves them.
+        """Try out the saved state of optimizer and scheduler.
 
         Raises:
-            MalformedError: It does not.
+            MalformedError: It does not fit them.
         """
         is_same_torch = content.get("torch") == str(torch.version.__version__)
         if content["device"] == self._step.memory.device.type != "cpu":
@@ -219,8 +218,8 @@ class Contents:
         here = self._step.memory.device
         if here.type != content["device"]:
             self._notices.say(
-                f"the checkpoint was made on {content['device']}, and this is {here.type}: what is drawn there begins "
-                "anew"
+                f"the checkpoint was made on {content['device']}, and this is {here.type}: its random generator is not "
+                "restored"
             )
             now = None if here.type == "cpu" else torch.get_device_module(here).get_rng_state(here)
             random = _on_another_device(random, now)
@@ -329,7 +328,7 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
         raise CheckpointError(
             f"{type(owner).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
             f"{_oom.first_line(error)}), and everything is as it was before; make it as it was for that run, or pass "
-            "resume=False to start anew"
+            "resume=False to start from scratch"
         ) from error
 
 
@@ -344,19 +343,15 @@ def _on_another_device(states: RandomStates | None, on_device: Tensor | None) ->
 def _check_format(content: Mapping[str, Any], path: Path) -> None:
     number = content.get("format")
     if "autoaccum" not in content or type(number) is not int or number < 1:
-        raise _is_none(path)
+        raise not_ours(path)
     if number > FORMAT:
         raise CheckpointError(
             f"the checkpoint {path} was written by autoaccum {content['autoaccum']} in format {content['format']}, and "
             f"this one, {version('autoaccum')}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
-            "resume=False to start anew"
+            "resume=False to start from scratch"
         )
     if not content.keys() & {"windows", "modules", "optimizer"}:
-        raise _is_none(path)
-
-
-def _is_none(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is no checkpoint of autoaccum; pass a folder of its own as checkpoint=")
+        raise not_ours(path)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A folder of checkpoint files: each written beside its place and renamed, each taken only where it is whole.
+"""Writes and reads the checkpoint files of one folder, each of which is whole or not there.
 
-What is in a file is not looked at here, except that it can be loaded without running code (by plain
-`torch.load(weights_only=True)`, nothing added to what that allows), and that a folder with further files which it names
-is there: it is written first, so that a file never lacks its folder.
+A file must load without running code (by plain `torch.load(weights_only=True)`, with nothing added to what that
+allows), and a folder of further files that it names must exist: that is written first. Otherwise its content is not
+looked at here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import os
 import pickle
 import re
-import secrets
 import shutil
 import time
 import zipfile
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 # The newest, and one to fall back on where that was damaged afterwards.
 _KEPT = 2
 _NAME = re.compile(r"step-\d{8,}\.pt")
-_UNFINISHED = ".unfinished"
 # The name of such a folder, with what is in it, stands under this key.
 SHARDS = "shards"
 _OF_SHARDS = re.compile(r"step-\d{8,}\.\d+\.shards")
@@ -90,21 +88,18 @@ class Storage:
         return self._whole[0] if self._whole else None
 
     def tidy(self) -> None:
-        """Remove what a writer that was killed has left behind.
-
-        A writer that is only suspended cannot bring its file to its place after that.
-        """
+        """Remove the unfinished files of killed writers; one that is only suspended then fails at its rename."""
         self.guard()
-        for path in self.folder.glob(f"step-*{_UNFINISHED}"):
+        for path in self.folder.glob(f"step-*{safe_files.UNFINISHED}"):
             if not path.is_dir():  # which no writer leaves
                 path.unlink(missing_ok=True)
 
     def folder_for_shards(self, step: int) -> Path:
-        """Return a folder that is not there yet, for what a checkpoint of this step has beside its file."""
+        """Return the path of a new folder for the further files of a checkpoint of this step."""
         return self.folder / f"step-{step:08d}.{time.time_ns()}.shards"
 
     def remove_others(self) -> None:
-        """Remove folders that belong to no checkpoint that is there."""
+        """Remove folders that belong to no existing checkpoint."""
         needed = set()
         for path in self.found():
             with contextlib.suppress(Exception):  # one that cannot be read has none
@@ -124,11 +119,11 @@ class Storage:
     def read_newest(
         self, notices: Notices, known_damage: Mapping[Path, str] | None = None
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Take up the newest checkpoint that is whole; return None where there is none at all.
+        """Read the newest checkpoint that is whole; return None where the folder has none at all.
 
         Args:
-            notices: Where it is said that one is not whole.
-            known_damage: What was found wrong with some of them already.
+            notices: Reports those that are not whole.
+            known_damage: Damage that is known already, by file.
 
         Raises:
             CheckpointError: There are some, and none of them is whole.
@@ -148,7 +143,7 @@ class Storage:
         if damaged:
             raise CheckpointError(
                 f"none of the {len(damaged)} checkpoints in {self.folder} is whole ({'; '.join(damaged)}); restore one "
-                "from a backup, or pass resume=False to start anew"
+                "from a backup, or pass resume=False to start from scratch"
             )
         return None
 
@@ -169,19 +164,15 @@ class Storage:
             CheckpointError: It could not be written, or what it is to hold could not be loaded again.
         """
         path = self.folder / f"step-{step:08d}.pt"
-        # Nobody else writes under this name, so that what is renamed is what was written here.
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
-        with _told(path, self.guard), _removed_unless_renamed(unfinished):
-            with safe_files.create(unfinished) as file:
+        writing = safe_files.replacing(path, flushes_rename=True, before_rename=self.guard)
+        with _explained(path, self.guard), writing as unfinished:
+            with unfinished.open("r+b") as file:
                 with seal.sealing(file) as sealed:
                     _save(content, sealed)
                 file.flush()
                 os.fsync(file.fileno())
             _check_that_it_loads(unfinished)
             self._make_the_newest(unfinished)
-            self.guard()
-            unfinished.replace(path)
-            _flush_folder(self.folder)
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
         for other in [other for other in self.found() if other not in self._whole]:
             if other.is_symlink() or not other.is_dir():  # a folder is not of any writer
@@ -206,48 +197,29 @@ def _time_ns(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _removed_unless_renamed(path: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _told(path: Path, guard: Callable[[], None]) -> Iterator[None]:
-    """Say of an error while writing what was written, and what there still is."""
+def _explained(path: Path, guard: Callable[[], None]) -> Iterator[None]:
+    """Turn an error of the file system into one that names the checkpoint and what is left."""
     try:
         yield
     except OSError as error:
-        if path.parent.is_dir():
-            guard()  # another process that has taken the folder over removes what is half written
-        else:
+        kept = "and those before it are as they were"
+        if not path.parent.is_dir():
             raise CheckpointError(
                 f"the checkpoint {path} could not be written, since its folder is gone, and with it those before; "
                 "leave the folder alone while training goes on, or pass another as checkpoint="
             ) from error
+        guard()  # another process that has taken the folder over removes what is half written
         if path.is_dir():
-            raise CheckpointError(
-                f"the checkpoint {path} could not be written, since a folder has its name, and those before it are as "
-                "they were; rename that folder, or pass another as checkpoint="
-            ) from error
-        if isinstance(error, FileNotFoundError):
-            raise CheckpointError(
-                f"the checkpoint {path} could not be written, since its unfinished file was removed meanwhile, and "
-                "those before it are as they were; leave the folder alone while training goes on"
-            ) from error
-        raise CheckpointError(
-            f"the checkpoint {path} could not be written ({error.strerror or error}), and those before it are as they "
-            "were; make room on that disk, or pass another folder as checkpoint="
-        ) from error
+            why = f", since a folder has its name, {kept}; rename that folder, or pass another as checkpoint="
+        elif isinstance(error, FileNotFoundError):
+            why = f", since its unfinished file was removed meanwhile, {kept}; leave the folder alone during a training"
+        else:
+            why = f" ({error.strerror or error}), {kept}; make room on that disk, or pass another folder as checkpoint="
+        raise CheckpointError(f"the checkpoint {path} could not be written{why}") from error
 
 
 def check_that_it_can_be_kept(content: dict[str, Any]) -> None:
-    """Refuse what could not be written, or not be loaded again, without a file.
-
-    Raises:
-        CheckpointError: It is so.
-    """
+    """Raise `CheckpointError` for what could not be written or loaded again; writes no file."""
     buffer = io.BytesIO()
     _save(content, buffer)
     buffer.seek(0)
@@ -317,7 +289,7 @@ def _read(path: Path) -> dict[str, Any]:
             "checkpoint="
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no checkpoint of autoaccum; pass a folder of its own as checkpoint=")
+        raise not_ours(path)
     number = content.get("format")
     if not is_sealed and isinstance(number, int) and number >= FIRST_SEALED:
         raise _DamagedError("the checksum of the whole file is missing")
@@ -348,20 +320,25 @@ def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint {path} holds values of NumPy as autoaccum wrote them before format {FIRST_SEALED} "
             f"({reason}), and rebuilding those trusts whoever wrote the file; go on with the version that wrote it, or "
-            "pass resume=False to start anew"
+            "pass resume=False to start from scratch"
         )
     return CheckpointError(
         f"the checkpoint {path} cannot be loaded by torch {torch.__version__}: {reason}; only plain values and tensors "
         "are loaded, since anything else can run code; use the versions that wrote it, or pass resume=False to start "
-        "anew"
+        "from scratch"
     )
+
+
+def not_ours(path: Path) -> CheckpointError:
+    """Return the error for a file of another program."""
+    return CheckpointError(f"{path} is not a checkpoint of autoaccum; pass a folder of its own as checkpoint=")
 
 
 def malformed(path: Path, reason: str) -> CheckpointError:
     """Return the error for a file that is whole and holds what no training has written."""
     return CheckpointError(
         f"the checkpoint {path} is not cut short, and yet malformed: {reason}; nothing was changed; restore it from a "
-        "backup, delete it to go on from the one before, or pass resume=False to start anew"
+        "backup, delete it to go on from the one before, or pass resume=False to start from scratch"
     )
 
 
@@ -420,15 +397,4 @@ def _unsafe(error: pickle.UnpicklingError) -> str:
     if found is not None:
         return found.group().strip()
     first = first_line(error)
-    return "it holds what is no plain value" if "weights_only" in first or "Weights only" in first else first
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename last through a loss of power."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows has no such thing
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return "it holds what is not a plain value" if "weights_only" in first or "Weights only" in first else first

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, where the one to go on from is, and who is told."""
+"""Decides when a checkpoint is due and which one to resume from."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class Saver:
     # --- whose folder it is -------------------------------------------------------------------------------------------
 
     def taking_folder(self, notices: Notices) -> Iterator[float]:
-        """Make the folder this process's, waiting for another one that trains there; yield the seconds to pause.
+        """Take the lease on the folder, waiting while another process trains there; yield the seconds to pause.
 
         Raises:
-            CheckpointInUseError: There is one, and it goes on.
+            CheckpointInUseError: Another process trains there and does not end.
             CheckpointError: The folder cannot be written to.
         """
         yield from self._lease.taking(notices.say)
         self._storage.guard = self._lease.check
 
     def check_folder(self) -> None:
-        """See that the folder is still this process's, where it was taken.
+        """Check that this process still holds the lease on the folder, if it took one.
 
         Raises:
             CheckpointInUseError: Another process has taken it over.
@@ -80,7 +80,7 @@ class Saver:
         self._storage.guard()
 
     def release_folder(self) -> None:
-        """Give the folder to whoever comes next."""
+        """Release the lease on the folder."""
         self._lease.release()
 
     # --- what there is ------------------------------------------------------------------------------------------------
@@ -88,14 +88,14 @@ class Saver:
     def find(
         self, notices: Notices, known_damage: Mapping[Path, str] | None = None
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Return the checkpoint to go on from, its path and what is in it; None for a fresh start, which is said.
+        """Return the path and the content of the checkpoint to resume from; None for a fresh start, which is reported.
 
         Args:
-            notices: Where it is said.
-            known_damage: What was found wrong with some of them already.
+            notices: Reports it.
+            known_damage: Damage that is known already, by file.
 
         Raises:
-            CheckpointError: There are some, and none can be read; or there is none, and there must be.
+            CheckpointError: None can be read; or there is none, and `resume=True` requires one.
         """
         self._storage.tidy()
         folder = self._storage.folder
@@ -103,40 +103,38 @@ class Saver:
             self._lack.unlink(missing_ok=True)
             if older := len(self._storage.found()):
                 notices.say(
-                    f"training starts anew (resume=False); the first checkpoint that is written replaces the {older} "
-                    f"in {folder}"
+                    "training starts from scratch (resume=False); the first checkpoint that is written replaces the "
+                    f"{older} in {folder}"
                 )
             return None
         found = self._storage.read_newest(notices, known_damage)
         if found is None and self._resume is True:
             raise CheckpointError(
                 f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
-                "resume='auto', which starts anew where there is none"
+                "resume='auto', which starts from scratch where there is none"
             )
         if found is None:
-            notices.say(f"training starts anew: there is no checkpoint in {folder} yet")
+            notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
         return found
 
     def folder_for_shards(self, moment: Moment) -> Path:
-        """Return a new folder for what several ranks write of this moment, each a part."""
+        """Return a new folder for the parts that several ranks write of this moment."""
         return self._storage.folder_for_shards(moment.windows)
 
     def remove_others(self) -> None:
-        """Remove what ranks have written of checkpoints that are not there (any more)."""
+        """Remove parts that ranks wrote for checkpoints that no longer exist."""
         self._storage.remove_others()
 
     # --- lack of memory that ended a run ------------------------------------------------------------------------------
 
     def note_lack(self, micro_batch: int, message: str) -> None:
-        """Keep for the next attempt that so many samples at once did not fit, where this process cannot go on."""
+        """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
         content = {"micro_batch": micro_batch, "message": message}
-        unfinished = safe_files.create_beside(self._lack)
-        self.check_folder()
-        unfinished.write_text(json.dumps(content) + "\n")
-        unfinished.replace(self._lack)
+        with safe_files.replacing(self._lack, before_rename=self.check_folder) as unfinished:
+            unfinished.write_text(json.dumps(content) + "\n")
 
     def cap(self, notices: Notices) -> int | None:
-        """Return the most samples at once, by what an earlier attempt has noted; None where none has."""
+        """Return the most samples at once that an earlier attempt's record allows; None without a record."""
         if self._resume is False:
             return None
         try:
@@ -157,13 +155,13 @@ class Saver:
         return self._storage.folder / "out-of-memory.json"
 
     def find_again(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest checkpoint of this run, to go back to; None where there is none that is whole."""
+        """Return the newest whole checkpoint of this run, to go back to; None if there is none."""
         return self._storage.read_back()
 
     def is_due(self, windows: int) -> bool:
-        """Whether one is to be written after so many windows, at this time.
+        """Whether to write one after so many windows, at this time.
 
-        Also where the folder is another process's by now: to write one says so.
+        True also when another process has taken the folder over: writing then raises the error that says so.
         """
         by_steps = self._every_steps is not None and windows % self._every_steps == 0
         by_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
@@ -196,7 +194,7 @@ class Saver:
 def saver_for(
     checkpoint: str | PathLike[str] | None, steps: int | None, minutes: float | None, resume: bool | str
 ) -> Saver | None:
-    """Return what writes the checkpoints that `fit` was asked for, its folder made; None where none are asked for.
+    """Make the folder and return what writes the checkpoints of `fit`; None without `checkpoint=`.
 
     Raises:
         InvalidInputError: One of the arguments cannot be used, or the folder cannot be written to.
@@ -210,7 +208,7 @@ def saver_for(
 def check_saving(
     checkpoint: str | PathLike[str] | None, steps: int | None, minutes: float | None, resume: bool | str
 ) -> Path | None:
-    """Check the arguments of `fit` that are about checkpoints; return their folder, which is not looked at.
+    """Check the arguments of `fit` about checkpoints and return their folder, which need not exist.
 
     Raises:
         InvalidInputError: One of them cannot be used.
@@ -218,7 +216,7 @@ def check_saving(
     if not isinstance(resume, bool) and not is_one_of(resume, ["auto"]):
         raise InvalidInputError(
             f"resume={shown(resume)} is unknown; choose 'auto' (go on if there is a checkpoint), True (there must be "
-            "one) or False (start anew)"
+            "one) or False (start from scratch)"
         )
     if steps is not None:
         check_positive_int("checkpoint_steps", steps)

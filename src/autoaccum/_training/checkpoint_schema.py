@@ -1,9 +1,8 @@
-"""What a checkpoint may hold: the whole of it is looked at before anything is changed.
+"""Checks the form of a whole checkpoint before anything is changed.
 
-A file can be whole and hold what no training has written: another version's, edited by hand, or made to do harm. What
-is autoaccum's own is compared with what this module says, random states by setting a generator of no use to them. What
-is the optimizer's and the scheduler's is in `_training/checkpoint_trial.py`; what only a user's own object can judge is
-left to that.
+A file can be whole and yet hold what no training wrote: another version's, edited by hand, or made to do harm. This
+module checks autoaccum's own values, and random states by setting a spare generator to them. `checkpoint_trial` checks
+those of the optimizer and the scheduler; objects of the user's own judge theirs.
 """
 
 from __future__ import annotations
@@ -44,39 +43,36 @@ class MalformedError(ValueError):
 
 
 def check(content: Mapping[str, Any], like: RandomStates) -> None:
-    """Look whether everything of a checkpoint that is autoaccum's own is of the form that it has.
+    """Raise `MalformedError` unless all of a checkpoint that is autoaccum's own has the right form.
 
     Args:
-        content: What a file holds.
+        content: The content of a file.
         like: The states of this run's random generators.
-
-    Raises:
-        MalformedError: Something is not.
     """
     for name in (*_KEYS, *_KEYS_MAYBE_NONE):
-        _need(name in content, name, "is missing")
+        need(name in content, name, "is missing")
     for name in ("autoaccum", "torch"):
-        _need(type(content.get(name, "")) is str, name, "is no version")
+        need(type(content.get(name, "")) is str, name, "is not a version")
     whole(content["target_batch"], "target_batch", least=1, most=_MOST_SAMPLES)
-    _need(type(content["device"]) is str, "device", "is no name")
+    need(type(content["device"]) is str, "device", "is not a name")
     _check_counts(content)
     _check_modules(content["modules"])
     _check_optimizer(content["optimizer"])
     if content["scheduler"] is not None:
         mapping(content["scheduler"], "scheduler", {"type", "state"})
-        _need(type(content["scheduler"]["type"]) is str, "scheduler: type", "is no name")
-        _need(isinstance(content["scheduler"]["state"], dict), "scheduler: state", "is no dictionary")
+        need(type(content["scheduler"]["type"]) is str, "scheduler: type", "is not a name")
+        need(isinstance(content["scheduler"]["state"], dict), "scheduler: state", "is not a dictionary")
     if content["scaler"] is not None:
         _check_scaler(content["scaler"])
     ranks = content.get("ranks")
     _check_part(content, like, content["target_batch"], is_whole=ranks is None)
     if ranks is not None:
-        _need(type(ranks) is list and len(ranks) > 0, "ranks", "is no list of what each rank has")
+        need(type(ranks) is list and len(ranks) > 0, "ranks", "is not a list of what each rank has")
         for number, part in enumerate(ranks):
             with _within(f"ranks: {number}"):
                 mapping(part, "", {"random", "position", "cutting"})
                 loader = part.get("loader", "whole")
-                _need(type(loader) is str and loader in ("whole", "windows", "own"), "loader", "is no word for one")
+                need(type(loader) is str and loader in ("whole", "windows", "own"), "loader", "is not a word for one")
                 _check_part(part, like, content["target_batch"], is_whole=False)
 
 
@@ -84,11 +80,11 @@ def _check_counts(content: Mapping[str, Any]) -> None:
     whole(content["windows"], "windows")
     whole(content["samples"], "samples")
     most = content["windows"] * content["target_batch"]
-    _need(content["windows"] <= content["samples"] <= most, "samples", "is not what so many windows hold")
+    need(content["windows"] <= content["samples"] <= most, "samples", "is not what so many windows hold")
 
 
 def _check_part(part: Mapping[str, Any], like: RandomStates, target_batch: int, *, is_whole: bool) -> None:
-    """Look at what each rank has for itself."""
+    """Check the values that each rank has for itself."""
     with _within("random"):
         check_states(part["random"], like)
     with _within("position"):
@@ -101,47 +97,37 @@ def _check_part(part: Mapping[str, Any], like: RandomStates, target_batch: int, 
 
 
 def check_states(states: Any, like: RandomStates, own_count: int | None = None) -> None:
-    """Look whether random states are some that generators as those of this run can be set to.
+    """Raise `MalformedError` unless generators of the kinds of this run can be set to some random states.
 
     Args:
-        states: What a file holds.
+        states: The states in a file.
         like: Those of this run.
-        own_count: How many of the modules' own there have to be; None where that is looked at elsewhere.
-
-    Raises:
-        MalformedError: They are not; what is wrong with a state is found out by generators of no use.
+        own_count: How many generators of modules there must be; None where another function checks that.
     """
-    _need(type(states) is tuple and len(states) == _STATES, "", "is no tuple of the generators' states")
+    need(type(states) is tuple and len(states) == _STATES, "", "is not a tuple of the generators' states")
     on_host, on_device, of_python, of_numpy, own = states
     check_generator(on_host, "torch")
-    _need(on_device is None or _is_bytes(on_device), "torch on the device", "is no state of a generator")
+    need(on_device is None or _is_bytes(on_device), "torch on the device", "is not a state of a generator")
     _check_python(of_python, "Python")
     check_numpy(of_numpy, like[3], "NumPy")
-    _need(type(own) is list, "the modules' own", "is no list")
-    _need(own_count in (None, len(own)), "the modules' own", f"is not of {own_count} generators")
+    need(type(own) is list, "the modules' own", "is not a list")
+    need(own_count in (None, len(own)), "the modules' own", f"is not of {own_count} generators")
     if len(own) == len(like[4]):  # else it is of another model
         for place, (state, now) in enumerate(zip(own, like[4], strict=True)):
             _check_own(state, now, f"the modules' own {place}")
 
 
 def check_generator(state: Any, where: str) -> None:
-    """Look whether something is the state of a generator of torch's, on the host or on a card.
-
-    Raises:
-        MalformedError: It is not.
-    """
-    _need(_is_bytes(state), where, "is no state of a generator")
+    """Raise `MalformedError` unless something is the state of a generator of torch's, on the host or on a card."""
+    need(_is_bytes(state), where, "is not a state of a generator")
     if state.numel() != _CARD_STATE_BYTES:
         _try(where, lambda: torch.Generator().set_state(state))
 
 
 def check_numpy(state: Any, like: Any, where: str) -> None:
-    """Look whether something is the state of a generator of NumPy's as another is.
+    """Raise `MalformedError` unless something is the state of the same kind of NumPy's generators as another.
 
-    NumPy takes any place within a generator's buffer for granted, and reads beyond its end where that is too large.
-
-    Raises:
-        MalformedError: It is not.
+    NumPy itself does not check the position in a generator's buffer, and reads beyond its end where that is too large.
     """
     with _within(where):
         _check_as_numpys(state, like)
@@ -163,13 +149,13 @@ def _check_as_numpys(state: Any, like: Mapping[str, Any]) -> None:
             with _within(name):
                 _check_as_numpys(then, now)
         elif isinstance(now, np.ndarray):
-            _need(
+            need(
                 type(then) is np.ndarray and then.dtype == now.dtype and then.shape == now.shape,
                 name,
-                f"is no array of shape {now.shape} and {now.dtype}",
+                f"is not an array of shape {now.shape} and {now.dtype}",
             )
         elif isinstance(now, str):
-            _need(type(then) is str and then == now, name, f"is not {now}")
+            need(type(then) is str and then == now, name, f"is not {now}")
         elif isinstance(now, float):
             number(then, name)
         else:
@@ -186,15 +172,15 @@ def _of_buffer(name: str, like: Mapping[str, Any]) -> int | None:
 
 
 def _check_python(state: Any, where: str) -> None:
-    _need(type(state) is tuple, where, "is no state of a generator")
+    need(type(state) is tuple, where, "is not a state of a generator")
     _try(where, lambda: random.Random().setstate(state))  # noqa: S311 - to be set, not drawn from
-    _need(state[2] is None or (type(state[2]) is float and math.isfinite(state[2])), where, "holds no next number")
+    need(state[2] is None or (type(state[2]) is float and math.isfinite(state[2])), where, "holds no next number")
 
 
 def _check_own(state: Any, now: Any, where: str) -> None:
     if isinstance(now, Tensor):
         check_generator(state, where)
-        _need(state.shape == now.shape, where, "is the state of another kind of generator")
+        need(state.shape == now.shape, where, "is the state of another kind of generator")
     elif isinstance(now, tuple):
         _check_python(state, where)
     else:
@@ -207,11 +193,11 @@ def _check_own(state: Any, now: Any, where: str) -> None:
 def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
     known = {field.name for field in fields(Position)}
     mapping(position, "", {"epoch", "batches", "used", "closed", "start"})
-    _need(not position.keys() - known, "", f"has {', '.join(sorted(map(str, position.keys() - known)))}")
+    need(not position.keys() - known, "", f"has {', '.join(sorted(map(str, position.keys() - known)))}")
     whole(position["epoch"], "epoch", least=1)
     whole(position["batches"], "batches", most=_MOST_SAMPLES)
     whole(position["used"], "used", most=_MOST_SAMPLES)
-    _need(type(position["closed"]) is bool, "closed", "is neither true nor false")
+    need(type(position["closed"]) is bool, "closed", "is neither true nor false")
     for name in ("length", "batch_size"):
         if position.get(name) is not None:
             whole(position[name], name)
@@ -219,10 +205,10 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
         if position.get(name) is not None:
             with _within(name):
                 check_states(position[name], like, own_count)
-    _need(not position["batches"] or position["start"] is not None, "start", "is missing")
-    _need(not position["used"] or position.get("before_last") is not None, "before_last", "is missing")
-    _need(bool(position["batches"]) or not position["used"], "used", "is of no batch")
-    _need(type(position.get("generators", ())) is tuple, "generators", "is no tuple")
+    need(not position["batches"] or position["start"] is not None, "start", "is missing")
+    need(not position["used"] or position.get("before_last") is not None, "before_last", "is missing")
+    need(bool(position["batches"]) or not position["used"], "used", "is of no batch")
+    need(type(position.get("generators", ())) is tuple, "generators", "is not a tuple")
     for place, state in enumerate(position.get("generators", ())):
         check_generator(state, f"generators {place}")
     with _within("loader_state"):
@@ -230,26 +216,26 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
 
 
 def _check_windows_of(state: Any, like: RandomStates, *, is_begun: bool) -> None:
-    """Look at what autoaccum's own loader keeps; any other's is that loader's to judge."""
+    """Check the state of autoaccum's own loader; any other loader checks its own."""
     # Files from before the samples of an epoch were kept lack them.
     if not isinstance(state, dict) or state.keys() - {"samples"} != {"source", "windows", "weights"}:
         return
     whole(state["windows"], "windows", most=_MOST_SAMPLES)
     if state.get("samples") is not None:
         whole(state["samples"], "samples", most=_MOST_SAMPLES)
-    _need(type(state["weights"]) is list, "weights", "is no list")
+    need(type(state["weights"]) is list, "weights", "is not a list")
     for place, entry in enumerate(state["weights"]):
         is_entry = type(entry) in (tuple, list) and len(entry) == 2 and type(entry[1]) in (tuple, list)  # noqa: PLR2004
-        _need(is_entry, f"weights {place}", "is no pair of a window and shares")
+        need(is_entry, f"weights {place}", "is not a pair of a window and shares")
         whole(entry[0], f"weights {place}", most=_MOST_SAMPLES)
         for share in entry[1]:
             number(share, f"weights {place}")
-            _need(share > 0, f"weights {place}", "is not positive")
+            need(share > 0, f"weights {place}", "is not positive")
     source = state["source"]
-    _need(source is not None or not is_begun, "source", "is missing")
+    need(source is not None or not is_begun, "source", "is missing")
     if source is None:
         return
-    _need(type(source) is tuple and len(source) == 4 and type(source[3]) in (list, tuple), "source", "is no state")  # noqa: PLR2004
+    need(type(source) is tuple and len(source) == 4 and type(source[3]) in (list, tuple), "source", "is not a state")  # noqa: PLR2004
     check_generator(source[0], "source: torch")
     _check_python(source[1], "source: Python")
     check_numpy(source[2], like[3], "source: NumPy")
@@ -261,9 +247,9 @@ def _check_cutting(cutting: Any, target_batch: int, *, is_whole: bool) -> None:
     mapping(cutting, "", set(_CUTTING))
     for name in ("plan", "largest"):
         _check_sizes(cutting[name], name, target_batch, is_whole=is_whole)
-    _need(type(cutting["plans"]) is list, "plans", "is no list")
+    need(type(cutting["plans"]) is list, "plans", "is not a list")
     for place, plan in enumerate(cutting["plans"]):
-        _need(type(plan) is list and len(plan) == 2, f"plans {place}", "is no pair of a step and sizes")  # noqa: PLR2004
+        need(type(plan) is list and len(plan) == 2, f"plans {place}", "is not a pair of a step and sizes")  # noqa: PLR2004
         whole(plan[0], f"plans {place}")
         _check_sizes(plan[1], f"plans {place}", target_batch, is_whole=is_whole)
     if type(cutting["asked"]) is not str or cutting["asked"] != "auto":
@@ -273,71 +259,71 @@ def _check_cutting(cutting: Any, target_batch: int, *, is_whole: bool) -> None:
         if cutting.get(name) is not None:
             whole(cutting[name], name)
     for name in ("is_found", "is_timed"):
-        _need(type(cutting.get(name, True)) is bool, name, "is neither true nor false")
+        need(type(cutting.get(name, True)) is bool, name, "is neither true nor false")
 
 
 def _check_sizes(sizes: Any, where: str, target_batch: int, *, is_whole: bool) -> None:
-    _need(type(sizes) is list and len(sizes) > 0, where, "is no list of sizes")
+    need(type(sizes) is list and len(sizes) > 0, where, "is not a list of sizes")
     for size in sizes:
         whole(size, where, least=1, most=target_batch)
     total = sum(sizes)
-    _need(total == target_batch if is_whole else total <= target_batch, where, f"sums to {total} samples")
+    need(total == target_batch if is_whole else total <= target_batch, where, f"sums to {total} samples")
 
 
 # --- model, optimizer, scaler -----------------------------------------------------------------------------------------
 
 
 def _check_modules(modules: Any) -> None:
-    _need(type(modules) is list, "modules", "is no list")
+    need(type(modules) is list, "modules", "is not a list")
     for place, module in enumerate(modules):
         with _within(f"modules: {place}"):
             mapping(module, "", {"state", "buffers"})
             for part in ("state", "buffers", "spread"):
                 kept = module.get(part, {})
-                _need(isinstance(kept, dict), part, "is no dictionary")
+                need(isinstance(kept, dict), part, "is not a dictionary")
                 for name, value in kept.items():
-                    _need(type(name) is str, part, "has a key that is no name")
+                    need(type(name) is str, part, "has a key that is not a name")
                     _check_kept(part, name, value)
 
 
 def _check_kept(part: str, name: str, value: Any) -> None:
     if part == "spread":
-        _need(type(value) is str, f"spread: {name}", "is no form of a tensor")
+        need(type(value) is str, f"spread: {name}", "is not a form of a tensor")
     elif isinstance(value, Tensor):
-        _need(_has_numbers(value), f"{part}: {name}", "is a tensor without numbers")
+        need(_has_numbers(value), f"{part}: {name}", "is a tensor without numbers")
     elif part == "buffers":
-        _need(value is None, f"buffers: {name}", "is neither a tensor nor none")
+        need(value is None, f"buffers: {name}", "is neither a tensor nor none")
 
 
 def _check_optimizer(optimizer: Any) -> None:
     with _within("optimizer"):
         mapping(optimizer, "", {"type", "state"})
-        _need(type(optimizer["type"]) is str, "type", "is no name")
+        need(type(optimizer["type"]) is str, "type", "is not a name")
         state = optimizer["state"]
         mapping(state, "state", {"state", "param_groups"})
-        _need(isinstance(state["state"], dict), "state", "is no dictionary")
+        need(isinstance(state["state"], dict), "state", "is not a dictionary")
         groups = state["param_groups"]
-        _need(type(groups) is list, "param_groups", "is no list")
+        need(type(groups) is list, "param_groups", "is not a list")
         for place, group in enumerate(groups):
             mapping(group, f"param_groups: {place}", {"params"})
             is_list = type(group["params"]) is list and all(type(one) is int for one in group["params"])
-            _need(is_list, f"param_groups: {place}: params", "is no list of numbers")
+            need(is_list, f"param_groups: {place}: params", "is not a list of numbers")
         if "parameters" in optimizer:
             names = optimizer["parameters"]
-            _need(type(names) is list and all(map(_is_names, names)), "parameters", "is no list of names")
+            need(type(names) is list and all(map(_is_names, names)), "parameters", "is not a list of names")
             numbers = [len(group["params"]) for group in groups]
-            _need([len(each) for each in names] == numbers, "parameters", "has not a name for each parameter")
+            need([len(each) for each in names] == numbers, "parameters", "has not a name for each parameter")
 
 
 def _check_scaler(scaler: Any) -> None:
     with _within("scaler"):
-        _need(isinstance(scaler, dict), "", "is no dictionary")
+        need(isinstance(scaler, dict), "", "is not a dictionary")
         if not scaler:
             return  # of one that is switched off
         mapping(scaler, "", {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
         for name in ("scale", "growth_factor", "backoff_factor"):
             number(scaler[name], name)
-            _need(scaler[name] > 0, name, "is not positive")
+            need(scaler[name] > 0, name, "is not positive")
         whole(scaler["growth_interval"], "growth_interval", least=1, most=2**31 - 1)
         whole(scaler["_growth_tracker"], "_growth_tracker", most=2**31 - 1)
 
@@ -354,42 +340,31 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def whole(value: Any, where: str, *, least: int = 0, most: int = _LARGEST) -> None:
-    """Look whether something is a whole number within bounds.
-
-    Raises:
-        MalformedError: It is not.
-    """
-    _need(type(value) is int, where, f"is a {type(value).__name__} in place of a whole number")
-    _need(least <= value <= most, where, f"is not within {least} and {most}")
+    """Raise `MalformedError` unless something is a whole number within bounds."""
+    need(type(value) is int, where, f"is a {type(value).__name__} in place of a whole number")
+    need(least <= value <= most, where, f"is not within {least} and {most}")
 
 
 def number(value: Any, where: str) -> None:
-    """Look whether something is a finite number.
-
-    Raises:
-        MalformedError: It is not.
-    """
+    """Raise `MalformedError` unless something is a finite number."""
     is_one = (type(value) is int and abs(value) <= _LARGEST) or (type(value) is float and math.isfinite(value))
-    _need(is_one, where, "is no finite number")
+    need(is_one, where, "is not a finite number")
 
 
 def mapping(value: Any, where: str, keys: Collection[str], *, exactly: bool = False) -> None:
-    """Look whether something is a dictionary with certain keys.
-
-    Raises:
-        MalformedError: It is not.
-    """
-    _need(isinstance(value, dict), where, f"is a {type(value).__name__} in place of a dictionary")
+    """Raise `MalformedError` unless something is a dictionary with certain keys."""
+    need(isinstance(value, dict), where, f"is a {type(value).__name__} in place of a dictionary")
     lacking = sorted(set(keys) - value.keys())
-    _need(not lacking, where, f"lacks {', '.join(lacking)}")
-    _need(not exactly or len(value) == len(keys), where, "holds more than it should")
+    need(not lacking, where, f"lacks {', '.join(lacking)}")
+    need(not exactly or len(value) == len(keys), where, "holds more than it should")
 
 
 def _is_bytes(value: Any) -> bool:
     return type(value) is Tensor and value.dtype is torch.uint8 and value.dim() == 1 and _has_numbers(value)
 
 
-def _need(is_so: bool, where: str, otherwise: str) -> None:
+def need(is_so: bool, where: str, otherwise: str) -> None:
+    """Raise `MalformedError` unless something is so."""
     if not is_so:
         raise MalformedError(f"{where} {otherwise}".strip())
 
@@ -398,7 +373,7 @@ def _try(where: str, action: Callable[[], object]) -> None:
     try:
         action()
     except Exception as error:
-        raise MalformedError(f"{where} is no state of a generator ({error})".strip()) from error
+        raise MalformedError(f"{where} is not a state of a generator ({error})".strip()) from error
 
 
 @contextlib.contextmanager

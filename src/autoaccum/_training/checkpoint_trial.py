@@ -1,9 +1,8 @@
-"""Tries out, on stand-ins without memory, what a checkpoint holds of an optimizer and a scheduler.
+"""Tries out the saved state of an optimizer and a scheduler on stand-ins that take no memory.
 
-Both take whatever they are given and fail when they next move, with a model that is changed already. So an optimizer's
-step is gone through beforehand on tensors that have a shape and no numbers, with the saved state and settings, and a
-scheduler's next rate is computed. What cannot be tried (a step that needs numbers or a closure, a scheduler of one's
-own) is left to the object itself.
+Both accept any state and fail at their next step, when the model has changed already. So a stand-in of the optimizer
+steps on meta tensors with the saved state and settings, and a stand-in of the scheduler computes its next rate. What
+cannot be tried (a step that needs numbers or a closure, a scheduler of the user's own) is left to the object itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim
 
 from autoaccum._engine.dtensor import is_spread
-from autoaccum._training.checkpoint_schema import MalformedError
+from autoaccum._training.checkpoint_schema import MalformedError, need
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,15 +32,12 @@ _LARGEST = 2**63
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, is_same_torch: bool) -> None:
-    """Look whether an optimizer can go on from what was saved of one.
+    """Raise `MalformedError` unless an optimizer can resume from a saved state.
 
     Args:
         optimizer: This run's; nothing of it is changed.
         saved: A `state_dict`, of the right form and with as many groups and parameters.
-        is_same_torch: Whether this torch wrote it; others have other settings.
-
-    Raises:
-        MalformedError: It cannot.
+        is_same_torch: Whether this version of torch wrote it; others have other settings.
     """
     own = optimizer.state_dict()["param_groups"]
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
@@ -50,8 +46,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], 
     known = {number for group in own for number in group["params"]}
     for number, values in saved["state"].items():
         is_of_none = is_torchs or isinstance(number, int)  # others may keep more under names
-        _need(number in known or not is_of_none, f"optimizer: state {number!r}", "is of no parameter")
-        _need(number not in known or isinstance(values, dict), f"optimizer: state {number!r}", "is no dictionary")
+        need(number in known or not is_of_none, f"optimizer: state {number!r}", "is of no parameter")
+        need(number not in known or isinstance(values, dict), f"optimizer: state {number!r}", "is not a dictionary")
     if any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         _check_marks(saved["state"])
     elif (fresh := _fresh(optimizer)) is not None:
@@ -64,28 +60,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], 
 
 
 def _check_group(group: Mapping[str, Any], now: Mapping[str, Any], where: str, *, needs_all: bool) -> None:
-    _need(group["params"] == now["params"], where, "has parameters that are not numbered as torch does")
+    need(group["params"] == now["params"], where, "has parameters that are not numbered as torch does")
     for name, value in now.items():
         if name in group:
             _check_alike(group[name], value, f"{where}: {name}", may_be_none=name in _KERNELS)
         else:
-            _need(not needs_all, where, f"lacks {name}")
-    _need(not _is_number(group.get("lr")) or float(group["lr"]) >= 0, where, "has a negative lr")
+            need(not needs_all, where, f"lacks {name}")
+    need(not _is_number(group.get("lr")) or float(group["lr"]) >= 0, where, "has a negative lr")
 
 
 def check_scheduler(
     scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]], *, is_same_torch: bool
 ) -> None:
-    """Look whether a scheduler can go on from what was saved of one; one of the user's own is left alone.
+    """Raise `MalformedError` unless a scheduler can resume from a saved state; one of the user's own is left alone.
 
     Args:
         scheduler: This run's; nothing of it is changed.
         saved: A `state_dict`.
         groups: The optimizer's groups as they were saved.
-        is_same_torch: Whether this torch wrote it; others have other attributes.
-
-    Raises:
-        MalformedError: It cannot.
+        is_same_torch: Whether this version of torch wrote it; others have other attributes.
     """
     if type(scheduler).__module__ != lr_scheduler.__name__:
         return
@@ -108,18 +101,12 @@ def check_scheduler(
 def _check_attributes(scheduler: Any, saved: Mapping[str, Any], *, needs_all: bool) -> None:
     for name in saved:
         is_method = name == "optimizer" or callable(getattr(type(scheduler), str(name), None))
-        _need(not is_method, f"scheduler: {name}", "is no state of one")
+        need(not is_method, f"scheduler: {name}", "is not a state of one")
     for name, value in scheduler.state_dict().items():
         if name in saved and name not in ("_schedulers", "lr_lambdas"):
             _check_alike(saved[name], value, f"scheduler: {name}")
         else:
-            _need(name in saved or not needs_all, "scheduler", f"lacks {name}")
-
-
-def _check_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    error = _error_of_rate(scheduler, saved, groups)
-    if error is not None:
-        raise MalformedError(f"scheduler: its state gives no learning rate ({_line(error)})") from error
+            need(name in saved or not needs_all, "scheduler", f"lacks {name}")
 
 
 def _check_lambdas(kept: Any, own: list[Any]) -> None:
@@ -132,27 +119,27 @@ def _check_lambdas(kept: Any, own: list[Any]) -> None:
 
 
 def _check_alike(there: Any, here: Any, where: str, *, may_be_none: bool = False) -> None:
-    """Look whether a saved setting is of the kind of this run's."""
+    """Check that a saved setting is of the same kind as this run's."""
     if here is None or (there is None and may_be_none):
         return
     if isinstance(here, bool) or isinstance(there, bool):
-        _need(isinstance(there, bool) and isinstance(here, bool), where, "is neither true nor false")
+        need(isinstance(there, bool) and isinstance(here, bool), where, "is neither true nor false")
     elif _is_number(here):
-        _need(_is_number(there), where, "is no number")
-        _need(math.isfinite(there) or not math.isfinite(here), where, "is not finite")
-        _need(abs(there) < _LARGEST or not math.isfinite(there), where, "is too large")
+        need(_is_number(there), where, "is not a number")
+        need(math.isfinite(there) or not math.isfinite(here), where, "is not finite")
+        need(abs(there) < _LARGEST or not math.isfinite(there), where, "is too large")
     elif isinstance(here, list | tuple):
-        _need(isinstance(there, list | tuple) and len(there) == len(here), where, f"has not {len(here)} entries")
+        need(isinstance(there, list | tuple) and len(there) == len(here), where, f"has not {len(here)} entries")
         for place, (one, other) in enumerate(zip(there, here, strict=True)):
             _check_alike(one, other, f"{where} {place}")
     elif isinstance(here, Counter):
-        _need(isinstance(there, Counter) and all(map(_is_whole, (*there, *there.values()))), where, "is no counter")
+        need(isinstance(there, Counter) and all(map(_is_whole, (*there, *there.values()))), where, "is not a counter")
     elif isinstance(here, dict):
-        _need(isinstance(there, dict) and here.keys() <= there.keys(), where, "lacks some of its keys")
+        need(isinstance(there, dict) and here.keys() <= there.keys(), where, "lacks some of its keys")
         for name in here:
             _check_alike(there[name], here[name], f"{where} {name}", may_be_none=True)
     elif isinstance(here, str | bytes):
-        _need(type(there) is type(here), where, f"is no {type(here).__name__}")
+        need(type(there) is type(here), where, f"is not a {type(here).__name__}")
 
 
 def _is_number(value: Any) -> bool:
@@ -162,11 +149,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
-
-
-def _need(is_so: bool, where: str, otherwise: str) -> None:
-    if not is_so:
-        raise MalformedError(f"{where} {otherwise}")
 
 
 # --- an optimizer's step on shapes ------------------------------------------------------------------------------------
@@ -191,7 +173,7 @@ def _stepped(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torc
 
 
 def _check_state(saved: Mapping[str, Any], fresh: torch.optim.Optimizer) -> None:
-    """Look whether what is saved of each parameter is of the kind that a step makes."""
+    """Check that the saved state of each parameter is of the kind that a step makes."""
     for group, kept in zip(fresh.param_groups, saved["param_groups"], strict=True):
         for number, parameter in zip(kept["params"], group["params"], strict=True):
             made, values = fresh.state.get(parameter, {}), saved["state"].get(number, {})
@@ -202,11 +184,11 @@ def _check_state(saved: Mapping[str, Any], fresh: torch.optim.Optimizer) -> None
 def _check_value(name: str, there: Any, here: Any, where: str) -> None:
     if name == "step":
         # Some versions of torch keep it as a tensor, some as a number.
-        _need(_is_number(there) and 0 <= float(there) < _LARGEST, where, "is no count of steps")
+        need(_is_number(there) and 0 <= float(there) < _LARGEST, where, "is not a count of steps")
     elif isinstance(here, Tensor):
-        _need(isinstance(there, Tensor) and there.shape == here.shape, where, f"is not of shape {tuple(here.shape)}")
-        _need(there.is_floating_point() == here.is_floating_point(), where, f"is of {there.dtype}")
-        _need(there.is_complex() == here.is_complex(), where, f"is of {there.dtype}")
+        need(isinstance(there, Tensor) and there.shape == here.shape, where, f"is not of shape {tuple(here.shape)}")
+        need(there.is_floating_point() == here.is_floating_point(), where, f"is of {there.dtype}")
+        need(there.is_complex() == here.is_complex(), where, f"is of {there.dtype}")
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -248,7 +230,7 @@ def _without_numbers(value: Any) -> Any:
 
 
 def _check_marks(state: Mapping[Any, Any]) -> None:
-    """Look whether what stands for tensors that are spread over ranks names a type."""
+    """Check that the placeholders of tensors that are spread over ranks name a type."""
     for number, values in state.items():
         for name, value in values.items():
             if isinstance(value, dict):
@@ -256,14 +238,14 @@ def _check_marks(state: Mapping[Any, Any]) -> None:
                 is_type = isinstance(kind, str) and isinstance(
                     getattr(torch, kind.removeprefix("torch."), None), torch.dtype
                 )
-                _need(is_type, f"optimizer: state {number}: {name}", "names no type of a tensor")
+                need(is_type, f"optimizer: state {number}: {name}", "names no type of a tensor")
 
 
 # --- a scheduler's next rate ------------------------------------------------------------------------------------------
 
 
-def _error_of_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> Exception | None:
-    """Return what asking for the learning rate at the saved place raises; None where it raises nothing."""
+def _check_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Compute the learning rate at the saved place; whatever that raises, the training would meet."""
     made = object.__new__(type(scheduler))
     optimizer = object.__new__(torch.optim.Optimizer)
     optimizer.__dict__ = {"param_groups": [dict(group) for group in groups], "defaults": {}, "state": {}}
@@ -274,14 +256,13 @@ def _error_of_rate(scheduler: Any, saved: Mapping[str, Any], groups: list[dict[s
             type(made).load_state_dict(made, dict(saved))
             if isinstance(made, lr_scheduler.ReduceLROnPlateau):
                 made.step(1.0)
-                return None
+                return
             made._get_lr_called_within_step = True
             made._is_initial = False
             for rate in made.get_lr():
                 float(rate)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the training would meet it
-        return error
-    return None
+    except Exception as error:
+        raise MalformedError(f"scheduler: its state gives no learning rate ({_line(error)})") from error
 
 
 def _line(error: Exception) -> str:

@@ -1,9 +1,7 @@
-"""What a person watches while `fit` works: a live bar on a terminal, plain lines anywhere else.
+"""Shows the progress of `fit` on stderr: a live bar on a terminal, plain lines anywhere else.
 
-In come the events of a `Callback`; out goes text, all of it to stderr, since stdout is for results. Reading a
-loss waits for the device, so it is read only for what is really drawn: a few times a second on a terminal,
-every ten seconds in lines. Neither callback starts a thread: the host backend limits the process and may fork
-it, and a thread that draws meanwhile would be in the way of both.
+Reading a loss waits for the device, so it is read only when it is drawn: a few times a second on a terminal, every ten
+seconds in lines. Neither callback starts a thread, since the host backend limits the process and may fork it.
 """
 
 from __future__ import annotations
@@ -16,14 +14,7 @@ from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -73,11 +64,11 @@ def progress_for(progress: bool | str | Callback) -> Callback:
 
 
 class OtherRank(Callback):
-    """Tells of a process that is not the first of its training only what the first one cannot know.
+    """Prints of a rank other than 0 only what rank 0 cannot know.
 
     Args:
         rank: Its number.
-        silent: Tell nothing at all.
+        silent: Whether to print nothing at all.
     """
 
     def __init__(self, rank: int, *, silent: bool) -> None:
@@ -85,7 +76,7 @@ class OtherRank(Callback):
         self._silent = silent
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Say where memory ran out: no other process sees it."""
+        """Print where memory ran out: no other process sees it."""
         if self._silent:
             return
         what = "" if event.size is None else f" of {event.size} samples"
@@ -111,7 +102,7 @@ class _Tally:
         self._since = time.monotonic()
 
     def restart_clock(self) -> None:
-        """Count the speed anew, so that neither a probe nor an evaluation counts as slow training."""
+        """Restart the speed count, so that neither a probe nor an evaluation counts as slow training."""
         self._speed = self._samples_per_s()
         self._samples = 0
         self._since = time.monotonic()
@@ -150,7 +141,7 @@ class _Tally:
         """Such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
         if trial.fits:
             self._fitted = max(self._fitted, trial.size)
-        # What fitted in the first window may not fit beside the state that the optimizer then makes.
+        # What fitted in the first window may not fit once the optimizer has made its state.
         verdict = "fits" if trial.fits else "fits no longer" if trial.size <= self._fitted else "does not fit"
         peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
         return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
@@ -180,7 +171,26 @@ class _Tally:
         return self._samples / max(time.monotonic() - self._since, 1e-9)
 
 
-class LineProgress(Callback):
+class _Progress(Callback):
+    """What both ways to show progress have in common: they count, and know which step is saved."""
+
+    def __init__(self) -> None:
+        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None)
+
+    def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
+        """Begin to count."""
+        self._tally = _Tally(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
+
+    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Have the figures name the step that is saved."""
+        self._tally.saved_step = step
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Count on from there."""
+        self._tally.resume(step, epoch)
+
+
+class LineProgress(_Progress):
     """Progress as plain lines on stderr: for log files, pipes and notebooks.
 
     One line for each trial, plan, epoch, evaluation and for memory that ran out; between them a step line now
@@ -192,14 +202,14 @@ class LineProgress(Callback):
     """
 
     def __init__(self, *, every_s: float = _LINE_EVERY_S, file: TextIO | None = None) -> None:
+        super().__init__()
         self._every_s = every_s
         self._file = file
-        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None)
         self._last_line = time.monotonic()
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Begin to count."""
-        self._tally = _Tally(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
+        super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         self._last_line = time.monotonic()
 
     def on_trial(self, trial: Trial) -> None:
@@ -236,14 +246,6 @@ class LineProgress(Callback):
         self._write(_evaluation_text(evaluation, epoch))
         self._restart()
 
-    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Have the step lines say which step is saved."""
-        self._tally.saved_step = step
-
-    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
-        """Count on from there."""
-        self._tally.resume(step, epoch)
-
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the summary; nothing where `fit` raised, the error speaks for itself."""
         if result is not None:
@@ -257,7 +259,7 @@ class LineProgress(Callback):
         write_line(f"autoaccum: {text}", self._file)
 
 
-class RichProgress(Callback):
+class RichProgress(_Progress):
     """Progress as a live bar on stderr, with the trials and the plan above it and a summary after it.
 
     Args:
@@ -265,8 +267,8 @@ class RichProgress(Callback):
     """
 
     def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
         self._console = console
-        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None)
         self._bar: Progress | None = None
         self._live: Live | None = None
         self._status = Text()
@@ -274,7 +276,7 @@ class RichProgress(Callback):
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Begin to draw."""
-        self._tally = _Tally(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
+        super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         # Made here rather than in __init__, so that it draws on the stderr of the call.
         console = self._console or Console(file=cast("IO[str]", Dropping(sys.stderr)))
         self._bar = Progress(
@@ -334,13 +336,9 @@ class RichProgress(Callback):
         self._print(Text(_evaluation_text(evaluation, epoch), style="bold"))
         self._tally.restart_clock()
 
-    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Have the figures say which step is saved."""
-        self._tally.saved_step = step
-
-    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
         """Count on from there, with the bar where it was."""
-        self._tally.resume(step, epoch)
+        super().on_resume(path, step=step, epoch=epoch)
         if self._bar is not None:
             self._bar.update(self._bar.tasks[0].id, completed=step)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
-from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of
-from autoaccum._sizing.controller import Wanted
+from autoaccum._sizing.cache import Key, PlanCache, Remembered
+from autoaccum._sizing.controller import SizingOptions
+from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
 
@@ -95,12 +96,14 @@ class Finding:
         most = first.samples if self._cap is None else min(first.samples, self._cap)
         if self._cache is not None:
             self._key = key_of(
-                self._step,
+                self._step.objective.modules,
                 largest,
+                optimizer=self._step.optimizer,
+                memory=self._step.memory,
+                precision=self._step.precision.name,
                 target_batch=self._target_batch,
                 limit_bytes=self._limit_bytes,
                 loss_scope=self._loss_scope,
-                forward=self._forward,
                 cap=self._cap,
             )
             self._remembered = self._cache.find(self._key)
@@ -151,7 +154,7 @@ class Finding:
         """Return the plan of an earlier run, or one that the cap allows where that does not."""
         return earlier if self._cap is None or earlier.micro_batch <= self._cap else self.plan()
 
-    def wanted(self, windows_ahead: int | None, cutting: Cutting) -> Wanted:
+    def wanted(self, windows_ahead: int | None, cutting: Cutting) -> SizingOptions:
         """Return what is asked of the cut from now on.
 
         Args:
@@ -170,7 +173,7 @@ class Finding:
             and (windows_ahead is None or windows_ahead >= _WINDOWS_WORTH_TIMING)
         ):
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
-        return Wanted(
+        return SizingOptions(
             strategy=self._strategy,
             multiple_of=self._multiple_of,
             by_bytes=self._is_auto and self._probe != "off",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from autoaccum import _oom
 from autoaccum._engine import afterwards
 from autoaccum._system import signals
-from autoaccum._training.rank_coordination import END, SAVE
+from autoaccum._training.one_process import END, SAVE
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -23,40 +23,45 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_manager import Keeping
-    from autoaccum._training.plan_lifecycle import Runners
-    from autoaccum._training.progress import Course
-    from autoaccum._training.rank_coordination import Company
+    from autoaccum._training.checkpoint_manager import CheckpointManager
+    from autoaccum._training.one_process import OneProcess
+    from autoaccum._training.plan_lifecycle import PlanLifecycle
+    from autoaccum._training.progress import TrainingProgress
 
 
 _E = TypeVar("_E", bound=BaseException)
 
 
-class Supervision:
+class Interrupts:
     """Sees that a training comes to its end, or leaves a checkpoint of how far it came.
 
     Args:
-        course: Where training stands.
-        runners: Make its windows.
-        keeping: Writes its checkpoints; None where none are asked for.
-        company: The other processes of this training; None where this is the only one.
+        progress: Where training stands.
+        lifecycle: Make its windows.
+        checkpoints: Writes its checkpoints; None where none are asked for.
+        world: The processes of this training.
         notices: Where choices made for the user are said.
     """
 
     def __init__(
-        self, course: Course, runners: Runners, keeping: Keeping | None, company: Company | None, notices: Notices
+        self,
+        progress: TrainingProgress,
+        lifecycle: PlanLifecycle,
+        checkpoints: CheckpointManager | None,
+        world: OneProcess,
+        notices: Notices,
     ) -> None:
-        self._course = course
-        self._runners = runners
-        self._keeping = keeping
-        self._company = company
+        self._progress = progress
+        self._lifecycle = lifecycle
+        self._checkpoints = checkpoints
+        self._world = world
         self._notices = notices
         self._watch = signals.Watch()
         self._damaged_at: int | None = None
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context in which signals come here; one that ends the process does so when the context ends."""
-        return nullcontext() if self._keeping is None else self._watch
+        return nullcontext() if self._checkpoints is None else self._watch
 
     def run(self, train: Callable[[], None], on_back: Callable[[], None]) -> None:
         """Train to the end, also where that takes a second attempt from the last checkpoint.
@@ -78,7 +83,7 @@ class Supervision:
                     # What was raised after the update is behind the interrupt, which waited for the update to end.
                     # There is no whole moment in memory to go on from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
-                    raise afterwards.told(behind, self._runners.current.windows_done, has_moved=False) from behind
+                    raise afterwards.told(behind, self._lifecycle.current.windows_done, has_moved=False) from behind
             except StateDamagedError as error:
                 if not self._can_go_back(error):
                     raise
@@ -88,21 +93,24 @@ class Supervision:
                 return
             # Here the handlers have ended, and their tracebacks pin nothing any more.
             if damage is None:
-                self._course.go_to(self._course.moment)
+                self._progress.go_to(self._progress.moment)
             else:
-                assert self._keeping is not None
-                self._keeping.go_back(damage)
+                assert self._checkpoints is not None
+                self._checkpoints.go_back(damage)
                 on_back()
 
     # --- between two windows ------------------------------------------------------------------------------------------
 
-    def wishes(self) -> int:
-        """Return what this process wishes to happen after the window that is being made, or was just made."""
-        if self._keeping is None:
+    def wishes(self, ahead: int) -> int:
+        """Return what this process wishes to happen after a window.
+
+        Args:
+            ahead: 0 for the window that was just made, 1 for the one that is being made.
+        """
+        if self._checkpoints is None:
             return 0
-        windows = self._course.moment.windows + (0 if self._company is None else 1)
-        decides = self._company is None or self._company.ranks.rank == 0  # clocks differ
-        is_due = self._watch.wished or (decides and self._keeping.saver.is_due(windows))
+        is_due = self._world.decides and self._checkpoints.saver.is_due(self._progress.moment.windows + ahead)
+        is_due = is_due or self._watch.wished
         return (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
 
     def after_window(self) -> None:
@@ -111,70 +119,57 @@ class Supervision:
         Raises:
             RankFailedError: Another process was asked to end.
         """
-        wishes = self._wishes_of_all()
+        wishes = self._world.wishes_of_all()
         if wishes & SAVE:
             self._save()
         if wishes & END:
             self._end_for_others()
         self._watch.look()
 
-    def _wishes_of_all(self) -> int:
-        if self._company is None:
-            return self.wishes()
-        joint = self._company.joint
-        assert joint is not None
-        self._company.share_out()
-        wishes = 0
-        for part in joint.parts:
-            wishes |= part.wishes
-        return wishes
-
     def _end_for_others(self) -> None:
         """End as one that SIGTERM has reached, or because another has."""
         if self._watch.is_ending:
             self._watch.end()
         raise RankFailedError(
-            f"another process of this training was asked to end (SIGTERM) after step {self._course.moment.windows}; "
+            f"another process of this training was asked to end (SIGTERM) after step {self._progress.moment.windows}; "
             "the same call goes on from its checkpoint"
         )
 
     def _save(self) -> bool:
         """Write a checkpoint of this moment; return whether there is one, which it is not of what is not finite."""
-        assert self._keeping is not None
-        path = self._keeping.write()
+        assert self._checkpoints is not None
+        path = self._checkpoints.write()
         if self._watch.wished:
             self._watch.grant()
         if path is None:
             return False
-        for callback in self._runners.callbacks:
-            callback.on_checkpoint(path, step=self._course.moment.windows)
+        for callback in self._lifecycle.callbacks:
+            callback.on_checkpoint(path, step=self._progress.moment.windows)
         return True
 
     # --- at the end ---------------------------------------------------------------------------------------------------
 
     def _train_or_leave_a_checkpoint(self, train: Callable[[], None]) -> None:
         try:
-            self._watch.raises = self._company is None
-            self._watch.defers = self._company is not None and self._keeping is not None
+            self._watch.raises = self._world.is_alone
+            self._watch.defers = not self._world.is_alone and self._checkpoints is not None
             train()
-            if self._company is not None:
-                # Whether another rank failed behind its last update is known only when it says something.
-                self._company.ranks.exchange("end")
-            if self._keeping is not None and not self._keeping.saver.has(self._course.moment):
+            self._world.meet_at_end()
+            if self._checkpoints is not None and not self._checkpoints.saver.has(self._progress.moment):
                 self._save()
         except (signals.Terminated, StateDamagedError):
             raise
         except StartAgainError as error:
-            if self._keeping is not None and error.micro_batch is not None:
+            if self._checkpoints is not None and error.micro_batch is not None:
                 try:
-                    self._keeping.saver.note_lack(error.micro_batch, str(error))
+                    self._checkpoints.saver.note_lack(error.micro_batch, str(error))
                 except OSError as failure:  # which must not take the place of the reason to start again
                     error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise
         except DeviceLostError as error:
-            if self._keeping is None or self._keeping.saver.newest is None:
+            if self._checkpoints is None or self._checkpoints.saver.newest is None:
                 raise
-            raise DeviceLostError(f"{error}, and go on from the checkpoint {self._keeping.saver.newest}") from error
+            raise DeviceLostError(f"{error}, and go on from the checkpoint {self._checkpoints.saver.newest}") from error
         except BaseException as error:
             self._leave_a_checkpoint(error)
             raise
@@ -184,15 +179,14 @@ class Supervision:
     def _leave_a_checkpoint(self, error: BaseException) -> None:
         """Write one of the last whole moment while `error` is on its way, which a failure to do so only adds to."""
         self._watch.raises = self._watch.defers = False
-        if self._keeping is None:
+        if self._checkpoints is None:
             return
         cannot = isinstance(error, CheckpointError) or _oom.is_device_lost(error)
         is_whole = not cannot and not self._is_damaged(error)
-        if self._company is not None:
-            is_whole = self._company.stand_together(error, is_whole=is_whole) and is_whole
+        is_whole = self._world.stand_together(error, is_whole=is_whole) and is_whole
         # Before the first window there is nothing to lose.
-        step, saver = self._course.moment.windows, self._keeping.saver
-        is_worth_it = step > 0 and not saver.has(self._course.moment)
+        step, saver = self._progress.moment.windows, self._checkpoints.saver
+        is_worth_it = step > 0 and not saver.has(self._progress.moment)
         if isinstance(error, UpdateCompleteError) and not is_whole and saver.newest is not None:
             error.add_note(f"autoaccum: no checkpoint of that moment is written; the last one is {saver.newest}")
         if not is_whole or not is_worth_it:
@@ -210,20 +204,20 @@ class Supervision:
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether what stands in memory is not the last whole moment: half an update must never become a checkpoint."""
-        has_lost = self._runners.current.has_lost_parameters
+        has_lost = self._lifecycle.current.has_lost_parameters
         return not self._is_whole() or has_lost or _damage_behind(error) is not None
 
     def _is_whole(self) -> bool:
         """Whether all that moves with an update has moved as often as the optimizer."""
-        return self._course.is_whole and self._course.moment.windows == self._runners.current.windows_done
+        return self._progress.is_whole and self._progress.moment.windows == self._lifecycle.current.windows_done
 
     def _can_go_back(self, damage: StateDamagedError) -> bool:
-        if self._company is not None:
+        if not self._world.is_alone:
             return False  # the other ranks have made the update
-        if self._keeping is None:
+        if self._checkpoints is None:
             damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
             return False
-        newest, done = self._keeping.saver.newest, self._course.moment.windows
+        newest, done = self._checkpoints.saver.newest, self._progress.moment.windows
         if newest is None:
             damage.add_note(
                 "autoaccum: there is no checkpoint to go back to yet; checkpoint_steps=1 writes one earlier"

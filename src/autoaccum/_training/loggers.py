@@ -1,8 +1,7 @@
-"""Callbacks that keep what happened: a file of JSON lines, and TensorBoard.
+"""Callbacks that log a training: to a file of JSON lines, and to TensorBoard.
 
-Reading a loss waits for the device, so both write a step when the next event arrives: by then its numbers are
-there, and training is not held up. The functions named `*_record` turn a record into what JSON can hold; the
-command line's `--json` uses the same ones.
+Reading a loss waits for the device, so both write a step when the next event arrives: by then its numbers have arrived,
+and training does not wait.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class JSONLinesLog(_OneStepLate):
     - "trial": size, fits, peak_bytes, elapsed_s
     - "plan": step (from which it holds), target_batch, micro_batches, micro_batch, accum_steps, probe (null,
       or micro_batch, limit_bytes, fixed_bytes, bytes_per_sample)
-    - "step": step, epoch, samples, loss, losses, micro_batches, oom_events, elapsed_s, peak_bytes, grad_norm,
-      skipped
+    - "step": step, epoch, samples, loss, losses, micro_batches, oom_events (how often memory ran out), elapsed_s,
+      peak_bytes, grad_norm, skipped
     - "oom": step, phase, size, message
     - "epoch_end": epoch
     - "evaluation": epoch, step, loss, metrics, samples, elapsed_s
@@ -74,10 +73,10 @@ class JSONLinesLog(_OneStepLate):
     stderr; training goes on, and so does the log once there is room again.
 
     Args:
-        path: The file; it is made, with its folder, where it is missing, and appended to where it is there.
+        path: The file to append to; it is made, with its folder, if missing.
 
     Raises:
-        InvalidInputError: It is no path.
+        InvalidInputError: It is not a path.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -128,7 +127,7 @@ class JSONLinesLog(_OneStepLate):
         self._write("evaluation", {"epoch": epoch, "step": step, **evaluation_record(evaluation)})
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:
-        """Write where it is."""
+        """Write the checkpoint's path."""
         self._write("checkpoint", {"step": step, "path": str(path)})
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
@@ -202,7 +201,7 @@ class TensorBoardLog(_OneStepLate):
         log_dir: The folder for the event files.
 
     Raises:
-        InvalidInputError: It is no path, or TensorBoard is not installed.
+        InvalidInputError: It is not a path, or TensorBoard is not installed.
     """
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:

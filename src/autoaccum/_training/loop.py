@@ -13,12 +13,11 @@ from autoaccum._records import FitResult
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
-from autoaccum._training.checkpoint_manager import Keeping
-from autoaccum._training.interrupts import Supervision
-from autoaccum._training.lr_schedule import Schedule
+from autoaccum._training.checkpoint_manager import CheckpointManager
+from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.outside import Outside
-from autoaccum._training.plan_lifecycle import Runners
-from autoaccum._training.progress import Course
+from autoaccum._training.plan_lifecycle import PlanLifecycle
+from autoaccum._training.progress import TrainingProgress
 from autoaccum._training.validation import Validation
 
 if TYPE_CHECKING:
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.finding import Finding
-    from autoaccum._training.rank_coordination import Company
+    from autoaccum._training.lr_schedule import Schedule
+    from autoaccum._training.one_process import OneProcess
+    from autoaccum._training.progress import Data
 
 # Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
 _READ_EVERY = 256
@@ -47,12 +48,8 @@ class Training:
 
     Args:
         step: The training step.
-        loader: As for `fit`, and so are those that are not described.
-        target_batch: Samples a window.
-        epochs: Epochs after which to stop; None for no such end.
-        max_steps: Windows after which to stop; None for no such end.
-        steps_per_epoch: Windows that an epoch has, where that is known.
-        last_window: What becomes of a shorter last one.
+        data: What is trained on.
+        schedule: Moves the learning rate.
         finding: Finds how windows are to be cut.
         val_loader: Evaluated after each epoch, if there is one.
         metrics: For the evaluation.
@@ -64,7 +61,7 @@ class Training:
         on_nan: As for `fit`.
         compiling: Compiles the model; None where that is not asked for.
         fallbacks: Make a step take less memory where not even one sample fits.
-        company: The other processes of this training; None where this is the only one.
+        world: The processes of this training.
 
     Raises:
         InvalidInputError: A metric cannot be used.
@@ -73,13 +70,9 @@ class Training:
     def __init__(
         self,
         step: TrainingStep,
-        loader: Iterable[Any],
-        target_batch: int,
+        data: Data,
+        schedule: Schedule,
         *,
-        epochs: int | None,
-        max_steps: int | None,
-        steps_per_epoch: int | None,
-        last_window: str,
         finding: Finding,
         val_loader: Iterable[Any] | None,
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
@@ -91,56 +84,53 @@ class Training:
         on_nan: str,
         compiling: Compiling | None,
         fallbacks: Fallbacks,
-        company: Company | None = None,
+        world: OneProcess,
     ) -> None:
         self._step = step
-        self._target_batch = target_batch
-        self._length = {"epochs": epochs, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch}
+        self._data = data
+        self._schedule = schedule
         self._finding = finding
         self._notices = notices
-        self._company = company
+        self._world = world
         self._random = RandomState(step.memory.device, step.objective.modules)
-        self._course = Course(
-            loader,
-            target_batch,
-            epochs=epochs,
-            max_steps=max_steps,
-            steps_per_epoch=steps_per_epoch,
-            last_window=last_window,
+        self._progress = TrainingProgress(
+            data,
+            schedule,
             memory=step.memory,
             random=None if saver is None else self._random,
-            company=company,
+            world=world,
         )
-        self._runners = Runners(
+        self._lifecycle = PlanLifecycle(
             step,
-            self._course,
+            self._progress,
             [Outside(callback, step.memory) for callback in callbacks],
             notices,
             finding=finding,
             fallbacks=fallbacks,
             compiling=compiling,
-            company=company,
+            world=world,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
         )
-        self._callbacks = self._runners.callbacks
-        self._finiteness = Finiteness(
-            step, on_nan, is_first=company is None or company.ranks.rank == 0, is_alone=company is None
-        )
-        self._keeping: Keeping | None = None
+        self._callbacks = self._lifecycle.callbacks
+        self._finiteness = Finiteness(step, on_nan, is_first=world.decides, is_alone=world.is_alone)
+        self._checkpoints: CheckpointManager | None = None
         if saver is not None:
-            self._keeping = Keeping(saver, self._course, self._runners, company, step.memory, notices, self._finiteness)
-        self._supervision = Supervision(self._course, self._runners, self._keeping, company, notices)
+            contents = Contents(step, schedule, data.target_batch, self._random, notices)
+            self._checkpoints = CheckpointManager(
+                saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
+            )
+        self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices)
         self._validation: Validation | None = None
         if val_loader is not None:
             self._validation = Validation(
                 step,
                 val_loader,
                 metrics,
-                _evaluation_ran_out(self._callbacks, self._course),
+                _evaluation_ran_out(self._callbacks, self._progress),
                 loss_scope=loss_scope,
-                part=val_loader if company is None else company.part_of_validation(val_loader),
-                ranks=None if company is None else company.ranks,
+                part=world.part_of_validation(val_loader),
+                ranks=world.ranks,
                 random=self._random,
                 is_kept=saver is not None,
             )
@@ -155,42 +145,32 @@ class Training:
         One counts from its update on, also where the scheduler failed behind it and the moment before is the last
         whole one.
         """
-        return max(self._course.moment.windows, self._step.updates.made)
+        return max(self._progress.moment.windows, self._step.updates.made)
 
-    def run(
-        self,
-        *,
-        limit_bytes: int | None,
-        scheduler: Any,
-        scheduler_interval: str,
-        started: float,
-    ) -> FitResult:
+    def run(self, *, limit_bytes: int | None, started: float) -> FitResult:
         """Train to the end.
 
         Args:
             limit_bytes: Memory to stay within, in the memory backend's terms.
-            scheduler: As for `fit`; one that is still to be made is made after the probe.
-            scheduler_interval: As for `fit`.
             started: When the call began, by `time.perf_counter`.
         """
         result = None
         # Outermost: a SIGTERM that ends the process does so when the callbacks have been told.
-        with self._supervision.watching():
+        with self._interrupts.watching():
             try:
                 self._tell_start()
-                if self._company is not None:
-                    with devices.failures_told(self._step.memory, "what ranks send each other"):
-                        self._company.begin(self._step, self._supervision.wishes, self._finding.grows_to)
-                begins_with, probed = self._begin(scheduler, scheduler_interval)
+                with devices.failures_told(self._step.memory, "what ranks send each other"):
+                    self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
+                begins_with, probed = self._begin()
                 with ExitStack() as limit:
                     with devices.failures_told(self._step.memory, "what a training needs beside the model"):
                         limit.enter_context(self._step.memory.limited(limit_bytes))
-                        self._runners.begin(begins_with)
-                    if self._keeping is not None:
-                        self._keeping.check()
+                        self._lifecycle.begin(begins_with)
+                    if self._checkpoints is not None:
+                        self._checkpoints.check()
                         self._finiteness.begin()
-                    self._runners.tell_beginning(begins_with.plan, probed)
-                    self._supervision.run(self._train, self._went_back)
+                    self._lifecycle.tell_beginning(begins_with.plan, probed)
+                    self._interrupts.run(self._train, self._went_back)
                 result = self._result(started)
             finally:
                 self._end(result)
@@ -199,103 +179,99 @@ class Training:
     def _end(self, result: FitResult | None) -> None:
         # A loader's workers must not live on with what holds this training: a traceback, say.
         with ExitStack() as ends:  # every callback is told, also when one of them raises
-            if self._keeping is not None:
-                ends.callback(self._keeping.end)  # the last of all
-            self._course.close()
-            self._runners.end()
+            if self._checkpoints is not None:
+                ends.callback(self._checkpoints.end)  # the last of all
+            self._progress.close()
+            self._lifecycle.end()
             for callback in reversed(self._callbacks):
                 ends.callback(callback.on_fit_end, result)
 
     def _result(self, started: float) -> FitResult:
         return FitResult(
-            steps=self._course.moment.windows,
-            samples=self._course.moment.samples,
+            steps=self._progress.moment.windows,
+            samples=self._progress.moment.samples,
             history=tuple(self._history),
-            plan=self._runners.current.plan,
-            plans=self._runners.plans,
-            oom_events=self._runners.oom_events,
+            plan=self._lifecycle.current.plan,
+            plans=self._lifecycle.plans,
+            oom_events=self._lifecycle.oom_events,
             evaluations=tuple(evaluation for _, evaluation in self._evaluations),
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
-            checkpoint=None if self._keeping is None else self._keeping.saver.newest,
+            checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
         )
 
     # --- the beginning ------------------------------------------------------------------------------------------------
 
     def _tell_start(self) -> None:
         for callback in self._callbacks:
-            callback.on_fit_start(**self._length)
+            data = self._data
+            callback.on_fit_start(epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch)
 
-    def _begin(self, scheduler: Any, interval: str) -> tuple[Cutting, ProbeResult | None]:
-        """Find how windows are cut at first: in a checkpoint, or by the first window."""
+    def _begin(self) -> tuple[Cutting, ProbeResult | None]:
+        """Find how windows are cut at first, in a checkpoint or by the first window; then make the scheduler."""
         found = self._found()
         if found is None:
             if self._validation is not None:  # before anything is drawn from the loader, which may be the same one
                 self._validation.try_out(self._finding.most_asked)
-            first = self._course.first_part()
+            first = self._progress.first_part()
             drop_old_gradients(self._step, self._notices)
-            begins_with, probed = self._runners.find(first)
-        self._course.schedule = schedule = Schedule(
-            scheduler, interval, self._step.optimizer, is_evaluated=self._validation is not None
-        )
-        if self._keeping is not None:
-            self._keeping.contents = Contents(self._step, schedule, self._target_batch, self._random, self._notices)
-            schedule.check_that_it_can_be_kept()
+            begins_with, probed = self._lifecycle.find(first)
+        self._schedule.begin()
+        if self._checkpoints is not None:
+            self._schedule.check_that_it_can_be_kept()
         return (begins_with, probed) if found is None else (self._resume(*found), None)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        if self._keeping is not None:
-            return self._keeping.find()
-        if self._company is not None:
-            self._company.check_that_all_found(None)
+        if self._checkpoints is not None:
+            return self._checkpoints.find()
+        self._world.check_that_all_found(None)
         return None
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint that another call of `fit` wrote; return how windows are cut."""
-        assert self._keeping is not None
-        kept = self._keeping.take_up(path, content)
-        self._resumed_from = windows = self._course.moment.windows
-        if kept is not None and self._course.is_over:
+        assert self._checkpoints is not None
+        kept = self._checkpoints.take_up(path, content)
+        self._resumed_from = windows = self._progress.moment.windows
+        if kept is not None and self._progress.is_over:
             self._notices.say(
                 f"the run in {path.parent} is finished: {windows} steps are done, so there is nothing to "
                 "do; more epochs= or max_steps= go on with it"
             )
-        return self._runners.take_up(kept)
+        return self._lifecycle.take_up(kept)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         """Train from the moment on to the end."""
-        course = self._course
-        if self._company is not None:
-            self._company.ranks.moment = course.moment.windows
-        while not course.is_over:
-            window = course.next_window()
-            if course.has_nothing(window):
+        progress = self._progress
+        self._world.note_moment(progress.moment.windows)
+        while not progress.is_over:
+            window = progress.next_window()
+            if progress.has_nothing(window):
                 self._notices.say(
-                    f"the loader gave nothing in epoch {course.moment.position.epoch}, so training ends there; a "
+                    f"the loader gave nothing in epoch {progress.moment.position.epoch}, so training ends there; a "
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
                 break
             while window is not None and self._step_with(window):
                 # Let go of the window before the next one is loaded: large ones must not be held twice.
                 window = None
-                window = course.next_window()
+                window = progress.next_window()
             self._end_epoch()
         self._finiteness.finish()
 
     def _step_with(self, window: Window) -> bool:
         """Make the update of a window, and what is due after it; return False where the epoch has no such window."""
-        part = self._course.part_to_make(window)
-        report = None if part is None else self._runners.step(part)
+        part = self._progress.part_to_make(window)
+        report = None if part is None else self._lifecycle.step(part)
         if report is None:
             return False
         self._note(report)
-        self._course.after_callbacks()
+        self._progress.after_callbacks()
         self._finiteness.see(report)
-        if self._keeping is not None:
+        if self._checkpoints is not None:
             self._finiteness.note_new_state()
-        self._supervision.after_window()
+        self._interrupts.after_window()
         return True
 
     def _note(self, report: StepReport) -> None:
@@ -304,11 +280,11 @@ class Training:
             for earlier in self._history[-_READ_EVERY:]:
                 _ = earlier.loss, earlier.grad_norm
         for callback in self._callbacks:
-            callback.on_step(report, epoch=self._course.moment.position.epoch)
+            callback.on_step(report, epoch=self._progress.moment.position.epoch)
 
     def _end_epoch(self) -> None:
         """Do what follows an epoch's last window, or the last window of all."""
-        position = self._course.moment.position
+        position = self._progress.moment.position
         evaluation = None
         if not position.closed:
             for callback in self._callbacks:
@@ -317,19 +293,19 @@ class Training:
         with signals.held():
             if evaluation is not None:
                 self._evaluations.append((position.epoch, evaluation))
-            self._course.end_epoch(evaluation)
+            self._progress.end_epoch(evaluation)
 
     def _evaluate(self, epoch: int) -> Evaluation | None:
         if self._validation is None:
             return None
-        evaluation = self._validation.run(self._runners.current.plan.micro_batch)
+        evaluation = self._validation.run(self._lifecycle.current.plan.micro_batch)
         for callback in self._callbacks:
-            callback.on_evaluation(evaluation, epoch=epoch, step=self._course.moment.windows)
+            callback.on_evaluation(evaluation, epoch=epoch, step=self._progress.moment.windows)
         return evaluation
 
     def _went_back(self) -> None:
         """Forget what is still to come once more, and go on as before."""
-        moment = self._course.moment
+        moment = self._progress.moment
         position = moment.position
         self._history = [report for report in self._history if report.step <= moment.windows]
         self._evaluations = [
@@ -338,14 +314,14 @@ class Training:
             if epoch < position.epoch or (epoch == position.epoch and position.closed)
         ]
         self._finiteness.begin_anew()
-        self._runners.begin_anew()
+        self._lifecycle.begin_anew()
 
 
-def _evaluation_ran_out(callbacks: Sequence[Callback], course: Course) -> Callable[[MemoryEvent], None]:
+def _evaluation_ran_out(callbacks: Sequence[Callback], progress: TrainingProgress) -> Callable[[MemoryEvent], None]:
     """Return what tells callbacks that an evaluation has run out of memory."""
 
     def tell(event: MemoryEvent) -> None:
         for callback in callbacks:
-            callback.on_oom(event, step=course.moment.windows)
+            callback.on_oom(event, step=progress.moment.windows)
 
     return tell

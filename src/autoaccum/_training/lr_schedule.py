@@ -1,4 +1,4 @@
-"""A learning-rate scheduler and when it moves: after every update or every epoch, or with each evaluation."""
+"""Steps a learning-rate scheduler after every update, every epoch or every evaluation."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation
 
 _INTERVALS = ("step", "epoch")
+_EXAMPLE = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
 _NEEDS_VALIDATION = "scheduler: ReduceLROnPlateau moves with the validation loss; pass val_loader="
 
 
@@ -34,15 +35,27 @@ class Schedule:
         scheduler: The scheduler, also where it was made here.
 
     Raises:
-        InvalidInputError: It is no scheduler, or one that does not move this optimizer.
+        InvalidInputError: It is not a scheduler, or one that does not move this optimizer.
     """
 
     def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
-        self.scheduler = _made(scheduler, optimizer) if _is_maker(scheduler) else scheduler
-        if self.scheduler is not None:
-            _check_steps(self.scheduler, is_evaluated=is_evaluated)
-            _check_optimizer(self.scheduler, optimizer)
+        self.scheduler = scheduler
         self._interval = interval
+        self._optimizer = optimizer
+        self._is_evaluated = is_evaluated
+        self._on_plateau = False
+
+    def begin(self) -> None:
+        """Make the scheduler, where a function was given that makes it, and check it.
+
+        Raises:
+            InvalidInputError: It cannot be used.
+        """
+        if _is_maker(self.scheduler):
+            self.scheduler = _made(self.scheduler, self._optimizer)
+        if self.scheduler is not None:
+            _check_steps(self.scheduler, is_evaluated=self._is_evaluated)
+            _check_optimizer(self.scheduler, self._optimizer)
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
     def after_update(self, *, skipped: bool) -> None:
@@ -90,7 +103,9 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
             f"scheduler_interval={interval!r} needs a scheduler, and there is none; pass scheduler="
         )
     if isinstance(scheduler, Optimizer) or not (scheduler is None or hasattr(scheduler, "step") or callable(scheduler)):
-        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step(), nor is it a function that makes one")
+        raise InvalidInputError(
+            f"scheduler={shown(scheduler)} has no step(), nor is it a function that makes one; pass {_EXAMPLE}"
+        )
     if scheduler is None:
         return
     if _is_maker(scheduler):
@@ -102,7 +117,7 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
 
 
 def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse a scheduler of another optimizer; one of the user's own that does not tell its optimizer is accepted."""
+    """Refuse a scheduler of another optimizer; one of the user's own without an `optimizer` attribute is accepted."""
     used = {id(group) for group in optimizer.param_groups}
     for part in parts_of_scheduler(scheduler):
         other = getattr(part, "optimizer", getattr(part, "_optimizer", None))
@@ -114,7 +129,7 @@ def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
             f"scheduler=, a {type(scheduler).__name__},{inner} moves the learning rates of another optimizer (a "
             f"{type(other).__name__} of {len(other.param_groups)} groups) than the {type(optimizer).__name__} in use, "
             "which would stay as they are; make it from the optimizer that is passed as optimizer=, or pass a "
-            "function: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+            f"function: {_EXAMPLE}"
         )
 
 
@@ -135,8 +150,7 @@ def _made(maker: Any, optimizer: Optimizer) -> Any:
         ) from error
     if isinstance(made, type) or not callable(getattr(made, "step", None)):
         raise InvalidInputError(
-            f"scheduler={shown(maker)} returned {shown(made)}, which has no step(); return the scheduler: "
-            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
+            f"scheduler={shown(maker)} returned {shown(made)}, which has no step(); return the scheduler: {_EXAMPLE}"
         )
     return made
 
@@ -148,10 +162,10 @@ def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
         return
     step = getattr(scheduler, "step", None)
     if not callable(step):
-        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step() that can be called")
+        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step() that can be called; pass {_EXAMPLE}")
     try:
         inspect.signature(step).bind()
-    except ValueError:  # it does not tell what it takes
+    except ValueError:  # it has no signature
         return
     except TypeError as error:
         raise InvalidInputError(

@@ -1,6 +1,6 @@
-"""What is called outside of the memory limit, which is the training step's: callbacks and loaders.
+"""Calls callbacks and loaders outside of the memory limit, which is the training step's.
 
-A process that they start would inherit the limit, and what they hold themselves still counts when the next step begins.
+A process that they start would inherit the limit. What they hold themselves still counts when the next step begins.
 """
 
 from __future__ import annotations

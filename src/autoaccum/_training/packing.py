@@ -1,4 +1,4 @@
-"""Turns values into what plain `torch.load(weights_only=True)` gives back, and those into values again.
+"""Packs values into types that plain `torch.load(weights_only=True)` loads, and unpacks them.
 
 NumPy's arrays and numbers are pickled as calls of NumPy's own functions, and those trust their arguments: a file can
 have them read and write memory of its choice. So they are stored as tensors under tags of ours, and nothing of NumPy is

@@ -1,4 +1,4 @@
-"""The runners of one call of `fit`, one after the other: what is known of sizes in, a runner that cuts by it out."""
+"""The lifecycle of one call of `fit`, one after the other: what is known of sizes in, a runner that cuts by it out."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.finding import Finding
-    from autoaccum._training.progress import Course
-    from autoaccum._training.rank_coordination import Company
+    from autoaccum._training.one_process import OneProcess
+    from autoaccum._training.progress import TrainingProgress
 
 
 class _Noting(Callback):
-    """Notes what becomes of plans: a callback apart from the runners, which hold it and whose runners call it.
+    """Notes what becomes of plans: a callback apart from the lifecycle, which hold it and whose lifecycle call it.
 
     Args:
         finding: Keeps what was found for the next run.
@@ -60,18 +60,18 @@ class _Noting(Callback):
             self._compiling.begin()
 
 
-class Runners:
+class PlanLifecycle:
     """Makes a runner to begin with, and another where a step is to take less memory, or training goes back.
 
     Args:
         step: The training step.
-        course: Where training stands; it moves with every update.
+        progress: Where training stands; it moves with every update.
         callbacks: Told what happens.
         notices: Where choices made for the user are said.
         finding: Finds how windows are to be cut.
         fallbacks: Make a step take less memory where not even one sample fits.
         compiling: Compiles the model when sizes are known; None where that is not asked for.
-        company: The other processes of this training; None where this is the only one.
+        world: The processes of this training.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
 
@@ -85,26 +85,26 @@ class Runners:
     def __init__(
         self,
         step: TrainingStep,
-        course: Course,
+        progress: TrainingProgress,
         callbacks: Sequence[Callback],
         notices: Notices,
         *,
         finding: Finding,
         fallbacks: Fallbacks,
         compiling: Compiling | None,
-        company: Company | None,
+        world: OneProcess,
         loss_scope: str,
         batchnorm: str,
     ) -> None:
         self._noting = _Noting(finding, compiling)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
-        self._course = course
+        self._progress = progress
         self._notices = notices
         self._finding = finding
         self._fallbacks = fallbacks
         self._compiling = compiling
-        self._company = company
+        self._world = world
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
         self._earlier_oom_events = 0
@@ -113,7 +113,7 @@ class Runners:
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
         """Every plan, each with the step from which on it held."""
-        return tuple(self._noting.plans) or ((self._course.moment.windows + 1, self.current.plan),)
+        return tuple(self._noting.plans) or ((self._progress.moment.windows + 1, self.current.plan),)
 
     @property
     def oom_events(self) -> int:
@@ -132,8 +132,7 @@ class Runners:
             DoesNotFitError: Not even one sample fits.
         """
         probed = self._probe(first) if first.samples else None
-        if self._company is not None:
-            self._company.tell_plans(None if probed is None else self._finding.plan(probed))
+        self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
         return Cutting(plan, plan, None if probed is None else probed.bytes_per_sample), probed
 
@@ -156,16 +155,16 @@ class Runners:
 
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows so."""
-        step, windows_done = self._step, self._course.moment.windows
-        wanted = self._finding.wanted(self._course.windows_ahead, cutting)
+        step, windows_done = self._step, self._progress.moment.windows
+        wanted = self._finding.wanted(self._progress.windows_ahead, cutting)
         events = Events(self.callbacks, windows=windows_done)
         self.current = WindowRunner(
             step,
             Sizing(step.memory, lambda: step.parameters, cutting, wanted, events),
             events,
             self._notices,
-            peers=None if self._company is None else self._company.joint,
-            commit=self._course,
+            peers=self._world.peers,
+            commit=self._progress,
             loss_scope=self._loss_scope,
             batchnorm=self._batchnorm,
         )
@@ -176,7 +175,7 @@ class Runners:
             return
         self._noting.compile()
         for callback in self.callbacks[1:] if self._noting.plans else self.callbacks:
-            callback.on_plan(plan, step=self._course.moment.windows + 1, probe=probed)
+            callback.on_plan(plan, step=self._progress.moment.windows + 1, probe=probed)
 
     def _probe(self, first: Window) -> ProbeResult | None:
         try:
@@ -236,7 +235,7 @@ class Runners:
         """Make another runner that cuts as the present one does, where training has gone back to an earlier moment."""
         former = self.current.cutting
         self._earlier_oom_events += self.current.oom_events
-        next_step = self._course.moment.windows + 1
+        next_step = self._progress.moment.windows + 1
         self._noting.plans = [(since, earlier) for since, earlier in self._noting.plans if since <= next_step]
         if not self._noting.plans or self._noting.plans[-1][1] != former.plan:
             self._noted(former.plan)
@@ -265,5 +264,5 @@ class Runners:
 
     def _noted(self, plan: Plan) -> Plan:
         """Note a plan that holds from the next window on, and return it."""
-        self._noting.plans.append((self._course.moment.windows + 1, plan))
+        self._noting.plans.append((self._progress.moment.windows + 1, plan))
         return plan

@@ -8,13 +8,11 @@ a run that goes on begins.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
-from autoaccum._data.batches import Window, stream
 from autoaccum._data.loader_state import Track
-from autoaccum._distributed.loader import of_whole
 from autoaccum._engine import afterwards
 from autoaccum._training.checkpoint_contents import Moment
 from autoaccum.errors import InvalidInputError
@@ -22,59 +20,66 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from autoaccum._data.batches import Window
     from autoaccum._data.loader_state import Position, RandomStates
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation
     from autoaccum._snapshot import RandomState
     from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.rank_coordination import Company
+    from autoaccum._training.one_process import OneProcess
 
 
-class Course:
-    """Goes through a loader's epochs, window by window.
+@dataclass(frozen=True)
+class Data:
+    """What is trained on, and for how long.
 
-    Args:
+    Attributes:
         loader: As for `fit`.
         target_batch: Samples a window, on all processes together.
+        last_window: What becomes of a shorter last one.
         epochs: Epochs after which to stop; None for no such end.
         max_steps: Windows after which to stop; None for no such end.
         steps_per_epoch: Windows that an epoch has, where that is known.
-        last_window: What becomes of a shorter last one.
+    """
+
+    loader: Iterable[Any]
+    target_batch: int
+    last_window: str
+    epochs: int | None
+    max_steps: int | None
+    steps_per_epoch: int | None
+
+
+class TrainingProgress:
+    """Goes through a loader's epochs, window by window.
+
+    Args:
+        data: What is trained on.
+        schedule: Moves with updates.
         memory: Its limit is lifted while a loader starts its workers.
         random: The generators whose states belong to a moment; None where there is no way back to one.
-        company: The other processes of this training; None where this is the only one.
+        world: The processes of this training.
 
     Attributes:
         moment: The moment after the last whole window.
         is_whole: Whether model, optimizer and scheduler are those of the moment: not while an update is being made.
-        schedule: Moves with updates; to be set before the first.
     """
-
-    schedule: Schedule
 
     def __init__(
         self,
-        loader: Iterable[Any],
-        target_batch: int,
+        data: Data,
+        schedule: Schedule,
         *,
-        epochs: int | None,
-        max_steps: int | None,
-        steps_per_epoch: int | None,
-        last_window: str,
         memory: MemoryBackend,
         random: RandomState | None,
-        company: Company | None,
+        world: OneProcess,
     ) -> None:
-        self._loader = loader
-        self._target_batch = target_batch
-        self._epochs = epochs
-        self._max_steps = max_steps
-        self._steps_per_epoch = steps_per_epoch
-        self._last_window = last_window
+        self._data = data
+        self._schedule = schedule
         self._memory = memory
         self._random = random
-        self._company = company
-        self._track = Track(loader if company is None else company.loader, random)
+        self._world = world
+        self._track = Track(world.loader, random)
         self.moment = Moment(0, 0, self._track.at_start(1), self._random_states())
         self.is_whole = True
         self._windows: Iterator[Window] | None = None
@@ -87,20 +92,20 @@ class Course:
     def is_over(self) -> bool:
         """Whether there is nothing left to do."""
         windows, position = self.moment.windows, self.moment.position
-        if self._epochs is not None and position.epoch > self._epochs:
+        if self._data.epochs is not None and position.epoch > self._data.epochs:
             return True
-        if self._max_steps is None or windows < self._max_steps:
+        if self._data.max_steps is None or windows < self._data.max_steps:
             return False
-        return position.closed or windows > self._max_steps
+        return position.closed or windows > self._data.max_steps
 
     @property
     def windows_ahead(self) -> int | None:
         """Windows that are to come, where that is known."""
-        if self._max_steps is not None:
-            return self._max_steps - self.moment.windows
-        if self._steps_per_epoch is None or self._epochs is None:
+        if self._data.max_steps is not None:
+            return self._data.max_steps - self.moment.windows
+        if self._data.steps_per_epoch is None or self._data.epochs is None:
             return None
-        return self._steps_per_epoch * self._epochs - self.moment.windows
+        return self._data.steps_per_epoch * self._data.epochs - self.moment.windows
 
     def close(self) -> None:
         """Let go of the epoch's windows, and so of the processes that load them."""
@@ -116,10 +121,8 @@ class Course:
             InvalidInputError: The loader gives nothing.
         """
         self._first = first = self._first_window()
-        if self._company is None:
-            return first
-        self._company.look_at(first)
-        return self._company.part(first)
+        self._world.look_at(first)
+        return self._world.part(first)
 
     def next_window(self) -> Window | None:
         """Return the next window; None at the end of the epoch or of the training.
@@ -127,46 +130,36 @@ class Course:
         An error of the loader arrives as it is: it is never the step's.
         """
         windows = self._begin_epoch() if self._windows is None else self._windows
-        if self.moment.windows == self._max_steps:
+        if self.moment.windows == self._data.max_steps:
             return None
         first, self._first = self._first, None
         if first is None:
             with self._memory.lifted():  # a data set may start processes for a sample
                 first = next(windows, None)
-        window = first
-        # Other ranks may have some of it left.
-        return Window.empty() if window is None and self._company is not None else window
+        return self._world.at_end if first is None else first
 
     def has_nothing(self, window: Window | None) -> bool:
         """Whether an epoch has begun that has no window, this being the first."""
-        if self._company is None:
-            return window is None and not self.moment.position.batches
-        if self._has_begun or window is None:
+        if self._has_begun:
             return False
         self._has_begun = True
-        return not self._company.has_anything(window.samples)
+        return not self._world.has_anything(window)
 
     def part_to_make(self, window: Window) -> Window | None:
         """Return this process's part of a window of which an update is to be made; None where it is to be left out."""
         self._coming = self._track.after(window)
-        if self._company is None:
-            return window
-        part = self._company.part(window)
-        return None if self._company.is_to_be_dropped(part) else part
+        part = self._world.part(window)
+        return None if self._world.is_to_be_dropped(part) else part
 
     def _first_window(self) -> Window:
         windows = self._begin_epoch()
         with self._memory.lifted():
-            first = next(windows, None)
-        if first is None and self._company is not None and self._company.has_anything(0):
-            return Window.empty()  # other ranks have some
-        if first is not None and self._company is not None:
-            self._company.has_anything(1)
-        if first is None:
+            first = next(windows, self._world.at_end)
+        if first is None or not self._world.has_anything(first):
             dropped = ""
-            if self._last_window == "drop":
+            if self._data.last_window == "drop":
                 dropped = (
-                    f" or less than target_batch={self._target_batch} samples, which last_window='drop' leaves out"
+                    f" or less than target_batch={self._data.target_batch} samples, which last_window='drop' leaves out"
                 )
             raise InvalidInputError(f"the loader gave no batch{dropped}, so there is nothing to train on")
         return first
@@ -180,9 +173,7 @@ class Course:
         return self._windows
 
     def _windows_of(self, batches: Track, skip: int) -> Iterator[Window]:
-        if self._company is None:
-            return stream(batches, self._target_batch, last_window=self._last_window, skip=skip)
-        return self._company.windows(batches, self._company.windows_done, skip)
+        return self._world.windows(batches, skip)
 
     # --- the moment ---------------------------------------------------------------------------------------------------
 
@@ -205,10 +196,9 @@ class Course:
             skipped: Whether the scaler skipped it.
         """
         self.is_whole = False
-        self.schedule.after_update(skipped=skipped)
+        self._schedule.after_update(skipped=skipped)
         self.moment = self._next
-        if self._company is not None:
-            self._company.ranks.moment = self._next.windows
+        self._world.note_moment(self._next.windows)
         try:
             self._note_random_state()
         except Exception as error:
@@ -252,12 +242,12 @@ class Course:
         position = self.moment.position
         try:
             if evaluation is not None:
-                self.schedule.after_evaluation(evaluation)
+                self._schedule.after_evaluation(evaluation)
             if not position.closed:
-                self.schedule.after_epoch()
+                self._schedule.after_epoch()
         except Exception as error:
             raise afterwards.told(error, self.moment.windows, has_moved=False) from error
-        if self.moment.windows == self._max_steps:  # there may be more of this epoch
+        if self.moment.windows == self._data.max_steps:  # there may be more of this epoch
             position = replace(position, closed=True)
         else:
             position, self._windows = self._track.at_start(position.epoch + 1), None
@@ -306,12 +296,11 @@ class Course:
         Raises:
             CheckpointError: The loader is another one.
         """
-        if self._company is None:
-            return replace(moment, position=of_whole(moment.position, self._loader, self._target_batch))
-        position = self._company.taken_over(moment.position)
-        # The order of the epochs to come is drawn on the first.
-        is_first = self._company.ranks.rank == 0
-        return replace(moment, position=position, random=moment.random if is_first else self._random_states())
+        position = self._world.position_of(moment.position)
+        # The order of the epochs to come is drawn on the first rank.
+        return replace(
+            moment, position=position, random=moment.random if self._world.decides else self._random_states()
+        )
 
     def _random_states(self) -> RandomStates | None:
         if self._random is None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._data.batches import Window, stream
 from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
-from autoaccum._distributed.data_parallel import Joint, trained
-from autoaccum._distributed.fsdp import ShardedJoint
+from autoaccum._distributed.data_parallel import DataParallel, trained
+from autoaccum._distributed.fsdp import ShardedDataParallel
 from autoaccum._distributed.load_balance import Shares, cut
 from autoaccum._distributed.loader import (
     DealtLoader,
@@ -29,6 +29,7 @@ from autoaccum._distributed.same_windows import GoneThrough
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line
 from autoaccum._training.checkpoint_files import SHARDS
+from autoaccum._training.one_process import OWN, WHOLE, WINDOWS, OneProcess, part_of
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
@@ -37,20 +38,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._data.loader_state import Position, Track
+    from autoaccum._distributed.data_parallel import Part
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_contents import Moment
+    from autoaccum._training.checkpoint_contents import Contents, Kept, Moment
     from autoaccum._training.checkpoint_schedule import Saver
 
-# What a rank may wish to happen after a window, as bits.
-SAVE, END = 1, 2
-# What a process goes through: all samples, its part of every window of them, or samples that are its own.
-WHOLE, WINDOWS, OWN = "whole", "windows", "own"
 
-
-class Company:
+class SeveralRanks(OneProcess):
     """The ranks of one training, as one of them sees them.
 
     Args:
@@ -68,7 +65,7 @@ class Company:
         ranks: All ranks.
         loader: What this rank loads from.
         target_batch: Samples of a window that are this rank's, where shares are equal.
-        joint: Through which windows are made together; None before `begin`.
+        peers: Make the windows together; None before `begin`.
 
     Raises:
         InvalidInputError: There are more ranks than samples in a window, or samples cannot be shared out.
@@ -92,12 +89,11 @@ class Company:
                 f"target_batch={target_batch} is shared out among {ranks.size} ranks, so that some would have nothing "
                 "to do; take a larger target_batch, or fewer ranks"
             )
-        self.ranks = ranks
-        self.joint: Joint | None = None
+        super().__init__(loader, target_batch, last_window)
+        self.ranks: Ranks = ranks
+        self.peers: DataParallel | None = None
         self._notices = notices
         self._overlap, self._hindrance = overlap, hindrance
-        self._whole_target = target_batch
-        self._last_window = last_window
         self._shards = shard
         self._shares = Shares(ranks.size, by_speed=shares == "speed")
         self._bounds = cut(target_batch, self._shares.weights)
@@ -127,6 +123,18 @@ class Company:
         self._is_looked_at = shard
         self._gone_through = GoneThrough(ranks, notices) if shard and self._sharded is None else None
 
+    is_alone = False
+
+    @property
+    def at_end(self) -> Window:
+        """A window without samples, another one each time: ranks tell windows apart by their identity."""
+        return Window.empty()
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.rank == 0
+
     def part_of_validation(self, val_loader: Iterable[Any]) -> Iterable[Any]:
         """Return what gives this rank's part of validation data.
 
@@ -138,49 +146,43 @@ class Company:
         _refuse_own_samples(val_loader, "val_loader")
         return DealtLoader(val_loader, self.ranks)
 
-    def begin(self, step: TrainingStep, wishes: Callable[[], int], grows_to: int | None) -> None:
+    def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
         """Make ready to make windows together.
 
         Args:
             step: This rank's training step.
-            wishes: Returns what this rank wishes to happen after a window.
+            wishes: Returns what this rank wishes to happen after a window, given how many windows ahead that is.
             grows_to: The largest micro-batch that is wanted of a model that is spread over ranks, where sizes grow.
         """
         said: dict[str, Any] = {
-            "wishes": wishes,
+            "wishes": lambda: wishes(1),  # asked before the window is done
             "note": self._reached,
             "look": _accept if self._gone_through is None else self._gone_through.check,
             "is_timed": self._shares.by_speed,
         }
         if is_sharded(step.objective.modules):
-            self.joint = ShardedJoint(self.ranks, step, grows_to, **said)
+            self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
             return
         room = None
         if self._overlap:
             room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
-        self.joint = Joint(self.ranks, step, room=room, say=self._notices.say, **said)
+        self.peers = DataParallel(self.ranks, step, room=room, say=self._notices.say, **said)
 
     # --- whose samples are whose --------------------------------------------------------------------------------------
 
-    def windows(self, batches: Track, windows_done: int, skip: int) -> Iterator[Window]:
+    def windows(self, batches: Track, skip: int) -> Iterator[Window]:
         """Return an epoch's windows, of which this rank's part is `part`.
 
         Args:
             batches: The epoch's batches, from where it goes on.
-            windows_done: Windows of the epoch that a sharded loader has given before.
             skip: Samples of the first batch that are used already.
         """
         if self._sharded is not None:
-            sizes = map(self._sharded.share_of, itertools.count(windows_done))
+            sizes = map(self._sharded.share_of, itertools.count(int(self._sharded.state_dict()["windows"])))
             return stream(batches, sizes, skip=skip)
         if self._shards:
             return stream(batches, self._whole_target, last_window=self._last_window, skip=skip)
         return stream(batches, self.target_batch, skip=skip)
-
-    @property
-    def windows_done(self) -> int:
-        """Windows of the present epoch that are done, where a loader counts them."""
-        return 0 if self._sharded is None else int(self._sharded.state_dict()["windows"])
 
     def part(self, window: Window) -> Window:
         """Return this rank's part of what `windows` gave."""
@@ -206,14 +208,32 @@ class Company:
             self._gone_through.check([note for _, note in said])
         return sum(samples for samples, _ in said) < self._whole_target
 
-    def has_anything(self, batches: int) -> bool:
-        """Whether the loader of any rank has given a batch in this epoch."""
-        return any(self.ranks.exchange("epoch", batches))
+    def has_anything(self, window: Window | None) -> bool:
+        """Whether the loader of any rank has given something in this epoch, of which this is the first window."""
+        return window is None or any(self.ranks.exchange("epoch", window.samples))
 
-    def share_out(self) -> None:
-        """Set the shares by what the window that was just made has shown."""
-        assert self.joint is not None
-        parts = self.joint.parts
+    def note_moment(self, windows: int) -> None:
+        """Note that so many windows are done."""
+        self.ranks.moment = windows
+
+    def wishes_of_all(self) -> int:
+        """Set the shares by what the window that was just made has shown; return what any rank wishes after it."""
+        assert self.peers is not None
+        self._share_out(self.peers.parts)
+        wishes = 0
+        for part in self.peers.parts:
+            wishes |= part.wishes
+        return wishes
+
+    def of_all(self, what: str, own: Any) -> list[Any]:
+        """Return what each rank says."""
+        return self.ranks.exchange(what, own)
+
+    def meet_at_end(self) -> None:
+        """See that no other rank has failed after its last update, which is known only when it says something."""
+        self.ranks.exchange("end")
+
+    def _share_out(self, parts: Sequence[Part]) -> None:
         if not self._shares.note([part.samples for part in parts], [part.seconds for part in parts]):
             return
         if self._sharded is not None:
@@ -252,14 +272,6 @@ class Company:
                     "that all of them see"
                 )
 
-    def parts_of_all(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what a checkpoint is to hold of each rank.
-
-        Args:
-            own: This rank's.
-        """
-        return self.ranks.exchange_tensors("state", {**own, "loader": self._goes_through})
-
     def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
         """Return what a checkpoint holds of this rank; None where it was written by other processes.
 
@@ -268,7 +280,7 @@ class Company:
         """
         return part_of(content, path, self.ranks.rank, self.ranks.size, self._goes_through)
 
-    def taken_over(self, position: Position) -> Position:
+    def position_of(self, position: Position) -> Position:
         """Return where this training stands at a position of other processes.
 
         Raises:
@@ -282,7 +294,7 @@ class Company:
     def _goes_through(self) -> str:
         return OWN if not self._shards else WHOLE if self._sharded is None else WINDOWS
 
-    def take_folder(self, saver: Saver, notices: Notices) -> None:
+    def _take_folder(self, saver: Saver, notices: Notices) -> None:
         """Make the folder for checkpoints this training's: rank 0, which writes them, holds it for all.
 
         Raises:
@@ -309,8 +321,10 @@ class Company:
         """Return the checkpoint to go on from, the same on every rank; None where there is none.
 
         Raises:
+            CheckpointInUseError: Another process trains with the folder; on every rank.
             CheckpointError: Ranks have found different ones, or none that is whole.
         """
+        self._take_folder(saver, notices)
         damage: dict[Path, str] = {}
         while True:
             found = saver.find(notices, damage)
@@ -331,7 +345,19 @@ class Company:
             self.ranks.fail(error)
         return self.ranks.stood_together
 
-    def write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, dcp.Files]:
+    def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
+        """Write a checkpoint of a moment: rank 0 a file, and every rank its part of what is spread over them."""
+        own = {**contents.part(moment, kept), "loader": self._goes_through}
+        parts = self.ranks.exchange_tensors("state", own)
+        files = self._write_shards(saver, moment, contents.spread()) if contents.is_sharded else None
+        path = saver.write(contents.take(moment, kept, parts, files), moment) if self.decides else None
+        path = Path(self.ranks.exchange("written", None if path is None else str(path))[0])
+        saver.took(path, moment)
+        if files is not None and self.decides:
+            saver.remove_others()
+        return path
+
+    def _write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, dcp.Files]:
         """Write what is spread over ranks, each its part, into a new folder; return its name and what is in it.
 
         Raises:
@@ -374,62 +400,9 @@ class Company:
                 "run, or pass resume=False to start anew"
             ) from error
 
-    def written_by_one(self, write: Any) -> Path:
-        """Have rank 0 write a checkpoint, and return its path on every rank.
-
-        Args:
-            write: Called on rank 0 alone.
-        """
-        path = write() if self.ranks.rank == 0 else None
-        return Path(self.ranks.exchange("written", None if path is None else str(path))[0])
-
 
 def _accept(_: Sequence[int]) -> None:
     """Accept whatever ranks say of their loaders, where each has samples of its own."""
-
-
-def part_of(
-    content: Mapping[str, Any], path: Path, rank: int, size: int, goes_through: str
-) -> Mapping[str, Any] | None:
-    """Return what a checkpoint holds of one of `size` processes; None where it was written by others.
-
-    Args:
-        content: What is in it.
-        path: Where it is.
-        rank: The number of this process.
-        size: How many there are.
-        goes_through: What this process goes through.
-
-    Raises:
-        CheckpointError: It was, in the middle of an epoch, and some had or have samples of their own.
-    """
-    parts = content.get("ranks") or [content]
-    wrote = str(parts[0].get("loader", WHOLE if len(parts) == 1 else OWN))
-    if len(parts) == size and wrote == goes_through:
-        found: Mapping[str, Any] = parts[rank]
-        return found
-    if not any(part["position"]["batches"] for part in parts):
-        return None
-    by = f"{len(parts)} process{'es' if len(parts) > 1 else ''}"
-    if wrote == OWN:
-        raise CheckpointError(
-            f"the checkpoint {path} was written by {by} in the middle of an epoch, each with a loader of its own "
-            f"(shard=False), and what these had left cannot be given to {_here(size, goes_through)}; go on with {by} "
-            "and the same loaders, or pass resume=False to start anew"
-        )
-    if goes_through == OWN:
-        raise CheckpointError(
-            f"the checkpoint {path} was written by {by} in the middle of an epoch of a loader that gives all samples, "
-            f"and what it had left cannot be given to {_here(size, goes_through)}; pass shard=True with a loader that "
-            f"gives all samples to every process, go on with {by} as before, or pass resume=False to start anew"
-        )
-    return None
-
-
-def _here(size: int, goes_through: str) -> str:
-    if size == 1:
-        return "this one process"
-    return f"these {size}, " + ("each with a loader of its own" if goes_through == OWN else "which share one out")
 
 
 def _refuse_own_samples(loader: Any, name: str) -> None:

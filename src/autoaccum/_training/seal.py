@@ -34,7 +34,7 @@ class BrokenSealError(Exception):
 
 
 class _Hashing:
-    """A file that computes the digest of what is written to it, beside the writing."""
+    """A file that computes the digest of what is written to it in another thread."""
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
         self._file = file
@@ -60,7 +60,7 @@ class _Hashing:
     def _begun(self, data: Any) -> Future[None] | None:
         if len(data) < _WORTH_A_THREAD:
             return None
-        with contextlib.suppress(RuntimeError):  # no thread is to be had
+        with contextlib.suppress(RuntimeError):  # no more threads are allowed
             return self._pool.submit(self._hash.update, data)
         return None
 
@@ -77,7 +77,7 @@ def sealing(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def check(file: BinaryIO) -> bool:
-    """Look whether a file is as it was sealed; return False for one that has no seal.
+    """Check that a file is as it was sealed; return False for one that has no seal.
 
     Raises:
         BrokenSealError: It is not.

@@ -1,7 +1,7 @@
-"""Puts back what a call of `fit` changes before its first update, where it ends there: seeds, rates, new folders.
+"""Undoes what a call of `fit` changed if it fails before its first update: seeds, learning rates, new folders.
 
-Parameters, buffers, gradients and optimizer state are the runner's to put back. Here is what the call itself does to
-get ready, so that one that is refused can be corrected and made again as if it had not been made.
+A refused call can then be corrected and repeated as if it had not been made. The runner puts back parameters, buffers,
+gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Untouched:
         loaders: The random generators of their own are put back too.
 
     Attributes:
-        training: Says how many windows are done; None before it is put together.
+        training: Counts the windows that are done; None before it exists.
     """
 
     def __init__(self, device: torch.device, folders: Iterable[Path | None], loaders: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Validation data in, an `Evaluation` out, within a training that goes on as if there had been none."""
+"""Evaluates on validation data in the middle of a training, and leaves the training as it was."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Validation:
         step: The training step.
         val_loader: The validation data as the user gave it.
         metrics: As for `fit`.
-        on_oom: Told when memory has run out.
+        on_oom: Called when memory has run out.
         loss_scope: As for `fit`.
         part: This process's part of it.
         ranks: The processes that evaluate together; None where this is the only one.
         random: The generators that are put back afterwards.
-        is_kept: Whether a checkpoint of before may have to be written in the middle of it.
+        is_kept: Whether a checkpoint of the state before may be written in the middle of an evaluation.
 
     Raises:
         InvalidInputError: A metric cannot be used.
@@ -60,10 +60,10 @@ class Validation:
         self._is_kept = is_kept
 
     def try_out(self, most: int | None) -> None:
-        """Evaluate a few samples, so that what cannot be evaluated is known before the first update.
+        """Evaluate a few samples, so that a failing evaluation is known before the first update.
 
-        Nothing that the training sees is moved. A loader that cannot be begun again is not touched, nor one that ranks
-        share out, of which each loads its own samples alone, nor a model whose forward pass others would have to join.
+        The training is not affected. Skipped for a loader that can be read only once, for one that ranks share, and for
+        a model whose forward pass other ranks would have to join.
 
         Args:
             most: The most samples at once that the user allows, if the user says so.

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from autoaccum._launch.slurm.again import MARK, Ended, main, next_start
+from autoaccum._launch.slurm.again import MARK, StepEnd, main, next_start
 from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Progress, Restart, Submitted
 
 # As Slurm 22.05 wrote it here, where Slurm itself looks at memory.
@@ -32,7 +32,7 @@ def folder(tmp_path):
     ],
 )
 def test_lack_of_memory_is_known_by_slurms_words(line):
-    ended = Ended(1, f"{MARK}\nepoch 1\n{line}\n", [FAILED])
+    ended = StepEnd(1, f"{MARK}\nepoch 1\n{line}\n", [FAILED])
 
     assert ended.lack_of_memory == line
 
@@ -48,26 +48,26 @@ def test_lack_of_memory_is_known_by_slurms_words(line):
     ],
 )
 def test_a_kill_that_the_step_survived_is_not_what_ended_it(folder, code, log):
-    ended = Ended(code, f"{MARK}\n{log}")
+    ended = StepEnd(code, f"{MARK}\n{log}")
 
     assert ended.lack_of_memory is None
     assert isinstance(next_start(folder, ended), str)
 
 
 def test_words_of_an_earlier_start_say_nothing_of_this_one():
-    assert Ended(1, f"{MARK}\n{OVER}\n{MARK}\nepoch 1\n").lack_of_memory is None
+    assert StepEnd(1, f"{MARK}\n{OVER}\n{MARK}\nepoch 1\n").lack_of_memory is None
 
 
 def test_sigkill_without_a_word_is_taken_for_lack_of_memory():
-    assert "SIGKILL" in Ended(137, MARK).lack_of_memory
+    assert "SIGKILL" in StepEnd(137, MARK).lack_of_memory
 
 
 def test_sigkill_that_followed_another_processs_error_is_not():
-    assert Ended(137, MARK, [FAILED]).lack_of_memory is None
+    assert StepEnd(137, MARK, [FAILED]).lack_of_memory is None
 
 
 def test_micro_batches_become_half_as_large(folder):
-    restart = next_start(folder, Ended(137, OVER))
+    restart = next_start(folder, StepEnd(137, OVER))
 
     assert (restart.kind, restart.step, restart.max_micro_batch) == ("memory", 7, 32)
 
@@ -75,43 +75,43 @@ def test_micro_batches_become_half_as_large(folder):
 def test_cap_from_before_counts_where_it_is_smaller(folder):
     folder.add_restart(Restart(kind="memory", reason="", step=3, max_micro_batch=10))
 
-    assert next_start(folder, Ended(137, OVER)).max_micro_batch == 5
+    assert next_start(folder, StepEnd(137, OVER)).max_micro_batch == 5
 
 
 def test_lost_device_is_started_again_as_it_was(folder):
-    restart = next_start(folder, Ended(5, "", [LOST]))
+    restart = next_start(folder, StepEnd(5, "", [LOST]))
 
     assert (restart.kind, restart.max_micro_batch, restart.reason) == ("device", None, "DeviceLostError: gone")
 
 
 def test_any_other_end_is_the_jobs(folder):
-    assert "did not end for want of memory" in next_start(folder, Ended(1, "ValueError", [FAILED]))
+    assert "did not end for lack of memory" in next_start(folder, StepEnd(1, "ValueError", [FAILED]))
 
 
 def test_retries_are_counted_without_requeues(folder):
     folder.add_restart(Restart(kind="requeue", reason="", step=1))
     folder.add_restart(Restart(kind="memory", reason="", step=1, max_micro_batch=32))
-    assert isinstance(next_start(folder, Ended(137, OVER)), Restart)
+    assert isinstance(next_start(folder, StepEnd(137, OVER)), Restart)
 
     folder.add_restart(Restart(kind="memory", reason="", step=1, max_micro_batch=16))
 
-    assert "--retries 2 allows no more" in next_start(folder, Ended(137, OVER))
+    assert "--retries 2 allows no more" in next_start(folder, StepEnd(137, OVER))
 
 
 def test_one_sample_leaves_nothing_to_make_smaller(folder):
     folder.write_progress(Progress(phase="training", micro_batch=1))
 
-    assert "nothing to make smaller" in next_start(folder, Ended(137, OVER))
+    assert "cannot be made smaller" in next_start(folder, StepEnd(137, OVER))
 
 
 def test_before_the_training_smaller_micro_batches_change_nothing(folder):
     folder.write_progress(Progress(phase="pre-flight", micro_batch=64))
 
-    assert "before the training" in next_start(folder, Ended(137, OVER))
+    assert "before the training" in next_start(folder, StepEnd(137, OVER))
 
 
 def test_warned_before_it_could_listen_it_is_requeued_but_not_for_ever(folder):
-    unheard = Ended(128 + signal.SIGUSR2, MARK)
+    unheard = StepEnd(128 + signal.SIGUSR2, MARK)
     for _ in range(IN_VAIN):
         restart = next_start(folder, unheard)
         assert (restart.kind, restart.step) == ("requeue", 7)
@@ -123,7 +123,7 @@ def test_warned_before_it_could_listen_it_is_requeued_but_not_for_ever(folder):
 def test_without_what_was_asked_nothing_is_started(folder):
     (folder.path / "job.json").write_text('{"name": "a", "reci')
 
-    assert "cannot be read" in next_start(folder, Ended(137, OVER))
+    assert "cannot be read" in next_start(folder, StepEnd(137, OVER))
 
 
 def test_answer_is_the_exit_code_and_is_noted(folder, capsys):
@@ -147,7 +147,7 @@ def test_why_it_is_not_started_again_is_noted_for_those_who_list_jobs(folder):
     main([str(folder.path), "5", "1"])
 
     assert folder.progress.phase == "failed"
-    assert "did not end for want of memory" in folder.progress.error
+    assert "did not end for lack of memory" in folder.progress.error
 
 
 def test_end_that_the_process_noted_itself_stays(folder):

@@ -72,7 +72,7 @@ def test_folder_that_is_gone_ends_no_training(tmp_path):
     autoaccum.fit(torch.nn.Linear(2, 1), DATA, 4, device="cpu", progress=False, callbacks=[progress])
 
     assert progress.step == 3
-    assert "cannot be noted" in notices.texts[0]
+    assert "cannot be written" in notices.texts[0]
 
 
 def test_second_start_keeps_what_is_known_until_it_trains(tmp_path):

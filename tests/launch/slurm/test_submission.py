@@ -1,5 +1,6 @@
 """What is asked of Slurm, and what is refused before it is."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from autoaccum._cli import slurm
 from autoaccum._launch.slurm import submission
-from autoaccum._launch.slurm.submission import Wanted, minutes_of, script_of
+from autoaccum._launch.slurm.submission import Resources, minutes_of, script_of
+from autoaccum._report.durations import seconds_in
 from autoaccum.errors import InvalidInputError
 from slurm_jobs import RECIPE, command
 
@@ -50,8 +52,13 @@ def test_time_that_slurm_would_not_know_is_refused(text):
         minutes_of(text)
 
 
+@pytest.mark.parametrize("text", ["90:30", "12:00:01", "2-6", "1-1:30"])
+def test_time_limits_of_reports_and_of_jobs_are_the_same(text):
+    assert minutes_of(text) == math.ceil(seconds_in(text, name="--time") / 60)
+
+
 @pytest.mark.parametrize(
-    "wanted",
+    "resources",
     [
         {"nodes": 0},
         {"gpus_per_node": -1},
@@ -62,13 +69,13 @@ def test_time_that_slurm_would_not_know_is_refused(text):
         {"others": {"signal": "USR1@3"}},
     ],
 )
-def test_what_cannot_be_is_refused(wanted, tmp_path):
+def test_what_cannot_be_is_refused(resources, tmp_path):
     with pytest.raises(InvalidInputError, match=r"must be|leave it out"):
-        script_of(Wanted(name="a", **wanted), tmp_path)
+        script_of(Resources(name="a", **resources), tmp_path)
 
 
 def test_there_is_a_task_for_every_card(tmp_path):
-    script = script_of(Wanted(name="a", nodes=2, gpus_per_node=8, tasks_per_node=3), tmp_path)
+    script = script_of(Resources(name="a", nodes=2, gpus_per_node=8, tasks_per_node=3), tmp_path)
 
     assert "#SBATCH --nodes=2\n" in script
     assert "#SBATCH --gpus-per-node=8\n" in script
@@ -76,7 +83,7 @@ def test_there_is_a_task_for_every_card(tmp_path):
 
 
 def test_what_was_not_asked_is_left_to_the_cluster(tmp_path):
-    script = script_of(Wanted(name="a"), tmp_path)
+    script = script_of(Resources(name="a"), tmp_path)
 
     asked = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH" in line}
     assert asked == {"job-name", "nodes", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}

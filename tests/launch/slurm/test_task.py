@@ -5,7 +5,8 @@ import os
 import pytest
 
 from autoaccum._launch.slurm.folder import JobFolder, Restart
-from autoaccum._launch.slurm.task import CAP_VARIABLE, Task, resubmission_of
+from autoaccum._launch.slurm.task import Task, resubmission_of
+from autoaccum._system.environment import MAX_MICRO_BATCH
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 
 RECIPE = """
@@ -45,8 +46,8 @@ def folder(tmp_path):
 @pytest.fixture
 def run(folder, monkeypatch):
     """Run a task as a node would; what it sets in the environment is taken back."""
-    monkeypatch.setenv(CAP_VARIABLE, "")
-    monkeypatch.delenv(CAP_VARIABLE)
+    monkeypatch.setenv(MAX_MICRO_BATCH, "")
+    monkeypatch.delenv(MAX_MICRO_BATCH)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
@@ -55,7 +56,7 @@ def run(folder, monkeypatch):
         return task()
 
     yield run
-    os.environ.pop(CAP_VARIABLE, None)
+    os.environ.pop(MAX_MICRO_BATCH, None)
 
 
 def test_job_is_trained_and_its_folder_tells_of_it(run, folder):
@@ -78,7 +79,7 @@ def test_cap_of_an_earlier_start_holds_for_a_size_that_was_asked_for(run, folder
     run(checks=False)
 
     assert folder.progress.micro_batches == [2, 2, 2, 2]
-    assert os.environ[CAP_VARIABLE] == "2"
+    assert os.environ[MAX_MICRO_BATCH] == "2"
 
 
 def test_recipe_that_starts_anew_does_so_only_once(run, folder, capfd):
@@ -87,7 +88,7 @@ def test_recipe_that_starts_anew_does_so_only_once(run, folder, capfd):
 
     run(checks=False)
 
-    assert "going on from the checkpoint" in capfd.readouterr().err
+    assert "resuming from the checkpoint" in capfd.readouterr().err
 
 
 def test_job_that_cannot_fit_ends_with_a_report_of_what_would_help(run, folder):

@@ -1,11 +1,11 @@
-"""Asked by the batch script where its step has ended badly: start it again, here and now?
+"""Decides, when the step of a batch script has failed, whether the script starts it again.
 
     python -m autoaccum._launch.slurm.again FOLDER JOB_ID EXIT_CODE
 
-ends with 0 for yes. A step that ran out of memory is started again from its checkpoint, in micro-batches half as large;
-one whose device was lost, as it was; any other end is the job's. Slurm kills the processes of a step, and leaves the
-script that started them alone: so this runs within the same allocation, and nothing waits in the queue again. A step
-that was warned of its time limit before it could listen is requeued, as it would have done itself.
+exits with 0 for yes. A step that ran out of memory starts again from its checkpoint in micro-batches half as large; one
+that lost its device starts again as it was; any other failure ends the job. Slurm kills the processes of a step and not
+the batch script, so the next step runs in the same allocation and does not wait in the queue. A step that Slurm warned
+of its time limit before it handled the signal is requeued.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 # Written by the batch script before each start.
 MARK = "autoaccum: start"
-# 128 + a signal that warns and that nobody handled yet: SIGUSR2, or SIGUSR1 where submitit is told so.
+# 128 + an unhandled warning: SIGUSR2, or SIGUSR1 where submitit is configured so.
 _UNHEARD = (128 + signal.SIGUSR2, 128 + signal.SIGUSR1)
-# What of a log is looked at: Slurm's words are its last.
+# Slurm's words are at the end of the log.
 _TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Ended:
+class StepEnd:
     """How a step ended.
 
     Attributes:
         code: srun's exit code.
         log: The end of its log.
-        failures: What its processes noted of their own errors; those that were killed noted nothing.
+        failures: The errors that its processes wrote down; killed ones wrote none.
     """
 
     code: int
@@ -53,39 +53,33 @@ class Ended:
 
     @property
     def lack_of_memory(self) -> str | None:
-        """What shows that it was killed for its memory; None where nothing does."""
-        said = slurm_words(self.log.rpartition(MARK)[2], self.code)
-        if said is not None:
-            return said
-        # Where one process fails the others are killed, and then the signal says nothing.
+        """The evidence that it was killed for its memory; None where there is none."""
+        line = slurm_words(self.log.rpartition(MARK)[2], self.code)
+        if line is not None:
+            return line
+        # Where one process fails Slurm kills the others, and the signal means nothing.
         if self.code == KILLED and not self.failures:
             return "killed by SIGKILL, which the kernel sends where memory is short"
         return None
 
     @property
     def loss_of_device(self) -> str | None:
-        """What shows that a new process can go on; None where nothing does."""
-        found = [failure["error"] for failure in self.failures if failure.get("needs_new_process")]
-        return found[0] if found else None
+        """The error that a new process would not have; None where there is none."""
+        return next((failure["error"] for failure in self.failures if failure.get("needs_new_process")), None)
 
 
-def next_start(folder: JobFolder, ended: Ended) -> Restart | str:
-    """Return how a job is to be started again, or why not.
-
-    Args:
-        folder: The job's.
-        ended: How its step ended.
-    """
+def next_start(folder: JobFolder, ended: StepEnd) -> Restart | str:
+    """Return how to start a job again, or why not."""
     submitted, progress = folder.submitted, folder.progress
     if submitted is None:
-        return f"what was asked for cannot be read ({folder.path / 'job.json'}), so it is not started again"
+        return f"the submission cannot be read ({folder.path / 'job.json'}), so it is not started again"
     step = 0 if progress is None else progress.step
     if ended.code in _UNHEARD and not folder.gets_nowhere:
-        return Restart(kind="requeue", reason="warned of the time limit before it could listen", step=step)
+        return Restart(kind="requeue", reason="warned of the time limit before it handled the signal", step=step)
     lack = ended.lack_of_memory
     reason = lack or ended.loss_of_device
     if reason is None:
-        return "it did not end for want of memory, so it is not started again"
+        return "it did not end for lack of memory, so it is not started again"
     used = sum(restart.kind != "requeue" for restart in folder.restarts)
     if used >= submitted.retries:
         return f"{reason}; it was started again {used} times, and --retries {submitted.retries} allows no more"
@@ -96,17 +90,17 @@ def next_start(folder: JobFolder, ended: Ended) -> Restart | str:
 
 def _smaller(progress: Progress | None, cap: int | None, reason: str) -> Restart | str:
     if progress is None or progress.phase != "training" or progress.micro_batch is None:
-        return f"{reason}; that was before the training, which smaller micro-batches would not change"
+        return f"{reason}; that was before the training, where smaller micro-batches change nothing"
     largest = min(progress.micro_batch, cap or progress.micro_batch)
     if largest == 1:
-        return f"{reason}; and micro-batches of one sample leave nothing to make smaller"
+        return f"{reason}; micro-batches of one sample cannot be made smaller"
     return Restart(kind="memory", reason=reason, step=progress.step, max_micro_batch=largest // 2)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Decide, note it, and say it."""
+    """Decide, write the decision down, and print it."""
     folder, job_id, code = JobFolder(Path(arguments[0])), arguments[1], int(arguments[2])
-    found = next_start(folder, Ended(code, _tail(folder.log(job_id)), folder.take_failures()))
+    found = next_start(folder, StepEnd(code, _tail(folder.log(job_id)), folder.take_failures()))
     if isinstance(found, Restart) and found.kind == "requeue":
         folder.add_restart(found)
         _say(f"{found.reason}; requeued")
@@ -120,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     _say(found)
     progress = folder.progress
     if progress is not None and progress.phase not in FINAL:
-        folder.write_progress(replace(progress, phase="failed", error=found))  # of its own it could not
+        folder.write_progress(replace(progress, phase="failed", error=found))  # it was killed before it could
     return 1
 
 

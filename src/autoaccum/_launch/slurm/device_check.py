@@ -1,8 +1,6 @@
-"""The first seconds of a job: a look at its device, and whether anything fits there at all.
+"""The first seconds of a job: reads its device and tries a step of one or two samples, which leaves no trace.
 
-A step of one or two samples is tried for real and leaves no trace; how far beyond that micro-batches may go, the first
-windows find out. Where not even that fits there is nothing to wait for: the whole report is written, with what would
-help, and the job ends.
+The first windows find larger sizes. Where not even this step fits, the job ends with a whole report of what would help.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._launch.job import shared_arguments
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.api import preflight
 from autoaccum._report.files import beside
@@ -32,16 +31,16 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     """Look at the device and try a step.
 
     Args:
-        job: What is to be trained, its model made.
-        report_file: Where the report is written; None for nowhere.
-        say: Told what was found.
+        job: The job, its model made.
+        report_file: Where to write the report; None for nowhere.
+        say: Prints a line.
 
     Raises:
         DoesNotFitError: Nothing fits, and the job has no `fallback`.
     """
     batch = first_of(job.loader)
     if batch is None:
-        say("pre-flight: nothing was tried, since the loader's batches can be had only once")
+        say("pre-flight: no step was tried, since the loader can be read only once")
         return
     report = _report_of(job, batch, min(_SAMPLES, job.target_batch))
     if not report.fits and job.fallback is None:
@@ -61,22 +60,9 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
 
 
 def _report_of(job: Job, batch: Any, target_batch: int) -> Report:
-    return preflight(
-        job.model,
-        batch,
-        target_batch,
-        loss=job.loss,
-        optimizer=job.optimizer,
-        device=job.device,
-        precision=job.precision,
-        memory_limit=job.memory_limit,
-        max_micro_batch=min(_SAMPLES, target_batch),
-        forward=job.forward,
-        loss_reduction=job.loss_reduction,
-        loss_scope=job.loss_scope,
-        batchnorm=job.batchnorm,
-        measure=True,
-    )
+    whether_it_fits = {"target_batch": target_batch, "max_micro_batch": min(_SAMPLES, target_batch), "measure": True}
+    not_asked = dict.fromkeys(("loader", "epochs", "max_steps", "strategy"))
+    return preflight(batch=batch, **shared_arguments(job, preflight) | whether_it_fits | not_asked)
 
 
 def _summary(report: Report) -> str:

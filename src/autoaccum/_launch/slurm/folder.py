@@ -1,7 +1,8 @@
-"""A job's folder: what was asked, how far it is, and how often it was started again, each a file of JSON.
+"""A job's folder: its submission, its progress and its restarts, each a file of JSON.
 
-Every file has one writer at a time: who submits, the training's first rank, and whoever starts it again. Each is
-written beside its place and renamed. One that cannot be read is taken for one that is not there, and is said.
+Every file has one writer at a time: the submitting command, the training's first rank, and whoever starts the job
+again. Files are written beside their place and renamed. One that cannot be read counts as missing, and the list of jobs
+names it.
 """
 
 from __future__ import annotations
@@ -26,21 +27,19 @@ FINAL = ("done", "failed", "stopped")
 # Requeues without an update after which another one is pointless.
 IN_VAIN = 3
 _Record = TypeVar("_Record")
-# More in one second, and the names are counted up.
-_AT_ONCE = 1000
-# Of a file of this folder.
+_MOST_IN_A_SECOND = 1000
 _MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """What was asked.
+    """The record of a submission.
 
     Attributes:
         name: The job's name in Slurm.
         recipe: The recipe, with its whole path.
-        tasks: How many processes train.
-        retries: How often it may be started again with smaller micro-batches.
+        tasks: Processes.
+        retries: How often it may start again with smaller micro-batches.
         submitted_at: Seconds since 1970.
         job_id: Slurm's number for it; None until it has one.
     """
@@ -55,19 +54,19 @@ class Submitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a training is, as its first rank wrote it last.
+    """The state of a training, as its first rank wrote it last. None stands for what is not known.
 
     Attributes:
         phase: "pre-flight", "training", "done", "stopped" or "failed".
-        step: Updates that are done.
-        steps: Updates there will be, where that is known.
-        epoch: The epoch at work.
-        epochs: Epochs there will be, where that is known.
-        samples_per_s: By the updates since this was written before.
-        loss: Of the last update; None where it is no number.
-        micro_batches: In which the last update was cut.
-        micro_batch: The largest there may be at work: of the last update, or of the plan, or the target batch.
-        error: What ended it.
+        step: Updates made.
+        steps: Updates in all.
+        epoch: The current epoch.
+        epochs: Epochs in all.
+        samples_per_s: Speed since the file was written before.
+        loss: Of the last update; None where it is not finite.
+        micro_batches: The cut of the last update.
+        micro_batch: The largest one possible now: of the last update, of the plan, or the target batch.
+        error: What ended the training.
         written_at: Seconds since 1970.
     """
 
@@ -86,12 +85,12 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Why a job was started again.
+    """A start of a job after its first one.
 
     Attributes:
         kind: "requeue" (it goes on as it was), "memory" (in smaller micro-batches) or "device" (in a new process).
         reason: For people.
-        step: Updates that were done.
+        step: Updates made before.
         max_micro_batch: The cap from then on; None for none.
         at: Seconds since 1970.
     """
@@ -104,18 +103,14 @@ class Restart:
 
 
 class JobFolder:
-    """The folder of one job.
-
-    Args:
-        path: Where it is.
-    """
+    """The folder of one job, at a path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def made(cls, parent: Path, name: str) -> Self:
-        """Make a new folder; two that are made at the same moment are two.
+        """Make a new folder; two commands at the same moment get two.
 
         Raises:
             InvalidInputError: It cannot be made.
@@ -125,14 +120,14 @@ class JobFolder:
             raise InvalidInputError(f"--folder {str(parent)!r} has a %, which means something to Slurm; pass another")
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            for number in range(1, _AT_ONCE):
+            for number in range(1, _MOST_IN_A_SECOND):
                 path = parent / (stem if number == 1 else f"{stem}-{number}")
                 try:
                     path.mkdir()
                 except FileExistsError:
                     continue
                 return cls(path)
-            reason = f"there are {_AT_ONCE} jobs of this second"
+            reason = f"there are {_MOST_IN_A_SECOND} jobs of this second"
         except OSError as error:
             reason = error.strerror or str(error)
         raise InvalidInputError(
@@ -142,41 +137,35 @@ class JobFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the training's checkpoints are, unless it was told otherwise."""
+        """The folder of the training's checkpoints, unless the job names another."""
         return self.path / "checkpoints"
 
     def log(self, job_id: str, task: int = 0) -> Path:
-        """Return where a task's output goes; submitit chooses the name."""
+        """Return the file of a task's output; submitit chooses the name."""
         return self.path / f"{job_id}_{task}_log.out"
 
     def unreadable(self) -> list[str]:
-        """Return the names of those files that are there and cannot be read."""
+        """Return the names of files that exist and cannot be read."""
         names = ("job.json", "progress.json", "restarts.json")
         return [name for name in names if (self.path / name).exists() and self._read(name) is None]
 
-    # --- what was asked -----------------------------------------------------------------------------------------------
-
     @property
     def submitted(self) -> Submitted | None:
-        """What was asked; None where that cannot be read."""
+        """The submission; None where it cannot be read."""
         return _made_of(Submitted, self._read("job.json"))
 
     def write_submitted(self, submitted: Submitted) -> None:
-        """Write what was asked."""
+        """Write the submission."""
         self._write("job.json", asdict(submitted))
-
-    # --- how far it is ------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress | None:
-        """How far it is; None where it has not begun."""
+        """The progress; None before the first start."""
         return _made_of(Progress, self._read("progress.json"))
 
     def write_progress(self, progress: Progress) -> None:
-        """Write how far it is."""
+        """Write the progress."""
         self._write("progress.json", asdict(progress))
-
-    # --- how often it was started again -------------------------------------------------------------------------------
 
     @property
     def restarts(self) -> list[Restart]:
@@ -187,39 +176,35 @@ class JobFolder:
 
     @property
     def max_micro_batch(self) -> int | None:
-        """The largest micro-batch that may be tried from now on; None for any."""
+        """The cap for micro-batches from now on; None for none."""
         caps = [restart.max_micro_batch for restart in self.restarts if restart.max_micro_batch is not None]
         return min(caps, default=None)
 
     @property
     def gets_nowhere(self) -> bool:
-        """Whether it was requeued again and again without one more update: its time is too short for its start."""
+        """Whether the last requeues brought no update: the job's time is too short for its start."""
         last = [restart for restart in self.restarts if restart.kind == "requeue"][-IN_VAIN:]
         progress = self.progress
         step = 0 if progress is None else progress.step
         return len(last) == IN_VAIN and all(restart.step == step for restart in last)
 
     def add_restart(self, restart: Restart) -> None:
-        """Note that it is started again."""
+        """Add a restart."""
         self._write("restarts.json", {"restarts": [asdict(each) for each in (*self.restarts, restart)]})
 
-    # --- what went wrong ----------------------------------------------------------------------------------------------
-
     def note_failure(self, rank: int, error: str, *, needs_new_process: bool) -> None:
-        """Note what ended one process, by itself: one that is killed leaves nothing."""
+        """Write down the error of a rank; a process that is killed leaves none."""
         content = {"rank": rank, "error": error, "needs_new_process": needs_new_process}
-        with contextlib.suppress(InvalidInputError):  # what ended the process is to be seen, not this
+        with contextlib.suppress(InvalidInputError):  # it must not hide the error itself
             self._write(f"failed-{rank}.json", content)
 
     def take_failures(self) -> list[dict[str, Any]]:
-        """Return what ended processes since this was asked before."""
+        """Return the errors of ranks, and remove them from the folder."""
         found = []
         for path in sorted(self.path.glob("failed-*.json")):
             found.append(self._read(path.name) or {"error": f"{path.name} cannot be read"})
             path.unlink(missing_ok=True)
         return found
-
-    # --- files --------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
@@ -234,12 +219,12 @@ class JobFolder:
 
 
 def plain(name: str) -> str:
-    """Return a name as part of a path that no shell and no Slurm reads anything into."""
+    """Return a name as part of a path that neither a shell nor Slurm interprets."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
 
 
 def _made_of(kind: type[_Record], content: dict[str, Any] | None) -> _Record | None:
-    """Make a record of what was read; of a file that a later version wrote, what is known here."""
+    """Make a record of what was read; of a file that a later version wrote, the fields that this one has."""
     if content is None:
         return None
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The jobs of a folder: what Slurm says of them, and what they wrote themselves, put together.
+"""Lists the jobs of a folder, from Slurm's state and the files that the jobs wrote.
 
-Slurm forgets a job some minutes after its end, and is not everywhere: then what the folder says has to do.
+Slurm forgets a job some minutes after its end, and is not on every machine; then the files alone count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autoaccum._launch.slurm.folder import Progress, Restart, Submitted
 
-# A controller that is busy answers late; one that is gone, never.
+# For a busy controller.
 _PATIENCE_S = 20
 
 
@@ -28,13 +28,13 @@ class Listed:
 
     Attributes:
         folder: Its folder.
-        state: What Slurm says, in small letters; else the phase that the job wrote last, with a question mark where
-            that need not be so any more.
-        reason: Why Slurm lets it wait, or ended it; None where it does not say.
-        submitted: What was asked; None where that cannot be read.
-        progress: How far it is; None where it has not begun.
+        state: Slurm's state, in small letters; else the phase that the job wrote last, with a question mark where it
+            may have changed.
+        reason: Why Slurm lets it wait, or ended it.
+        submitted: The submission; None where it cannot be read.
+        progress: The progress; None before the first start.
         restarts: Every start but the first.
-        problems: What cannot be read, or cannot be right, a text each.
+        problems: Files that cannot be read, and contradictions, a text each.
     """
 
     folder: Path
@@ -47,16 +47,8 @@ class Listed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON's types."""
-        return {
-            "job_id": None if self.submitted is None else self.submitted.job_id,
-            "folder": str(self.folder),
-            "state": self.state,
-            "reason": self.reason,
-            "submitted": None if self.submitted is None else asdict(self.submitted),
-            "progress": None if self.progress is None else asdict(self.progress),
-            "restarts": [asdict(restart) for restart in self.restarts],
-            "problems": list(self.problems),
-        }
+        job_id = None if self.submitted is None else self.submitted.job_id
+        return {"job_id": job_id, **asdict(self), "folder": str(self.folder)}
 
 
 def jobs_in(parent: Path) -> list[Listed]:
@@ -91,11 +83,11 @@ def _listed(folder: JobFolder, submitted: Submitted | None, states: Mapping[str,
 
 
 def states_of(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return for each job that Slurm still knows its state, in small letters, and the reason for it."""
+    """Return the state, in small letters, and its reason of each job that Slurm still knows."""
     wanted = set(job_ids)
     if not wanted:
         return {}
-    # All of the user's, since squeue fails for all where it does not know one.
+    # All of the user's jobs, since squeue fails for a list with an unknown one.
     running = _asked(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r"])
     found = {row[0]: (row[1].lower(), _said(row[2])) for row in running if len(row) == 3 and row[0] in wanted}  # noqa: PLR2004
     missing = wanted - found.keys()
@@ -112,7 +104,7 @@ def _said(reason: str) -> str:
 
 
 def _asked(command: Sequence[str]) -> list[list[str]]:
-    """Return the lines that a command of Slurm's prints, cut at the bars; none where there is no answer."""
+    """Return the lines that a command of Slurm prints, split at the bars; none where it fails."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)  # noqa: S603 - no shell
     except (OSError, subprocess.TimeoutExpired):

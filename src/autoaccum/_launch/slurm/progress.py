@@ -1,4 +1,4 @@
-"""Writes into a job's folder how far its training is, at most once a second."""
+"""Writes the progress of a training into its job's folder, at most once a second."""
 
 from __future__ import annotations
 
@@ -18,21 +18,15 @@ if TYPE_CHECKING:
     from autoaccum._records import Plan, ProbeResult, StepReport
     from autoaccum._system.notices import Notices
 
-# Often enough for whoever looks, seldom enough for a file system that a whole cluster uses.
+# Not more often, for file systems that a whole cluster shares.
 _EVERY_S = 1.0
 
 
 class ProgressFile(Callback):
-    """Keeps the file `progress.json` of a job.
-
-    A file that cannot be written is no reason to end a training: it is said once.
-
-    Args:
-        folder: The job's.
-        notices: Where that is said.
+    """Keeps the file `progress.json` of a job. One that cannot be written gets a notice and ends no training.
 
     Attributes:
-        target_batch: The largest micro-batch there may be as long as nothing else is known.
+        target_batch: The largest possible micro-batch until the first plan.
     """
 
     target_batch: int | None = None
@@ -49,32 +43,32 @@ class ProgressFile(Callback):
 
     @property
     def step(self) -> int:
-        """Updates that are done."""
+        """Updates made."""
         self._take_last()
         return self._progress.step
 
     def end(self, phase: str, error: str | None = None) -> None:
-        """Write how it ended."""
+        """Write the end."""
         self._note(phase=phase, error=error)
         self._write()
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
-        """Note how long it will be."""
+        """Write the length."""
         by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
         lengths = [length for length in (by_epochs, max_steps) if length is not None]
-        # It begins anew, and says otherwise where it goes on from a checkpoint.
+        # `on_resume` follows where the training goes on from a checkpoint.
         self._note(phase="training", steps=min(lengths, default=None), epochs=epochs, step=0, epoch=None, error=None)
         self._note(micro_batch=self.target_batch, micro_batches=())
         self._counted_at = time.monotonic()
         self._write()
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
-        """Note the cut."""
+        """Write the cut."""
         self._note(micro_batch=plan.micro_batch)
         self._write()
 
     def on_step(self, report: StepReport, *, epoch: int) -> None:
-        """Note an update."""
+        """Write an update."""
         self._last = report, epoch
         self._samples += report.samples
         now = time.monotonic()
@@ -84,19 +78,19 @@ class ProgressFile(Callback):
             self._write()
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
-        """Note where it goes on."""
+        """Write the step that the training goes on from."""
         self._last = None
         self._note(step=step, epoch=epoch)
         self._write()
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Note the update; a signal may have come between it and the word of it."""
+        """Write the step; a signal may have come between the update and `on_step`."""
         self._take_last()
         self._note(step=step)
         self._write()
 
     def _take_last(self) -> None:
-        """Take in the last update. Only here is its loss read, which waits for the device."""
+        """Note the last update. Its loss is read only here, since that waits for the device."""
         if self._last is None:
             return
         (report, epoch), self._last = self._last, None
@@ -118,4 +112,4 @@ class ProgressFile(Callback):
         try:
             self._folder.write_progress(replace(self._progress, written_at=time.time()))
         except InvalidInputError as error:
-            self._notices.say(f"how far the job is cannot be noted: {error}")
+            self._notices.say(f"the progress of the job cannot be written: {error}")

@@ -1,8 +1,8 @@
-"""Signals of a Slurm job in, one orderly stop of the training out.
+"""Turns the signals of a Slurm job into one orderly stop of the training.
 
-Slurm sends a signal of one's choice some time before the time limit (submitit asks for SIGUSR2), and SIGTERM where a
-job is cancelled or preempted. `fit` leaves a checkpoint at SIGTERM and then lets the handler from before have it: so
-both become SIGTERM here, and that handler raises `Stopped`, behind the checkpoint. What follows is not decided here.
+Slurm sends a chosen signal before the time limit (submitit asks for SIGUSR2), and SIGTERM to a job that is cancelled or
+preempted. At SIGTERM `fit` writes a checkpoint and then calls the previous handler. So both signals become SIGTERM
+here, and the handler raises `Stopped` once the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 class Stop:
-    """Turns the first SIGTERM, or signal of Slurm's, into `Stopped`, for the length of a block. Later ones do nothing.
+    """Turns the first SIGTERM or warning into `Stopped` within a block; later signals do nothing.
 
     Args:
         warning: The signal that Slurm sends before the time limit.
 
     Attributes:
-        warned: Whether it was that one.
-        former: Who would have had it.
+        warned: Whether the first signal was the warning.
     """
 
     def __init__(self, warning: int) -> None:
@@ -35,7 +34,7 @@ class Stop:
 
     @property
     def former(self) -> Any:
-        """Who would have had the warning."""
+        """The previous handler of the warning."""
         return self._before[self._warning]
 
     def __enter__(self) -> Self:
@@ -44,7 +43,7 @@ class Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What comes now would only disturb what is being put in order: it has been heard.
+        # Further signals would only disturb the clean-up.
         for number, before in self._before.items():
             signal.signal(number, self._ignore if self._stopped else before)
 

@@ -1,7 +1,7 @@
-"""What a person asks for in, a batch script that Slurm has accepted out; submitit writes it and hands it over.
+"""Submits jobs by submitit, which writes the batch script.
 
-The script runs its step in a loop: `_launch/slurm/again.py` says whether a round is to follow. Whether a job can run at
-all is for Slurm to say; its own words are passed on.
+The script runs its step in a loop: after each round `again.py` decides whether another one follows. Whether a job can
+run at all is Slurm's decision; its own words are passed on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import re
 import shlex
 import shutil
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._launch.slurm import again
 from autoaccum._launch.slurm.folder import JobFolder, Submitted, plain
+from autoaccum._report.durations import slurm_seconds
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -27,28 +27,25 @@ if TYPE_CHECKING:
 
     from submitit import SlurmExecutor
 
-# The slowest part of a stop is the checkpoint: a minute and a half writes some 50 GB to an ordinary disk's 600 MB/s.
+# The slowest part of a stop is the checkpoint: 90 s write some 50 GB to a disk of 600 MB/s.
 WARNING_S = 90
-# submitit counts time-outs down. Here what counts is whether a job gets on (`_launch/slurm/task.py`).
+# submitit counts time-outs down; `task.py` looks at whether a job makes progress instead.
 _TIMEOUTS = 1_000_000
-# The forms in which Slurm takes a time; without days: M, M:S, H:M:S; with days: D-H, D-H:M, D-H:M:S.
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _MINUTES_A_DAY = 24 * 60
-# Set here, and needed as they are.
+# Set here; the requeue depends on them.
 _OWN = ("output", "error", "open-mode", "signal", "requeue", "array", "wrap", "parsable", "test-only")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is asked of Slurm, as its options name it; None leaves it to the cluster.
+class Resources:
+    """Options for Slurm, under Slurm's names; None leaves one to the cluster.
 
     Attributes:
-        nodes: How many.
-        gpus_per_node: Cards on each; a process for each of them.
+        gpus_per_node: Cards on each node, and a process for each card.
         tasks_per_node: Processes on each node without cards.
         time: The time limit, in any of Slurm's forms.
-        warning_s: Seconds before the time limit at which the job is warned.
-        others: Any further options.
+        warning_s: Seconds from Slurm's warning to the time limit.
+        others: Further options of sbatch, such as "partition" or "mem".
     """
 
     name: str
@@ -56,12 +53,7 @@ class Wanted:
     gpus_per_node: int = 0
     tasks_per_node: int = 1
     time: str | None = None
-    mem: str | None = None
     cpus_per_task: int | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
     warning_s: int = WARNING_S
     others: Mapping[str, str | bool] = field(default_factory=dict)
 
@@ -71,10 +63,10 @@ class Wanted:
         return self.nodes * (self.gpus_per_node or self.tasks_per_node)
 
     def parameters(self) -> dict[str, Any]:
-        """Return what submitit calls them.
+        """Return them under submitit's names.
 
         Raises:
-            InvalidInputError: One of them cannot be.
+            InvalidInputError: A value is out of range, or an option belongs to autoaccum.
         """
         for name in ("nodes", "tasks_per_node", "cpus_per_task", "warning_s"):
             value = getattr(self, name)
@@ -92,12 +84,7 @@ class Wanted:
             "gpus_per_node": self.gpus_per_node or None,
             "ntasks_per_node": self.gpus_per_node or self.tasks_per_node,
             "time": None if self.time is None else minutes_of(self.time),
-            "mem": self.mem,
             "cpus_per_task": self.cpus_per_task,
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "constraint": self.constraint,
             "signal_delay_s": self.warning_s,
             "stderr_to_stdout": True,
             "wckey": None,  # which submitit would set to its own name
@@ -108,55 +95,47 @@ class Wanted:
 
 
 def minutes_of(text: str) -> int:
-    """Return the minutes of a time limit, rounded up.
+    """Return the minutes of a time limit in one of Slurm's forms, rounded up.
 
     Raises:
-        InvalidInputError: Slurm would not understand it.
+        InvalidInputError: It is in none of them, or is no time at all.
     """
-    match = _TIME.fullmatch(text)
-    if match is None:
+    seconds = slurm_seconds(text)
+    if not seconds:
         raise InvalidInputError(
-            f"--time {text!r} is no time that Slurm knows; write minutes (90), hours:minutes:seconds (12:00:00) or "
-            "days-hours (2-12)"
+            f"--time {text!r} is no time limit that Slurm knows; write minutes (90), hours:minutes:seconds (12:00:00) "
+            "or days-hours (2-12)"
         )
-    days, *numbers = (int(part) if part else 0 for part in match.groups())
-    if match["days"] is not None or match["third"] is not None:
-        hours, minutes, seconds = numbers
-    else:
-        hours, (minutes, seconds) = 0, numbers[:2]
-    total = math.ceil(days * _MINUTES_A_DAY + hours * 60 + minutes + seconds / 60)
-    if total < 1:
-        raise InvalidInputError(f"--time {text!r} is no time at all; give at least one minute")
-    return total
+    return math.ceil(seconds / 60)
 
 
-def script_of(wanted: Wanted, parent: Path) -> str:
+def script_of(resources: Resources, parent: Path) -> str:
     """Return the batch script as it would be submitted, and leave nothing behind.
 
     Raises:
-        InvalidInputError: Something cannot be, or submitit is not installed.
+        InvalidInputError: An option cannot be used, or submitit is not installed.
     """
-    folder = parent.absolute() / f"{plain(wanted.name)}-DATE-TIME"
+    folder = parent.absolute() / f"{plain(resources.name)}-DATE-TIME"
     with tempfile.TemporaryDirectory() as nowhere:
         # submitit makes the folder of an executor.
-        executor = _executor(wanted, JobFolder(Path(nowhere)))
+        executor = _executor(resources, JobFolder(Path(nowhere)))
         text = executor._make_submission_file_text(executor._submitit_command_str, "")
         return text.replace(nowhere, str(folder))
 
 
 def submit(
-    wanted: Wanted, parent: Path, task: Callable[[JobFolder], Any], submitted: Submitted
+    resources: Resources, parent: Path, task: Callable[[JobFolder], Any], submitted: Submitted
 ) -> tuple[str, JobFolder]:
     """Submit a job.
 
     Args:
-        wanted: What is asked of Slurm.
-        parent: Where its folder is made.
-        task: Makes what is to run, given the folder.
-        submitted: What is asked, to be kept there.
+        resources: The options for Slurm.
+        parent: Where the job's folder is made.
+        task: Makes what the job runs, given its folder.
+        submitted: The record of the job, kept in its folder.
 
     Returns:
-        Slurm's number for it, and its folder.
+        Slurm's number of the job, and its folder.
 
     Raises:
         InvalidInputError: There is no Slurm, or it refuses.
@@ -166,11 +145,11 @@ def submit(
             "there is no Slurm here (no sbatch on the PATH); submit from a machine of the cluster, or see with "
             "--dry-run what would be submitted"
         )
-    wanted.parameters()
-    folder = JobFolder.made(parent.absolute(), wanted.name)
+    resources.parameters()
+    folder = JobFolder.made(parent.absolute(), resources.name)
     try:
         folder.write_submitted(submitted)
-        job_id = _accepted(_executor(wanted, folder), task(folder))
+        job_id = _accepted(_executor(resources, folder), task(folder))
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -189,12 +168,12 @@ def _accepted(executor: SlurmExecutor, task: Any) -> str:
         raise InvalidInputError(f"Slurm refuses the job: {words}") from error
 
 
-def _executor(wanted: Wanted, folder: JobFolder) -> SlurmExecutor:
-    parameters = wanted.parameters()
+def _executor(resources: Resources, folder: JobFolder) -> SlurmExecutor:
+    parameters = resources.parameters()
     executor: SlurmExecutor = _kind_of_executor()(folder.path, max_num_timeout=_TIMEOUTS)
     has_time = parameters["time"] is not None
     if not has_time:
-        # submitit reckons with a time; without one in the script, the partition's holds.
+        # submitit needs a time; without one in the script, the partition's default holds.
         parameters["time"] = 365 * _MINUTES_A_DAY
     executor.has_time = has_time  # type: ignore[attr-defined]
     executor.update_parameters(**parameters, setup=_setup(), teardown=_teardown(folder))
@@ -226,7 +205,7 @@ def _kind_of_executor() -> Any:
         from submitit import SlurmExecutor  # noqa: PLC0415
     except ImportError:
         raise InvalidInputError(
-            "submitit is not installed, and jobs are submitted by it: pip install 'autoaccum[slurm]'"
+            "submitit, which submits jobs, is not installed: pip install 'autoaccum[slurm]'"
         ) from None
 
     class Executor(SlurmExecutor):

@@ -1,8 +1,7 @@
-"""What every process of a Slurm job runs: a recipe in, `fit` called, and what follows its end put in motion.
+"""What every process of a Slurm job runs: it loads the recipe, calls `fit`, and requeues the job where necessary.
 
-submitit unpickles a `Task` on the node and calls it; its checkpoint mechanism asks for it anew where the job is
-requeued. A process that ends by an error leaves a note of it, so that whoever decides about another start knows that it
-was not killed.
+submitit unpickles a `Task` on the node and calls it; before a requeue it asks the task what to run next. A process that
+fails writes its error down, so that `again.py` knows that it was not killed.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Restart
 from autoaccum._launch.slurm.progress import ProgressFile
 from autoaccum._launch.slurm.stop import Stop
 from autoaccum._oom import first_line, is_oom
+from autoaccum._system.environment import MAX_MICRO_BATCH
 from autoaccum._system.notices import Notices
 from autoaccum._training.api import fit
 from autoaccum._training.loggers import JSONLinesLog
@@ -45,19 +45,16 @@ if TYPE_CHECKING:
     from autoaccum._launch.job import Job
     from autoaccum._records import FitResult
 
-# What `fit` takes for the largest micro-batch that it may try.
-CAP_VARIABLE = "AUTOACCUM_MAX_MICRO_BATCH"
-
 
 @dataclass(frozen=True)
 class Task:
-    """A training that submitit can start, and start again.
+    """A training that submitit can start, and start again. Pickled, so it cannot move without leaving its name behind.
 
     Attributes:
         recipe: The recipe, with its whole path.
         folder: The job's folder.
-        overrides: What is to replace what the recipe says, named as `fit` names it.
-        checks: Whether the device is looked at first.
+        overrides: Arguments of `fit` that replace the recipe's.
+        checks: Whether to look at the device first.
     """
 
     recipe: str
@@ -66,35 +63,30 @@ class Task:
     checks: bool = True
 
     def __call__(self) -> dict[str, Any]:
-        """Train; return what was done.
+        """Train; return steps, samples and seconds.
 
         Raises:
-            SystemExit: A signal has stopped it; what follows has been set in motion.
+            SystemExit: A signal has stopped it, and the job is requeued where it should be.
         """
-        # Here, because submitit is needed nowhere else in what runs, and is an extra.
+        # Here, because submitit is an extra.
         from submitit import JobEnvironment  # noqa: PLC0415
 
         return _Run(self, JobEnvironment()).run()
 
     def checkpoint(self) -> Any:
-        """Return, when submitit asks for it, what is to run after the requeue: the same, from its own checkpoint."""
+        """Return what submitit runs after a requeue: the same task, which goes on from its checkpoint."""
         return resubmission_of(self)
 
 
 def resubmission_of(task: Any) -> Any:
-    """Return a task as submitit wants it for a requeue."""
+    """Return a task in submitit's form for a requeue."""
     from submitit.helpers import DelayedSubmission  # noqa: PLC0415 - as above
 
     return DelayedSubmission(task)
 
 
 class _Run:
-    """One start of a task in one process.
-
-    Args:
-        task: What is to be done.
-        environment: Where this process is in the job.
-    """
+    """One start of a task in one process."""
 
     def __init__(self, task: Task, environment: JobEnvironment) -> None:
         self._task = task
@@ -112,7 +104,7 @@ class _Run:
         stop = Stop(getattr(signal, f"SIG{self._environment.USR_SIG}"))
         try:
             with stop:
-                self._be_one_of_many()
+                self._set_rank_variables()
                 with exits_refused(self._task.recipe):
                     result = self._train()
         except Stopped:
@@ -120,8 +112,8 @@ class _Run:
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             needs_new_process = isinstance(error, DeviceLostError | StateDamagedError | StartAgainError)
-            # A new process may have the memory; the cut has no part in what follows an update. A scheduler that fails
-            # for another reason would fail there again.
+            # The cut has no part in what follows an update. A new process may have the memory; a scheduler that fails
+            # for another reason would fail again.
             if isinstance(error, UpdateCompleteError) and error.__cause__ is not None:
                 needs_new_process = is_oom(error.__cause__)
             self._folder.note_failure(self._rank, text, needs_new_process=needs_new_process)
@@ -130,7 +122,7 @@ class _Run:
         else:
             self._end("done")
             return {"steps": result.steps, "samples": result.samples, "elapsed_s": result.elapsed_s}
-        # Here, where the training's frames are gone.
+        # Here, where the training's frames hold nothing any more.
         return self._follow(stop)
 
     # --- the training -------------------------------------------------------------------------------------------------
@@ -138,10 +130,10 @@ class _Run:
     def _train(self) -> FitResult:
         job = self._job()
         if self._task.checks and isinstance(job.model, nn.Module) and is_sharded([job.model]):
-            # A step of one process by itself, as the report makes it, is what such a model cannot do.
+            # One process alone, as the report runs it, cannot make a step of such a model.
             self._notices.say("the model is spread over ranks, so there is no pre-flight report")
         elif self._task.checks:
-            device_check.check(job, self._folder.path / "report.json" if self._rank == 0 else None, self._say)
+            device_check.check(job, self._folder.path / "report.json" if self._rank == 0 else None, self._notices.say)
         return fit(**job.fit_arguments(), progress="auto" if self._rank == 0 else False)
 
     def _job(self) -> Job:
@@ -154,29 +146,29 @@ class _Run:
             self._progress.target_batch = chosen.get("target_batch", job.target_batch)
             chosen["callbacks"] = [*job.callbacks, log, self._progress]
         if self._folder.restarts:
-            chosen["resume"] = "auto"  # a recipe that starts anew has done so
+            chosen["resume"] = "auto"  # resume=False held for the first start
         cap = self._folder.max_micro_batch
         if cap is not None:
-            os.environ[CAP_VARIABLE] = str(cap)
+            os.environ[MAX_MICRO_BATCH] = str(cap)
             asked = chosen.get("micro_batch", job.micro_batch)
             if isinstance(asked, int) and asked > cap:
                 chosen["micro_batch"] = cap
             self._notices.say(f"micro-batches have at most {cap} samples, since memory ran out before")
-        # Made once: pre-flight and training share it, and the random numbers it draws.
+        # Made once: pre-flight and training share it, and its random initial values.
         chosen["model"] = job.fit_arguments()["model"]
         return dataclasses.replace(job, **chosen)
 
-    def _be_one_of_many(self) -> None:
-        """Tell torch.distributed, and whoever asks as under torchrun, which of the processes this is."""
+    def _set_rank_variables(self) -> None:
+        """Set the variables of torchrun, and choose the process's card."""
         tasks = self._environment.num_tasks
         if tasks == 1:
             return
         from submitit.helpers import TorchDistributedEnvironment  # noqa: PLC0415
 
-        # As torchrun does: every process sees every card of its node, and takes that of its own number.
+        # As under torchrun, every process sees all cards of its node and takes the one of its local rank.
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         if self._environment.num_nodes == 1:
-            os.environ["MASTER_ADDR"] = "127.0.0.1"  # a node's name need not be known to itself
+            os.environ["MASTER_ADDR"] = "127.0.0.1"  # a node may not resolve its own name
         local = self._environment.local_rank
         if torch.cuda.is_available() and local < torch.cuda.device_count():
             torch.cuda.set_device(local)
@@ -184,16 +176,16 @@ class _Run:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _follow(self, stop: Stop) -> dict[str, Any]:
-        """Do what follows a stop: after a warning the job is requeued, by its first process."""
+        """After Slurm's warning requeue the job, in its first process; after SIGTERM exit."""
         if not stop.warned:
             self._end("stopped", "SIGTERM")
             sys.exit(128 + signal.SIGTERM)
         if self._progress is not None:
             self._end("stopped", "requeued")
-            self._check_that_it_gets_on()
+            self._check_progress()
             reason = "Slurm's warning of the time limit, or of preemption"
             self._folder.add_restart(Restart(kind="requeue", reason=reason, step=self._progress.step))
-        # submitit's own: it asks for the checkpoint, requeues, and exits, in the first process; in others it returns.
+        # submitit's handler: in the first process it asks for the checkpoint, requeues and exits; in others it returns.
         try:
             stop.former(getattr(signal, f"SIG{self._environment.USR_SIG}"), None)
         except (OSError, subprocess.SubprocessError) as error:
@@ -202,7 +194,7 @@ class _Run:
             raise AutoaccumError(text) from error
         return {"stopped": True}
 
-    def _check_that_it_gets_on(self) -> None:
+    def _check_progress(self) -> None:
         if self._folder.gets_nowhere:
             error = AutoaccumError(
                 f"the job was requeued {IN_VAIN} times without a single further update, so it is not requeued again; "
@@ -212,7 +204,7 @@ class _Run:
             raise error
 
     def _note_requeue(self) -> None:
-        """Note a requeue of Slurm's own: a preemption that left no time, a node that failed, or a person."""
+        """Note a requeue from outside: a preemption without a warning, a failed node, or a person."""
         seen = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         known = sum(restart.kind == "requeue" for restart in self._folder.restarts)
         if seen > known:
@@ -224,6 +216,3 @@ class _Run:
     def _end(self, phase: str, error: str | None = None) -> None:
         if self._progress is not None:
             self._progress.end(phase, error)
-
-    def _say(self, text: str) -> None:
-        self._notices.say(text)

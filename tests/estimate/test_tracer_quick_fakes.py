@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoaccum._estimate.quick_fakes import quick_fake
+from autoaccum._estimate.tracer import quick_fake
 
 aten = torch.ops.aten
 SHAPES = ((4, 6), (4, 6, 10), (4, 6, 8, 8), (4, 6, 4, 4, 4))

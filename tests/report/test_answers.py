@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoaccum._report.measuring import Asked
-from autoaccum._report.predicting import footprint_at, predict
+from autoaccum._records import Trial
+from autoaccum._report.answers import Asked, footprint_at, predict
 from autoaccum._sizing.footprint import Estimate
 from report_examples import GIB, MIB, card, estimate, footprint
 
@@ -84,3 +84,10 @@ def test_in_half_precision_sizes_are_multiples_that_tensor_cores_like():
     found = predict(asked, card(total=int(2.5 * GIB)), "bf16", estimate())
 
     assert sum(size % 8 == 0 for size in found.plan.micro_batches) >= len(found.plan.micro_batches) - 1
+
+
+def test_the_fastest_cut_is_planned_as_fit_begins():
+    asked = replace(ASKED, strategy="fastest", target_batch=64)
+    trials = tuple(Trial(size, fits=True, peak_bytes=None, elapsed_s=size**2) for size in (64, 64, 32, 16))
+
+    assert asked.plan(64, "fp32", trials).micro_batches == (64,)

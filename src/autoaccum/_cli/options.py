@@ -1,0 +1,185 @@
+"""Command-line options for the arguments of `fit`, made from `fit`'s signature and docstring.
+
+An option has the name of its argument, and its help is the first sentence of the argument's text in `fit`'s docstring.
+The tables here hold the differences: arguments that only a recipe can give, values that are written differently on a
+command line, and texts where `fit`'s are about Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
+from autoaccum._distributed.load_balance import SHARES
+from autoaccum._engine.fallback import FALLBACKS
+from autoaccum._engine.finiteness import ON_NAN
+from autoaccum._engine.precision import PRECISIONS
+from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
+from autoaccum._sizing.planner import PROBES, STRATEGIES
+from autoaccum._training.api import check_seed, fit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+RECIPE = typer.Argument(
+    metavar="RECIPE.py[:FUNCTION]",
+    help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
+    show_default=False,
+)
+# Python objects, and settings that belong to them. In place of `progress` commands have --quiet.
+IN_RECIPES_ALONE = frozenset(
+    {
+        *("model", "loader", "val_loader", "callbacks", "metrics", "forward", "batchnorm", "last_window"),
+        *("loss", "loss_reduction", "loss_scope"),
+        *("optimizer", "clip_grad_norm", "scheduler", "scheduler_interval", "lr_scaling", "base_batch"),
+        *NOT_OF_A_JOB,
+    }
+)
+# Each process of a Slurm job takes the card of its local rank, and a job always goes on from its own checkpoint.
+NOT_ON_SLURM = frozenset({"device", "resume"})
+
+
+def _auto_or_number(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither 'auto' nor a whole number") from None
+
+
+def _auto_or_yes_or_no(text: str) -> str | bool:
+    meanings: dict[str, str | bool] = {"auto": "auto", "yes": True, "no": False}
+    if text not in meanings:
+        raise typer.BadParameter(f"{text!r} is none of 'auto', 'yes' and 'no'")
+    return meanings[text]
+
+
+class _Form(NamedTuple):
+    """How an argument is written on a command line.
+
+    Attributes:
+        type: The type of its option.
+        metavar: What --help shows for the value.
+        help: A text in place of `fit`'s.
+        parser: Reads a value that no type describes.
+        flag: The option, where it takes no value.
+    """
+
+    type: Any
+    metavar: str | None = None
+    help: str | None = None
+    parser: Callable[[str], Any] | None = None
+    flag: str | None = None
+
+
+# By the type that `fit` declares.
+_BY_TYPE = {
+    "int": _Form(int),
+    "int | None": _Form(int),
+    "float | None": _Form(float),
+    "str | PathLike[str] | None": _Form(Path, "FOLDER"),
+}
+_BY_NAME = {
+    "memory_limit": _Form(str, "SIZE", "Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
+    "micro_batch": _Form(Any, "auto|N", parser=_auto_or_number),
+    "probe": _Form(
+        str, "|".join(PROBES), "How that is found out: by the first windows, by trials before, or not at all."
+    ),
+    "strategy": _Form(str, "|".join(STRATEGIES)),
+    "cache": _Form(bool, flag="--no-cache", help="Neither use nor keep what earlier runs found."),
+    "compile": _Form(bool, flag="--compile", help="Compile the model by torch.compile."),
+    "fallback": _Form(
+        list[str], "|".join(FALLBACKS), "What to do where not even one sample fits; given twice: one after the other."
+    ),
+    "precision": _Form(str, "|".join(PRECISIONS)),
+    "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),
+    "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and go on from the newest one."),
+    "resume": _Form(
+        Any,
+        "auto|yes|no",
+        "Go on from a checkpoint: auto, if there is one; yes, there must be one; no, start from the beginning.",
+        _auto_or_yes_or_no,
+    ),
+    "oom_report": _Form(Path, "FOLDER", "When memory first runs out, write there what was alive."),
+    "shard": _Form(bool, flag="--shard", help="Under torchrun: each rank takes its part of what the loader gives."),
+    "shares": _Form(str, "|".join(SHARES), "How windows are shared out with --shard."),
+    "overlap": _Form(
+        bool, flag="--overlap", help="Under torchrun: all-reduce gradients while the last backward pass still runs."
+    ),
+    "on_nan": _Form(str, "|".join(ON_NAN)),
+}
+
+
+def of_fit(*names: str, without: frozenset[str] = frozenset()) -> dict[str, inspect.Parameter]:
+    """Return options for arguments of `fit`, by name and in `fit`'s order. An option that is not given is None.
+
+    Args:
+        names: The arguments; without any, all that a command line can give.
+        without: Arguments to leave out.
+    """
+    texts = texts_of_arguments(fit)
+    return {
+        name: _option(name, _BY_NAME.get(name) or _BY_TYPE[one.annotation], texts.get(name, ""))
+        for name, one in inspect.signature(fit).parameters.items()
+        if name not in IN_RECIPES_ALONE | without and name in (names or [name])
+    }
+
+
+def _option(name: str, form: _Form, text: str) -> inspect.Parameter:
+    declared = [form.flag] if form.flag else []
+    option = typer.Option(
+        *declared, metavar=form.metavar, help=form.help or _first_clause(text), parser=form.parser, show_default=False
+    )
+    kind: Any = form.type if form.parser else form.type | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+
+
+def _first_clause(text: str) -> str:
+    found = re.match(r"(.+?)(?:[.;](?=\s)|\.?$)", text)
+    return f"{found[1]}." if found is not None else ""
+
+
+def takes(options: dict[str, inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add options to a command, after its arguments and before its own options.
+
+    The command gets them as its `**given`: only those that were given, by name, with values as `fit` takes them.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "given"]
+        arguments = [one for one in own if one.kind is not one.KEYWORD_ONLY]
+        parameters = [*arguments, *options.values(), *own[len(arguments) :]]
+
+        @functools.wraps(command)
+        def called(**values: Any) -> None:
+            found = {name: values.pop(name) for name in options}
+            given = {name: value for name, value in found.items() if value is not None and value != []}
+            if "cache" in given:
+                given["cache"] = False  # its option is --no-cache
+            command(**values, **given)
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        return called
+
+    return decorate
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Refuse numbers and texts that are beyond any training, before the recipe is loaded.
+
+    Raises:
+        InvalidInputError: There is one.
+    """
+    counts = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
+    check_counts({name: given[name] for name in counts if name in given})
+    check_seed(given.get("seed"))
+    check_minutes("checkpoint_minutes", given.get("checkpoint_minutes"))
+    check_texts({"memory_limit": given.get("memory_limit")})

@@ -1,0 +1,183 @@
+"""What fits in one place and how the target batch is cut there: measured on a device at hand, or predicted for a card.
+
+To measure, sizes are tried and the plan is rehearsed for real; both leave no trace, except that the model is on the
+device afterwards. To predict, nothing is run: an `Estimate` of the step says what each size takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._engine.probing import probe
+from autoaccum._memory.limits import parse_limit
+from autoaccum._memory.simulated import Simulated
+from autoaccum._report.dry_run import rehearse
+from autoaccum._report.records import DeviceFacts, Measured, Predicted
+from autoaccum._sizing.footprint import Footprint
+from autoaccum._sizing.planner import TILE, plan
+from autoaccum.errors import DoesNotFitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autoaccum._engine.step import TrainingStep
+    from autoaccum._estimate.gpus import Card
+    from autoaccum._memory.base import MemoryBackend
+    from autoaccum._records import MemoryReading, Plan, ProbeResult, Trial
+    from autoaccum._sizing.footprint import Estimate
+
+_PARTS = tuple(
+    field.name
+    for field in fields(Footprint)
+    if field.name.endswith("_bytes") and field.name not in ("peak_bytes", "reserved_bytes")
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked about a job, wherever it would run.
+
+    Attributes:
+        batch: Samples to repeat.
+        target_batch: Samples per update.
+        most: The largest micro-batch of interest.
+        strategy: How windows are cut.
+        memory_limit: As for `fit`.
+        loss_scope: As for `fit`.
+    """
+
+    batch: Any
+    target_batch: int
+    most: int
+    strategy: str
+    memory_limit: float | str | None
+    loss_scope: str
+
+    def plan(self, largest: int, precision: str, trials: tuple[Trial, ...] = ()) -> Plan:
+        """Cut the target batch as `fit` cuts its first windows, in micro-batches of at most `largest`."""
+        return plan(
+            self.target_batch,
+            min(largest, self.target_batch),
+            # `fit` begins with the balanced cut and finds the fastest by timing whole windows of others.
+            strategy="balanced" if self.strategy == "fastest" else self.strategy,
+            trials=trials,
+            multiple_of=TILE if precision != "fp32" else 1,
+        )
+
+
+def measure_on(
+    asked: Asked,
+    memory: MemoryBackend,
+    put_together: Callable[[], TrainingStep],
+    on_trial: Callable[[Trial], None],
+) -> tuple[Measured, tuple[str, ...]]:
+    """Find out what fits on a device, and rehearse the plan there.
+
+    Args:
+        asked: The question.
+        memory: The device.
+        put_together: Makes the training step, which moves the model there.
+        on_trial: Called after each trial.
+
+    Returns:
+        The findings, and warnings. That nothing fits is an answer too.
+
+    Raises:
+        InvalidInputError: The limit cannot be set, or the loss cannot be taken over a window.
+    """
+    arrived = memory.reading()
+    limit_bytes = parse_limit(asked.memory_limit, memory)
+    trials: list[Trial] = []
+
+    def note(trial: Trial) -> None:
+        trials.append(trial)
+        on_trial(trial)
+
+    step: TrainingStep | None = None
+    try:
+        step = put_together()
+        with memory.limited(limit_bytes):
+            begun = memory.reading()
+        found = probe(step, asked.batch, asked.most, limit_bytes, note, loss_scope=asked.loss_scope)
+    except DoesNotFitError as error:
+        free = arrived.free_bytes if limit_bytes is None else min(arrived.free_bytes, limit_bytes)
+        device = _facts(memory, arrived, free, limit_bytes)
+        precision = None if step is None else step.precision.name
+        return Measured(device, precision, tuple(trials), 0, None, reason=str(error)), ()
+    device = _facts(memory, arrived, begun.used_bytes + begun.free_bytes, limit_bytes)
+    return _rehearsed(asked, step, device, found, limit_bytes)
+
+
+def _rehearsed(
+    asked: Asked, step: TrainingStep, device: DeviceFacts, found: ProbeResult, limit_bytes: int | None
+) -> tuple[Measured, tuple[str, ...]]:
+    chosen = asked.plan(found.micro_batch, step.precision.name, found.trials)
+    measured = Measured(
+        device,
+        step.precision.name,
+        found.trials,
+        found.micro_batch,
+        chosen,
+        fixed_bytes=found.fixed_bytes,
+        bytes_per_sample=found.bytes_per_sample,
+    )
+    # A loss over the whole window runs every micro-batch twice, which a rehearsal of one would not show.
+    seen = rehearse(step, asked.batch, chosen, limit_bytes) if asked.loss_scope == "micro_batch" else None
+    if seen is None:
+        return measured, ()
+    activations = seen.activation_bytes_per_sample
+    measured = replace(measured, footprint=seen.footprint, activation_bytes_per_sample=activations, pace=seen.pace)
+    return measured, seen.warnings
+
+
+def _facts(memory: MemoryBackend, arrived: MemoryReading, room_bytes: int, limit_bytes: int | None) -> DeviceFacts:
+    return DeviceFacts(
+        name=memory.name,
+        device=str(memory.device),
+        total_bytes=arrived.total_bytes,
+        free_bytes=arrived.free_bytes,
+        room_bytes=room_bytes,
+        limit_bytes=limit_bytes,
+        holds_model=memory.device.type != "cpu",
+        others_bytes=arrived.others_bytes,
+        neighbours=tuple(memory.neighbours()),
+    )
+
+
+def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Predicted:
+    """Predict what would fit on a card.
+
+    Args:
+        asked: The question.
+        card: The card.
+        precision: In which the step was traced.
+        estimate: What steps take there.
+
+    Raises:
+        InvalidInputError: The memory limit cannot be read.
+    """
+    limit_bytes = parse_limit(asked.memory_limit, Simulated(card.total_bytes))
+    room = card.free_bytes if limit_bytes is None else min(limit_bytes, card.free_bytes)
+    largest = estimate.largest(room, asked.most)
+    chosen = asked.plan(largest, precision) if largest else None
+    size = estimate.footprints[0].size if chosen is None else chosen.micro_batch
+    return Predicted(card, precision, estimate, room, largest, chosen, footprint_at(estimate, size))
+
+
+def footprint_at(estimate: Estimate, size: int) -> Footprint:
+    """Return the footprint of a size: as traced, or on the line that `Estimate` interpolates by."""
+    known = {footprint.size: footprint for footprint in estimate.footprints}
+    if size in known:
+        return known[size]
+    least, reserved = estimate.footprints[0], estimate.reserved_bytes(size)
+    if len(known) == 1 or reserved <= least.reserved_bytes:
+        # Small sizes all have the peak of what does not grow, such as the update's.
+        return replace(least, size=size)
+    low, high = estimate.footprints[-2:]
+    share = (size - low.size) / (high.size - low.size)
+    parts = {
+        name: max(0, round(getattr(low, name) + share * (getattr(high, name) - getattr(low, name)))) for name in _PARTS
+    }
+    peak = sum(parts.values())
+    return Footprint(size=size, phase=high.phase, peak_bytes=peak, reserved_bytes=max(peak, reserved), **parts)

@@ -1,0 +1,95 @@
+"""Describes a training job by what decides the memory of its steps, as the key of the plan cache.
+
+The description is coarse, since the next start confirms what it finds by a trial: classes, shapes, precision, device,
+limit and versions. Code, values and settings such as learning rates do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from autoaccum._sizing.cache import Key, digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autoaccum._memory.base import MemoryBackend
+
+
+def key_of(
+    modules: Sequence[nn.Module],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer,
+    memory: MemoryBackend,
+    precision: str,
+    target_batch: int,
+    limit_bytes: int | None,
+    loss_scope: str,
+    cap: int | None = None,
+) -> Key:
+    """Return the key of a job; nothing is changed.
+
+    Args:
+        modules: The model, already on its device, and losses that are modules.
+        batch: A batch; the form of one sample counts, not their number.
+        optimizer: Its class counts.
+        memory: The device.
+        precision: The precision in force.
+        target_batch: Samples an update is made from.
+        limit_bytes: In the memory backend's terms; None for no limit.
+        loss_scope: As for `fit`.
+        cap: The most samples allowed at once: a result under a cap does not say what fits without it.
+    """
+    about: dict[str, str | int | None] = {
+        "model": _class_name(modules[0]),
+        "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in modules[0].parameters()),
+        "optimizer": _class_name(optimizer),
+        "precision": precision,
+        "device": memory.name,
+        "device_bytes": memory.reading().total_bytes,
+        "limit_bytes": limit_bytes,
+        "target_batch": target_batch,
+        "loss_scope": loss_scope,
+        "torch": str(torch.version.__version__),
+        "autoaccum": version("autoaccum"),
+    }
+    structures = [_structure(module) for module in modules]
+    return Key(digest_of([about, structures, _form(batch), cap]), target_batch, about)
+
+
+def _structure(model: nn.Module) -> list[Any]:
+    # Its switches too: with `gradient_checkpointing` on, a model takes much less memory.
+    modules = [[name, _class_name(module), _switches(module)] for name, module in model.named_modules()]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [modules, [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors]]
+
+
+def _switches(module: nn.Module) -> dict[str, bool]:
+    return {name: value for name, value in vars(module).items() if type(value) is bool}
+
+
+def _shape(tensor: Tensor) -> list[Any]:
+    return [str(tensor.dtype), None if is_lazy(tensor) else list(tensor.shape)]
+
+
+def _form(batch: Any) -> Any:
+    """Return nesting, types and shapes of one sample."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return [str(batch.dtype), batch.ndim, list(batch.shape[1:])]
+    if isinstance(batch, Mapping):
+        return {str(name): _form(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list) and not all(isinstance(item, str | int | float | None) for item in batch):
+        return [_form(item) for item in batch]
+    return _class_name(batch)  # a list of file names is as long as the batch, and takes nothing on the device
+
+
+def _class_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -1,0 +1,201 @@
+"""The key of a job: the same for every start of it, another where a step may take other memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+from autoaccum._memory.simulated import Simulated
+from autoaccum._sizing.job_key import key_of
+from helpers import assert_bitwise, classifier, labelled, state_of, training_step
+
+JOB = """
+import torch
+from torch import nn
+from autoaccum._memory import backend_for
+from autoaccum._sizing.job_key import key_of
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.names = {"b", "a", "c"}
+
+model = Attention()
+key = key_of(
+    [model], {"x": torch.randn(6, 4), "names": {"a", "b"}}, optimizer=torch.optim.Adam(model.parameters()),
+    memory=backend_for(torch.device("cpu")), precision="bf16", target_batch=6, limit_bytes=None, loss_scope="window",
+)
+print(key.digest)
+"""
+SETTINGS = {"precision": "fp32", "target_batch": 64, "limit_bytes": 1 << 30, "loss_scope": "micro_batch"}
+
+
+def key_of_step(step, batch, **settings):
+    return key_of(step.objective.modules, batch, optimizer=step.optimizer, memory=step.memory, **(SETTINGS | settings))
+
+
+def key(model=None, optimizer=None, *, batch=None, memory=None, **settings):
+    step = training_step(model or classifier(), nn.functional.cross_entropy, optimizer, memory=memory)
+    return key_of_step(step, labelled(4) if batch is None else batch, **settings)
+
+
+def differ(keys):
+    digests = {}
+    for name, made in keys.items():
+        digests.setdefault(made.digest, []).append(name)
+    return [names for names in digests.values() if len(names) > 1]
+
+
+def test_key_is_the_same_in_every_process():
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", JOB],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+
+    assert len(said) == 1
+    assert len(said.pop().strip()) == 64
+
+
+def test_values_number_of_samples_and_settings_of_the_optimizer_make_no_other_job():
+    torch.manual_seed(1)
+    first = key(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    torch.manual_seed(2)
+    second = key(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=7), batch=labelled(9))
+
+    assert first == second
+    assert first.about == second.about
+
+
+def test_key_stays_the_same_while_its_job_trains():
+    step, batch = training_step(classifier(), nn.functional.cross_entropy), labelled(4)
+    before = key_of_step(step, batch)
+    for _ in range(50):
+        nn.functional.cross_entropy(step.objective.outputs(batch), batch[1]).backward()
+        step.optimizer.step()
+
+    assert key_of_step(step, batch) == before
+
+
+def test_making_a_key_changes_nothing():
+    model = classifier()
+    step, batch = training_step(model), labelled(4)
+    state, random = state_of(model), torch.get_rng_state()
+
+    key_of_step(step, batch)
+
+    assert_bitwise(state_of(model), state)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_key_says_what_a_person_wants_to_know():
+    about = key(precision="bf16", memory=Simulated("3GiB")).about
+
+    assert about["model"] == "torch.nn.modules.container.Sequential"
+    assert about["parameters"] == 83
+    assert about["device"] == "simulated device of 3.0 GiB"
+    assert about["precision"] == "bf16"
+    assert about["target_batch"] == 64
+    assert json.loads(json.dumps(about)) == about
+
+
+class Own(nn.Module):
+    def __init__(self, inner=None, **attributes):
+        super().__init__()
+        self.inner = inner or nn.Linear(4, 3).double()
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def with_(model, change):
+    change(model)
+    return model
+
+
+def test_models_of_other_modules_tensors_or_switches_are_other_jobs():
+    models = {
+        "plain": Own(),
+        "other size": Own(nn.Linear(4, 5).double()),
+        "other type": Own(nn.Linear(4, 3)),
+        "deeper": Own(nn.Sequential(nn.Linear(4, 3).double())),
+        "other class": Own(nn.Sequential(nn.Linear(4, 3).double(), nn.ReLU())),
+        "evaluation": Own().eval(),
+        "frozen": with_(Own(), lambda model: model.inner.bias.requires_grad_(False)),
+        "buffer": with_(Own(), lambda model: model.register_buffer("mask", torch.zeros(9))),
+        "checkpointing": Own(gradient_checkpointing=True),
+        "checkpointing off": Own(gradient_checkpointing=False),
+    }
+
+    assert differ({name: key(model) for name, model in models.items()}) == []
+
+
+def test_model_with_a_parameter_that_is_not_made_yet_has_a_key():
+    model = nn.LazyLinear(3)
+    made = key_of(
+        [model], labelled(4), optimizer=torch.optim.SGD(classifier().parameters()), memory=Simulated("1GiB"), **SETTINGS
+    )
+
+    assert made.about["parameters"] == 0
+
+
+def test_batches_of_other_samples_are_other_jobs():
+    inputs, targets = labelled(4)
+    batches = {
+        "pair": (inputs, targets),
+        "floats": (inputs.float(), targets),
+        "wider": (torch.cat([inputs, inputs], 1), targets),
+        "shape": (inputs[:, None], targets),
+        "mapping": {"inputs": inputs, "targets": targets},
+        "other names": {"x": inputs, "targets": targets},
+        "nested": ((inputs, inputs), targets),
+        "names": (inputs, targets, ["a", "b", "c", "d"]),
+        "array": (inputs, targets.numpy()),
+        "alone": inputs,
+        "scalar": (inputs, targets, torch.tensor(0)),
+    }
+
+    assert differ({name: key(batch=batch) for name, batch in batches.items()}) == []
+
+
+def test_order_of_a_mapping_and_names_in_a_list_make_no_other_job():
+    inputs, targets = labelled(2)
+
+    first = key(batch={"x": inputs, "y": targets, "names": ["a", "b"]})
+    second = key(batch={"names": ["c", "d"], "y": targets, "x": inputs})
+
+    assert first == second
+
+
+def test_other_settings_versions_and_devices_are_other_jobs(monkeypatch):
+    keys = {
+        "plain": key(),
+        "target": key(target_batch=65),
+        "limit": key(limit_bytes=1 << 31),
+        "no limit": key(limit_bytes=None),
+        "scope": key(loss_scope="window"),
+        "precision": key(precision="bf16"),
+        "cap": key(cap=8),
+        "optimizer": key(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        "device": key(memory=Simulated("1GiB")),
+        "size of the device": key(memory=Simulated("2GiB")),
+    }
+    for name, change in {
+        "torch": ("torch.version.__version__", "9.9"),
+        "autoaccum": ("autoaccum._sizing.job_key.version", lambda _: "9.9"),
+    }.items():
+        with monkeypatch.context() as other:
+            other.setattr(*change)
+            keys[name] = key()
+
+    assert differ(keys) == []
