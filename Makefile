@@ -64,8 +64,12 @@ TEST_OPTIONS ?=
 WORKERS := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: $(VENV)/.for-development  ## run every test
-	$(BIN)/python -m pytest $(WORKERS) $(TEST_OPTIONS)
+test: $(VENV)/.for-development  ## run every test but the slow ones
+	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
+
+.PHONY: test-slow
+test-slow: $(VENV)/.for-development  ## run the slow tests: larger sweeps, and what waits for real processes
+	$(BIN)/python -m pytest $(WORKERS) -m slow $(TEST_OPTIONS)
 
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style, format and which package imports which
@@ -93,7 +97,7 @@ wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/autoaccum --version
 
 .PHONY: test-all
-test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test on each Python that is here
+test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test, slow or not, on each Python that is here
 
 test-on-%:
 	@found="$$(command -v python$* || true)"; \

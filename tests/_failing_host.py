@@ -42,10 +42,10 @@ _LEAST_LIMIT_BYTES = 4 * 2**20
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def tally_of(case):
-    """Run this file for a case; return what it found."""
+def tally_of(case, every=1):
+    """Run this file for a case, under every so manyeth limit; return what it found."""
     done = subprocess.run(
-        [sys.executable, __file__, str(CASES.index(case))],
+        [sys.executable, __file__, str(CASES.index(case)), str(every)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -80,9 +80,9 @@ def in_a_process_of_its_own(function, *arguments):
 def main():
     torch.set_num_threads(1)  # with more, a fork hangs
     warm_up()
-    case = CASES[int(sys.argv[1])]
+    case, every = CASES[int(sys.argv[1])], int(sys.argv[2])
     peak, tally = in_a_process_of_its_own(Sweep(case).peak_bytes), Tally()
-    for limit_bytes in (int(part * peak) for part in _LIMITS if part * peak > _LEAST_LIMIT_BYTES):
+    for limit_bytes in (int(part * peak) for part in _LIMITS[::every] if part * peak > _LEAST_LIMIT_BYTES):
         played = in_a_process_of_its_own(under_limit, case, limit_bytes)
         tally.add(in_a_process_of_its_own(judged, case, limit_bytes, played))
     print(json.dumps(asdict(tally)))

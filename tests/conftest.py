@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -38,6 +39,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
     if hasattr(signal, _name) and signal.getsignal(getattr(signal, _name)) == signal.SIG_IGN:
         signal.signal(getattr(signal, _name), _handler)
+_modules_kept_out = 0
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
 _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
@@ -89,12 +91,23 @@ def put_back(state):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def short_collections():
-    """Keeps what is imported out of garbage collections: memory is given back hundreds of times in these tests."""
-    gc.collect()
-    gc.freeze()
+def nothing_kept_out_at_the_end():
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def short_collections(nothing_kept_out_at_the_end):
+    """Keeps what is imported out of garbage collections: memory is given back hundreds of times in these tests.
+
+    Much of it comes late, as a part of torch that the first optimizer brings does: so this looks again before each
+    test.
+    """
+    global _modules_kept_out  # noqa: PLW0603
+    if len(sys.modules) > _modules_kept_out + 20:
+        gc.collect()
+        gc.freeze()
+        _modules_kept_out = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +130,7 @@ def no_leaks():
         put_back(before)
     left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     for thread in left:
-        thread.join(timeout=1)
+        thread.join(timeout=10)
     assert not changed, f"left changed: {', '.join(changed)}"
     assert not any(thread.is_alive() for thread in left), f"left running: {left}"
 

@@ -1,12 +1,16 @@
 """Processes that wait for work: what tests of several ranks run in, since each takes seconds to import torch.
 
-The functions that they run are named as "module:function" and called with `rank` and `size` first. Every job has a
-process group of its own, by gloo over a file.
+They are forked from one process that has imported it, so all of them together take no longer than one, and one that is
+killed is there again at once. The functions that they run are named as "module:function" and called with `rank` and
+`size` first. Every job has a process group of its own, by gloo over a file.
 """
 
+import gc
 import importlib
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +30,16 @@ class Crew:
     """`size` processes that do one job after the other together."""
 
     def __init__(self, size):
-        self._members = [self._member() for _ in range(size)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
+        self._origin_socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, str(HERE / "crew.py"), str(theirs.fileno())]
+            self._origin = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
+            )
+        self._origin_answers = self._origin_socket.makefile("rb")
+        self._members = [_Member(self) for _ in range(size)]
 
     def run(self, name, *args, size, **kwargs):
         """Run a function on `size` ranks and return what each has returned, by rank; raise what the first raised."""
@@ -49,46 +62,87 @@ class Crew:
                     "meet": f"{folder}/meet",
                     "wait_s": wait_s,
                 }
-                pickle.dump(job, member.stdin)
-                member.stdin.flush()
+                member.give(job)
             return [self._answer(rank) for rank in range(size)]
 
     def close(self):
         for member in self._members:
-            member.kill()
-            member.wait()
-            member.stdin.close()
-            member.stdout.close()
+            member.end()
+        self._origin_socket.close()  # by which the process that they were forked from ends
+        self._origin_answers.close()
+        self._origin.wait()
 
-    def _member(self):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
-        return subprocess.Popen(
-            [sys.executable, str(HERE / "crew.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+    def ask(self, question, *sockets):
+        """Ask the process that all members are forked from."""
+        socket.send_fds(self._origin_socket, [pickle.dumps(question)], [one.fileno() for one in sockets])
+        return pickle.load(self._origin_answers)  # noqa: S301
 
     def _answer(self, rank):
-        member = self._members[rank]
         try:
-            kind, value = pickle.load(member.stdout)  # noqa: S301
-        except EOFError:
-            member.stdin.close()
-            member.stdout.close()
-            self._members[rank] = self._member()
-            return RuntimeError(f"rank {rank} is gone with exit code {member.wait()}")
+            kind, value = self._members[rank].answer()
+        except (EOFError, ConnectionError):
+            code = self._members[rank].end()
+            self._members[rank] = _Member(self)
+            return RuntimeError(f"rank {rank} is gone with exit code {code}")
         if kind == "raised":
             value.add_note(f"on rank {rank}")
         return value
 
 
-def _work():
-    torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed is no answer
+class _Member:
+    """One process of a crew, as seen from outside."""
+
+    def __init__(self, crew):
+        self._crew = crew
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            self._pid = crew.ask("a member", theirs)
+            self._jobs, self._answers = mine.makefile("wb"), mine.makefile("rb")
+
+    def give(self, job):
+        pickle.dump(job, self._jobs)
+        self._jobs.flush()
+
+    def answer(self):
+        return pickle.load(self._answers)  # noqa: S301
+
+    def end(self):
+        """Kill it if it lives; return its exit code."""
+        self._answers.close()
+        self._jobs.close()
+        return self._crew.ask(self._pid)
+
+
+def _fork_members(origin):
+    """Fork a member whenever asked for one, and tell how one ended, until nobody can ask any more."""
+    importlib.import_module("torch._dynamo")  # which the first optimizer does, in seconds
+    importlib.import_module("autoaccum")
+    gc.collect()
+    gc.freeze()  # else what is imported is gone through whenever memory is given back, by every member for itself
+    while True:
+        question, sockets, *_ = socket.recv_fds(origin, 1024, 1)
+        if not question:
+            return
+        asked = pickle.loads(question)  # noqa: S301
+        if sockets:
+            answer = os.fork()
+            if answer == 0:
+                origin.close()
+                _work(socket.socket(fileno=sockets[0]))
+                os._exit(0)
+            os.close(sockets[0])
+        else:
+            os.kill(asked, signal.SIGKILL)  # nothing to one that has ended and was not waited for
+            answer = os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1])
+        origin.sendall(pickle.dumps(answer))
+
+
+def _work(connection):
+    jobs, answers = connection.makefile("rb"), connection.makefile("wb")
     while True:
         try:
-            job = pickle.load(sys.stdin.buffer)  # noqa: S301
-        except EOFError:
+            job = pickle.load(jobs)  # noqa: S301
+        except (EOFError, ConnectionError):
             return
         distributed.init_process_group(
             "gloo",
@@ -117,4 +171,7 @@ def _work():
 
 
 if __name__ == "__main__":
-    _work()
+    os.dup2(2, 1)  # what a rank prints goes where its errors go
+    torch.set_num_threads(1)
+    _fork_members(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # libraries that are taken down have much to say, and take their time

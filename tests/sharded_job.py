@@ -59,7 +59,9 @@ def main(folder, action):
     try:
         found = train(rank, int(os.environ["WORLD_SIZE"]), folder, action)
     except autoaccum.StartAgainError as error:
-        (folder / "exit-code").write_text(str(error.exit_code))
+        unfinished = folder / f"exit-code-{rank}"  # a rank may be ended while it writes
+        unfinished.write_text(str(error.exit_code))
+        unfinished.rename(folder / "exit-code")
         sys.exit(error.exit_code)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 

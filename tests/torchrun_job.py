@@ -1,5 +1,6 @@
 """What tests start by torchrun: a training with checkpoints, which may end itself at a step of its first attempt."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,22 @@ import autoaccum
 import rank_training
 
 
+@contextlib.contextmanager
+def told_of(number):
+    """A list that is no longer empty when a signal has come, and had the effect that it has."""
+    come, handler = [], signal.getsignal(number)
+
+    def handle(*arguments):
+        come.append(number)
+        handler(*arguments)
+
+    signal.signal(number, handle)
+    try:
+        yield come
+    finally:
+        signal.signal(number, handler)
+
+
 class Ending(autoaccum.Callback):
     def __init__(self, rank, folder, action):
         self.rank, self.folder, self.action = rank, folder, action
@@ -23,8 +40,10 @@ class Ending(autoaccum.Callback):
         if self.action == "kill" and self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "wait":  # to be sent a signal from outside
-            (self.folder / f"ready-{self.rank}").touch()
-            time.sleep(1.0)
+            with told_of(signal.SIGTERM) as has_come:
+                (self.folder / f"ready-{self.rank}").touch()
+                while not has_come:
+                    time.sleep(0.01)
 
 
 def train(rank, size, folder, action="nothing"):

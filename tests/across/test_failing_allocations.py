@@ -15,13 +15,14 @@ def warm():
     warm_up()
 
 
+@pytest.mark.parametrize("capacities", [3, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", WIDE)
-def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model):
+def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model, capacities):
     tally = Tally()
 
     for case in allocating([model]):
         sweep = Sweep(case)
-        sweep.capacities(10)
+        sweep.capacities(capacities)
         tally.add(sweep.tally)
 
     assert tally.mismatches == []
@@ -31,9 +32,12 @@ def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on the host takes Linux")
+@pytest.mark.parametrize(
+    "every", [pytest.param(4, id="a few limits"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", _failing_host.CASES, ids=str)
-def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case):
-    tally = _failing_host.tally_of(case)
+def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case, every):
+    tally = _failing_host.tally_of(case, every)
 
     assert tally.mismatches == []
     assert not tally.damaged

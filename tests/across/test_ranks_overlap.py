@@ -225,12 +225,13 @@ def test_error_of_the_users_own_elsewhere_is_told_to_the_others(crew, what, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
 
 
+@pytest.mark.parametrize("every", [36, pytest.param(9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("who", "clip"), [(0, None), (1, 0.5)])
-def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew, who, clip):
+def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew, who, clip, every):
     arguments = {"size": 2, "clip": clip, "overlap": True}
     expected = crew.run("rank_faults:faulted", **arguments)
     first, last = expected[who]["ends"][1:3]
-    points = range(first + 1 + who, last + 1, 9)  # scripts/rank_faults.py takes others
+    points = range(first + 1 + who, last + 1, every)  # scripts/rank_faults.py takes others
 
     found = crew.run("rank_faults:at_each", who, points, **arguments)
 
@@ -250,13 +251,14 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew
     assert sent
 
 
+@pytest.mark.parametrize("most", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("size", "loss", "optimizer", "clip"), [(2, "mean", "adam", 0.5), (4, "list", "sgd", None), (2, "pair", "sgd", 0.5)]
 )
-def test_memory_that_runs_out_again_and_again_changes_nothing_but_cuts(crew, size, loss, optimizer, clip):
+def test_memory_that_runs_out_again_and_again_changes_nothing_but_cuts(crew, size, loss, optimizer, clip, most):
     arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip, "overlap": True}
     expected = crew.run("rank_faults:faulted", **arguments)
-    seeds = list(range(8))
+    seeds = list(range(most))
 
     found = crew.run("rank_faults:many", seeds, expected[0]["operators"], **arguments)
 

@@ -21,7 +21,8 @@ HERE = TESTS
 
 def torchrun(folder, action, *options, size=2, job="torchrun_job.py"):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *options]
+    # An older torch would else let all that it starts on a machine meet at one and the same port.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
     return subprocess.Popen(
         [*command, str(HERE / job), str(folder), action],
         env=environment,
@@ -53,9 +54,9 @@ def test_rank_that_is_killed_is_started_again_and_the_training_ends_where_the_un
     assert found[0]["numbers"] == found[1]["numbers"] == undisturbed[0]["numbers"]
 
 
-def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(tmp_path, undisturbed):
+def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(crew, tmp_path, undisturbed):
     with torchrun(tmp_path, "wait") as process:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 150
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
             assert time.monotonic() < deadline
             assert process.poll() is None, process.stderr.read()
@@ -64,7 +65,7 @@ def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(tmp_path
         said = process.communicate(timeout=100)[1]
     assert process.returncode != 0, said
 
-    found = finished(tmp_path, "nothing")
+    found = crew.run("torchrun_job:train", tmp_path, size=2)
 
     assert found[0]["from"] in (3, 4, 5), said
     assert found[0]["from"] == found[1]["from"]
@@ -79,6 +80,7 @@ def undisturbed_spread(crew, tmp_path_factory):
     return crew.run("sharded_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
 
 
+@pytest.mark.slow  # a rank that is killed, and a spread model that goes on, have quick tests of their own
 def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_path, undisturbed_spread):
     found = finished(tmp_path, "kill", "--max-restarts", "1", job="sharded_job.py")
 
@@ -86,11 +88,26 @@ def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_pa
     assert found[0]["numbers"] == found[1]["numbers"] == undisturbed_spread[0]["numbers"]
 
 
+def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_where_the_ranks_start_again(
+    crew, tmp_path, undisturbed_spread
+):
+    ended = crew.answers("sharded_job:train", tmp_path, "lack", wait_s=5, size=2)
+    assert isinstance(ended[0], autoaccum.RankFailedError), ended
+    assert isinstance(ended[1], autoaccum.StartAgainError), ended
+
+    assert_is_smaller_cut(crew.run("sharded_job:train", tmp_path, "lack", size=2), undisturbed_spread)
+
+
+@pytest.mark.slow  # by torchrun itself
 def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_after_a_restart(tmp_path, undisturbed_spread):
     found = finished(tmp_path, "lack", "--max-restarts", "1", job="sharded_job.py")
 
-    assert [one["from"] for one in found] == [4, 4]  # the fourth window has one sample for each rank, which fits
     assert (tmp_path / "exit-code").read_text() == "75"
+    assert_is_smaller_cut(found, undisturbed_spread)
+
+
+def assert_is_smaller_cut(found, undisturbed_spread):
+    assert [one["from"] for one in found] == [4, 4]  # the fourth window has one sample for each rank, which fits
     assert all(max(cut) <= 2 for one in found for cut in one["cuts"])
     assert found[0]["numbers"] == found[1]["numbers"]
     assert found[0]["numbers"] == pytest.approx(undisturbed_spread[0]["numbers"], rel=1e-9)

@@ -59,12 +59,19 @@ def assert_goes_on_as_if_nothing_had_happened(folder, *steps, **options):
 # --- killed at any moment ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", params=[(10, 3), pytest.param((50, 8), marks=pytest.mark.slow)], ids=str)
+def signals(request):
+    """How many SIGKILLs and SIGTERMs."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory):
-    """Runs whose processes were ended by 50 SIGKILLs and 8 SIGTERMs at random moments."""
+def lives(signals, tmp_path_factory):
+    """Runs whose processes were ended by so many SIGKILLs and SIGTERMs at random moments."""
     folder = tmp_path_factory.mktemp("lives")
     script = TESTS / "kill_often.py"
-    subprocess.run([sys.executable, "-W", "error", script, folder, "50", "8", "0"], check=True, timeout=250)
+    arguments = [*map(str, signals), "0"]
+    subprocess.run([sys.executable, "-W", "error", script, folder, *arguments], check=True, timeout=250)
     return folder
 
 
@@ -96,12 +103,13 @@ def runs_in(lives, name):
     return sorted(lives.glob(f"{name}-*"))
 
 
-def test_fifty_kills_fell_while_the_run_was_at_work_and_some_while_a_checkpoint_was_written(lives):
-    kills = seen_in(lives, "SIGKILL")
+def test_kills_fell_while_the_run_was_at_work_and_some_of_fifty_while_a_checkpoint_was_written(lives, signals):
+    kills, wanted = seen_in(lives, "SIGKILL"), signals[0]
 
-    assert sum(done for done, _ in kills) == 50
-    assert sum(in_writing for _, in_writing in kills) >= 3
-    assert sum(kind == "resume" for run in runs_in(lives, "SIGKILL") for kind, *_ in entries(run)) >= 25
+    assert sum(done for done, _ in kills) == wanted
+    if wanted == 50:  # a few may all miss it
+        assert sum(in_writing for _, in_writing in kills) >= 3
+    assert sum(kind == "resume" for run in runs_in(lives, "SIGKILL") for kind, *_ in entries(run)) >= wanted // 2
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
@@ -126,9 +134,11 @@ def test_run_ended_again_and_again_uses_each_sample_once_an_epoch_and_in_the_sam
         assert all(windows[step] == undisturbed[step] for step in windows)
 
 
-def test_sigterm_ends_the_process_as_it_would_have_with_a_checkpoint_of_the_last_whole_window(lives):
+def test_sigterm_ends_the_process_as_it_would_have_with_a_checkpoint_of_the_last_whole_window(lives, signals):
     terminations = seen_in(lives, "SIGTERM")
-    assert sum(done for done, _ in terminations) == 8  # each of them by the signal, which the script has looked at
+    assert (
+        sum(done for done, _ in terminations) == signals[1]
+    )  # each of them by the signal, which the script has looked at
 
     resumed = 0
     for run in runs_in(lives, "SIGTERM"):

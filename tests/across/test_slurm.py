@@ -28,8 +28,6 @@ def jobs(tmp_path_factory):
         return running[name]
 
     try:
-        options = ("--time", 30, "--signal-delay", 50, "--no-preflight")
-        limited = submit("limited", RECIPE, "--epochs", 1000, *options, WAITS_S="0.2")
         options = ("--epochs", 20, "--target-batch", 16, "--job-name", "tiny")
         disturbed = submit("disturbed", RECIPE, *options, WAITS_S="0.2")
         submit("hungry", HUNGRY, "--epochs", 2, "--mem", "1500M")
@@ -40,9 +38,6 @@ def jobs(tmp_path_factory):
         disturbed.signal("USR2")  # as Slurm sends it before the time limit
         running["example"].until(lambda: "epoch 1 done" in running["example"].log)
         running["example"].signal("USR1", "--batch")
-        limited.until(lambda: limited.step >= 1)
-        # Slurm counts time limits in minutes: so a minute from now at the most, and the warning when it next looks.
-        limited.limit_to(minutes=limited.minutes + 1)
         yield running
     finally:
         for job in running.values():
@@ -68,8 +63,23 @@ def end_of(folder):
     return torch.load(newest, weights_only=True)["modules"][0]["state"]
 
 
-def test_at_its_time_limit_it_is_requeued_and_goes_on_until_it_is_cancelled(jobs):
-    job = jobs["limited"]
+@pytest.fixture
+def limited(tmp_path):
+    options = ("--time", 30, "--signal-delay", 50, "--no-preflight")
+    job = Job.submitted(tmp_path, RECIPE, "--epochs", 1000, *options, WAITS_S="0.2")
+    try:
+        yield job
+    finally:
+        job.cancel()
+        job.ended()
+
+
+@pytest.mark.slow  # Slurm counts time limits in minutes
+def test_at_its_time_limit_it_is_requeued_and_goes_on_until_it_is_cancelled(limited):
+    job = limited
+    job.until(lambda: job.step >= 1)
+    # So a minute from now at the most, and the warning when it next looks.
+    job.limit_to(minutes=job.minutes + 1)
     job.until(lambda: job.folder.restarts)
     job.limit_to(minutes=30)
     job.until(lambda: "resuming from the checkpoint" in job.log)

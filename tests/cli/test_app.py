@@ -321,7 +321,7 @@ def test_ctrl_c_ends_with_130_and_one_line(recipe):
         while "the first step is done" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
 
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "autoaccum: interrupted"
@@ -335,7 +335,7 @@ def test_sigterm_ends_the_process_by_the_signal_and_leaves_a_checkpoint_to_go_on
         while "the first step is done" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=120)[1]
 
     assert process.returncode == -signal.SIGTERM
     assert "Traceback" not in err
