@@ -199,31 +199,26 @@ class TrainingProgress:
         self._schedule.after_update(skipped=skipped)
         self.moment = self._next
         self._world.note_moment(self._next.windows)
+        self.is_whole = self._has_noted_random_state()
+
+    def after_callbacks(self) -> None:
+        """Note what callbacks have drawn: the next window begins from there, whenever this moment is written."""
+        if not self._has_noted_random_state():
+            # Once more, after the handler: inside it the traceback still pins what the update took.
+            self._memory.release()
+            self._note_random_state()
+        self.is_whole = True
+
+    def _has_noted_random_state(self) -> bool:
+        """Note the random state; return False where no memory is left for that."""
         try:
             self._note_random_state()
         except Exception as error:
             if not _oom.is_oom(error):
                 raise
             _oom.let_go(error)
-        else:
-            self.is_whole = True
-
-    def after_callbacks(self) -> None:
-        """Note what callbacks have drawn: the next window begins from there, whenever this moment is written."""
-        if self._random is not None:
-            try:
-                self._note_random_state()
-            except Exception as error:
-                if not _oom.is_oom(error):
-                    raise
-                _oom.let_go(error)
-            else:
-                self.is_whole = True
-                return
-            # Once more, after the handler: inside it the traceback still pins what the update took.
-            self._memory.release()
-            self._note_random_state()
-        self.is_whole = True
+            return False
+        return True
 
     def _note_random_state(self) -> None:
         if self._random is not None:
