@@ -38,7 +38,7 @@ def pickled(module, name, **attributes):
 def test_recipe_that_imports_a_job_by_its_former_name_loads(tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPE)
 
-    job = autoaccum.load_recipe(str(tmp_path / "recipe.py"))
+    job = load_recipe(str(tmp_path / "recipe.py"))
 
     assert type(job) is autoaccum.Job
     assert job.target_batch == 8

@@ -55,7 +55,6 @@ ELSEWHERE = {
     "_training/packing.py": "brings tensors to the host (_training/checkpoint_contents.py's test)",
     "_training/checkpoint_schema.py": "names the device of a checkpoint (_training/checkpoint_contents.py's test)",
     "_memory/accelerator.py": "other devices than cards (tests/memory/test_base.py)",
-    "_sizing/cache.py": "notes which card and CUDA a plan was found on",
     "_report/answers.py": "names the kind of kernels that it has measured",
     "_estimate/tracer.py": "fakes (tests/estimate/test_tracer_quick_fakes.py)",
     "_distributed/process_group.py": "NCCL takes a card for each rank",

@@ -151,8 +151,8 @@ class Updates:
         self._ready = None
         need = self._need if self._need is not None and self._need.is_of(gradients, self._held()) else None
         makes_state = need is not None and need.keeps_state and not self._optimizer.state
-        if need is not None and (needed := need.transient_bytes + (need.state_bytes if makes_state else 0)):
-            self._memory.reserve(needed)
+        if need is not None:
+            self._memory.reserve(need.transient_bytes + (need.state_bytes if makes_state else 0))
         copy = self._copy() if need is None or makes_state else None
         self._ready = _Ready(gradients, copy, is_measured=need is None)
 

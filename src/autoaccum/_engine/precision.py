@@ -28,7 +28,6 @@ class Precision:
         autocasts: Whether operators are cast; False for a model whose parameters are of that type already.
 
     Attributes:
-        context: For a forward pass; not to be nested in itself.
         scaler: Scales the loss so that fp16 gradients do not vanish; None where none is due.
     """
 
@@ -36,18 +35,18 @@ class Precision:
         self.name = name
         self.scaler: torch.amp.GradScaler | None = None
         # One object for all uses: making an autocast context costs more than entering it.
-        self.context: AbstractContextManager[object] = nullcontext()
+        self._autocast: AbstractContextManager[object] = nullcontext()
         if name == "fp32" or not autocasts:
             return
-        self.context = torch.autocast(device.type, dtype=_DTYPES[name])
+        self._autocast = torch.autocast(device.type, dtype=_DTYPES[name])
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)
             # The scaler makes its two tensors at first use, and is broken for good if memory runs out between them.
             self.scaler.scale(torch.zeros((), device=device))
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return `context`, for those that take a function."""
-        return self.context
+        """Return the context for a forward pass; not to be nested in itself."""
+        return self._autocast
 
 
 def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices) -> Precision:

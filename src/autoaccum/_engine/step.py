@@ -185,7 +185,7 @@ class GradientStep:
         """Run one forward pass and the backward pass of what came out."""
         scaler = self.precision.scaler
         self.stage.phase = Phase.FORWARD
-        with self.precision.context:
+        with self.precision.autocast():
             # Without the outputs, which a loss seldom needs for its gradient.
             terms = self.objective.terms(source, batch, samples)[0]
         weighted: list[Tensor] = []

@@ -135,8 +135,7 @@ class Objective:
         else:
             self.sources = (Source(Objective._forward_and_loss),)
         self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
-        self._is_settled = False
-        self._entries = Entries(notices, self._forget)
+        self._entries = Entries(notices, self._settler.forget)
         self._read_module(loss, loss_reduction)
 
     @property
@@ -291,7 +290,7 @@ class Objective:
         """Take over what another process of the same training knows."""
         known = {name: how for name, how in known.items() if not self._entries.is_reported(name)}
         self._settler.known = {**self._settler.known, **known}
-        self._is_settled = False
+        self._settler.is_settled = False
 
     def mixes_pairs(self) -> bool:
         """Whether, as far as is known, some but not all of the losses are (sum, weight) pairs, or several are."""
@@ -322,18 +321,8 @@ class Objective:
         Raises:
             InvalidInputError: A pair that a loss returned is not a (sum, weight).
         """
-        if self._is_settled:
-            return
-        settler = self._settler
-        settler.settle(window, sizes, Run(self, place, mark, autocast))
-        self._is_settled = not settler.has_questions and all(
-            how.over is not Over.OPAQUE for how in settler.known.values()
-        )
-
-    def _forget(self, name: str) -> None:
-        """Forget what a loss runs over that has turned out to be a metric."""
-        self._is_settled = False
-        self._settler.forget(name)
+        if not self._settler.is_settled:
+            self._settler.settle(window, sizes, Run(self, place, mark, autocast))
 
     def _read_module(self, loss: Any, loss_reduction: str | None) -> None:
         how = weighting.of_loss_module(loss)

@@ -115,10 +115,12 @@ class Settler:
 
     Attributes:
         known: What each loss runs over, by name.
+        is_settled: Whether `settle` has nothing left to find out in any window.
     """
 
     def __init__(self, *, takes_outputs: bool, said: Weighting | None, notices: Notices) -> None:
         self.known: dict[str, Weighting] = {}
+        self.is_settled = False
         self._said = said
         self._notices = notices
         self._questions: dict[str, Question] = {}
@@ -143,6 +145,7 @@ class Settler:
 
     def forget(self, name: str) -> None:
         """Forget a loss that has turned out to be a metric."""
+        self.is_settled = False
         self.known = {known: how for known, how in self.known.items() if known != name}
         self._questions.pop(name, None)
         self._unchecked.discard(name)
@@ -163,6 +166,8 @@ class Settler:
             self._ask_all(window, sizes, run)
         if Over.OPAQUE in [how.over for how in self.known.values()]:
             self._look_for_voids(window, sizes, run)
+        else:
+            self.is_settled = not self.has_questions
 
     def _ask_all(self, window: Window, sizes: Sequence[int], run: Run) -> None:
         chance, in_vain = None, 0
