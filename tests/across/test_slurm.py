@@ -1,6 +1,7 @@
 """Jobs on a real Slurm: from the command line to what is in their folders when they have ended."""
 
 # ruff: noqa: S607 - Slurm's commands are wherever Slurm is
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,32 +19,51 @@ pytestmark = needs_slurm
 EXAMPLE = ROOT / "examples" / "slurm.sh"
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """All jobs at once, and what is to happen to them, so that they wait for Slurm together; cancelled at the end."""
+@contextlib.contextmanager
+def submitting(make_folder):
+    """A function that submits jobs, and those that it has, by name; cancelled at the end."""
     running = {}
 
     def submit(name, text, *options, **variables):
-        running[name] = Job.submitted(tmp_path_factory.mktemp(name), text, *options, **variables)
+        running[name] = Job.submitted(make_folder(name), text, *options, **variables)
         return running[name]
 
     try:
-        options = ("--epochs", 20, "--target-batch", 16, "--job-name", "tiny")
-        disturbed = submit("disturbed", RECIPE, *options, WAITS_S="0.2")
-        submit("hungry", HUNGRY, "--epochs", 2, "--mem", "1500M")
-        submit("ranks", RANKS, "--tasks-per-node", 2)
-        submit("too large", RECIPE.replace('device="cpu"', 'device=autoaccum.Simulated("1KiB")'))
-        running["example"] = example(tmp_path_factory.mktemp("example"))
-        disturbed.until(lambda: disturbed.step >= 3)
-        disturbed.signal("USR2")  # as Slurm sends it before the time limit
-        running["example"].until(lambda: "epoch 1 done" in running["example"].log)
-        running["example"].signal("USR1", "--batch")
-        yield running
+        yield submit, running
     finally:
         for job in running.values():
             job.cancel()
         for job in running.values():
             job.ended()
+
+
+@pytest.fixture(scope="module")
+def short_jobs(tmp_path_factory):
+    """Jobs that end as soon as they have begun, all at once."""
+    with submitting(tmp_path_factory.mktemp) as (submit, running):
+        submit("ranks", RANKS, "--tasks-per-node", 2)
+        submit("too large", RECIPE.replace('device="cpu"', 'device=autoaccum.Simulated("1KiB")'))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Jobs to which something happens, all at once, so that they wait for Slurm together."""
+    with submitting(tmp_path_factory.mktemp) as (submit, running):
+        options = ("--time", 30, "--signal-delay", 50, "--no-preflight")
+        limited = submit("limited", RECIPE, "--epochs", 1000, *options, WAITS_S="0.2")
+        options = ("--epochs", 20, "--target-batch", 16, "--job-name", "tiny")
+        disturbed = submit("disturbed", RECIPE, *options, WAITS_S="0.2")
+        submit("hungry", HUNGRY, "--epochs", 2, "--mem", "1500M")
+        running["example"] = example(tmp_path_factory.mktemp("example"))
+        disturbed.until(lambda: disturbed.step >= 3)
+        disturbed.signal("USR2")  # as Slurm sends it before the time limit
+        running["example"].until(lambda: "epoch 1 done" in running["example"].log)
+        running["example"].signal("USR1", "--batch")
+        limited.until(lambda: limited.step >= 1)
+        # Slurm counts time limits in minutes: so a minute from now at the most, and the warning when it next looks.
+        limited.limit_to(minutes=limited.minutes + 1)
+        yield running
 
 
 def example(folder):
@@ -63,23 +83,9 @@ def end_of(folder):
     return torch.load(newest, weights_only=True)["modules"][0]["state"]
 
 
-@pytest.fixture
-def limited(tmp_path):
-    options = ("--time", 30, "--signal-delay", 50, "--no-preflight")
-    job = Job.submitted(tmp_path, RECIPE, "--epochs", 1000, *options, WAITS_S="0.2")
-    try:
-        yield job
-    finally:
-        job.cancel()
-        job.ended()
-
-
-@pytest.mark.slow  # Slurm counts time limits in minutes
-def test_at_its_time_limit_it_is_requeued_and_goes_on_until_it_is_cancelled(limited):
-    job = limited
-    job.until(lambda: job.step >= 1)
-    # So a minute from now at the most, and the warning when it next looks.
-    job.limit_to(minutes=job.minutes + 1)
+@pytest.mark.slow  # Slurm counts time limits in minutes, and takes seconds for whatever else it is told
+def test_at_its_time_limit_it_is_requeued_and_goes_on_until_it_is_cancelled(jobs):
+    job = jobs["limited"]
     job.until(lambda: job.folder.restarts)
     job.limit_to(minutes=30)
     job.until(lambda: "resuming from the checkpoint" in job.log)
@@ -95,6 +101,7 @@ def test_at_its_time_limit_it_is_requeued_and_goes_on_until_it_is_cancelled(limi
     assert job.folder.progress.phase == "stopped"
 
 
+@pytest.mark.slow
 def test_stopped_by_a_warning_it_is_requeued_and_ends_bit_for_bit_as_if_undisturbed(jobs, tmp_path):
     job = jobs["disturbed"]
     (tmp_path / "recipe.py").write_text(RECIPE)
@@ -119,8 +126,8 @@ def test_stopped_by_a_warning_it_is_requeued_and_ends_bit_for_bit_as_if_undistur
     assert job.folder.path.name.startswith("tiny-")
 
 
-def test_that_nothing_fits_is_known_in_the_first_seconds(jobs):
-    job = jobs["too large"]
+def test_that_nothing_fits_is_known_in_the_first_seconds(short_jobs):
+    job = short_jobs["too large"]
 
     assert job.ended() == "FAILED"
 
@@ -131,8 +138,8 @@ def test_that_nothing_fits_is_known_in_the_first_seconds(jobs):
     assert not json.loads((job.folder.path / "report.json").read_text())["fits"]
 
 
-def test_every_task_is_a_rank(jobs):
-    job = jobs["ranks"]
+def test_every_task_is_a_rank(short_jobs):
+    job = short_jobs["ranks"]
 
     assert job.ended() == "COMPLETED", job.log
 
@@ -151,6 +158,7 @@ def test_partition_that_is_not_there_is_refused_in_slurms_own_words(tmp_path):
     assert list((tmp_path / "jobs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_plain_script_for_sbatch_goes_on_after_a_warning(jobs):
     job = jobs["example"]
 
@@ -162,6 +170,7 @@ def test_plain_script_for_sbatch_goes_on_after_a_warning(jobs):
     assert list((job.folder.path / "runs" / "recipe").glob("step-*.pt"))
 
 
+@pytest.mark.slow
 def test_killed_for_its_memory_it_comes_back_smaller_and_finishes(jobs):
     job = jobs["hungry"]
 
@@ -174,6 +183,7 @@ def test_killed_for_its_memory_it_comes_back_smaller_and_finishes(jobs):
     assert job.folder.progress.phase == "done"
 
 
+@pytest.mark.slow
 def test_jobs_lists_what_became_of_each(jobs):
     job = jobs["hungry"]
     job.ended()

@@ -97,6 +97,7 @@ def test_document_004_computes_in_fp16_and_steps_its_last_window_too():
     assert all(not torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
 
 
+@pytest.mark.slow  # it trains until it can read
 def test_the_demo_learns_to_read_digits_that_it_was_not_trained_on():
     job = recipe("digits").job(side=32, epochs=2)
 

@@ -322,6 +322,7 @@ def test_a_script_that_exhausts_a_real_limit_is_survived(tmp_path):
     assert any("DefaultCPUAllocator: can't allocate memory" in line for line in wrapper.told)
 
 
+@pytest.mark.slow  # five processes that import torch; what torchrun writes has quick tests in test_last_words.py
 def test_torchrun_inside_is_understood_and_a_rank_that_runs_out_is_recognised(tmp_path):
     path = tmp_path / "rank.py"
     path.write_text(RANK)

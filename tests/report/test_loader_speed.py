@@ -24,10 +24,10 @@ class Slow:
 
 
 def test_the_speed_is_that_of_its_batches():
-    heard = listen_to(Slow(100, 0.02), for_s=0.2)
+    heard = listen_to(Slow(100, 0.1), for_s=1.0)
 
-    assert 50 < heard.samples_per_s <= 200
-    assert heard.first_batch_s >= 0.02
+    assert 10 < heard.samples_per_s <= 40
+    assert heard.first_batch_s >= 0.1
     assert heard.samples == 4 * heard.batches
 
 

@@ -163,6 +163,7 @@ def test_where_weights_gradients_and_state_do_not_fit_alone_bf16_weights_are_adv
     assert said.peak_bytes < 0.6 * before.reserved_bytes
 
 
+@pytest.mark.slow  # goes through the training of a large model for each of its remedies
 def test_what_takes_no_less_than_what_was_tried_and_failed_is_not_advised():
     model = nn.Sequential(nn.Linear(256, 4096), nn.Tanh(), nn.Linear(4096, 4096), nn.Linear(4096, 10)).to("meta")
     batch = (torch.zeros(2, 256), torch.zeros(2, dtype=torch.long))

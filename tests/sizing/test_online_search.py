@@ -126,7 +126,7 @@ def test_small_windows_are_learned(target):
     assert learning.largest == target
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     target=st.integers(1, 3000),
     fits=st.integers(1, 3000),
