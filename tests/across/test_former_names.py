@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import autoaccum
+from autoaccum import jobs
 from autoaccum._launch.slurm.again import MARK
 from autoaccum._launch.slurm.folder import JobFolder, Progress, Submitted
 from autoaccum._launch.slurm.task import Task
@@ -38,7 +39,7 @@ def pickled(module, name, **attributes):
 def test_recipe_that_imports_a_job_by_its_former_name_loads(tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPE)
 
-    job = load_recipe(str(tmp_path / "recipe.py"))
+    job = jobs.load_recipe(str(tmp_path / "recipe.py"))
 
     assert type(job) is autoaccum.Job
     assert job.target_batch == 8
