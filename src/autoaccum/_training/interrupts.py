@@ -119,7 +119,7 @@ class Interrupts:
         Raises:
             RankFailedError: Another process was asked to end.
         """
-        wishes = self._world.wishes_of_all()
+        wishes = self._world.wishes_of_all(self.wishes)
         if wishes & SAVE:
             self._save()
         if wishes & END:

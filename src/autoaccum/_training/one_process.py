@@ -58,7 +58,6 @@ class OneProcess:
         self.target_batch = target_batch
         self._whole_target = target_batch
         self._last_window = last_window
-        self._wishes: Callable[[int], int] = lambda _: 0
 
     @property
     def at_end(self) -> Window | None:
@@ -70,7 +69,7 @@ class OneProcess:
         """Whether this process decides where clocks differ, and prints for all."""
         return True
 
-    def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:  # noqa: ARG002
+    def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
         """Make ready to make windows.
 
         Args:
@@ -78,7 +77,6 @@ class OneProcess:
             wishes: Returns what this process wishes to happen after a window, given how many windows ahead that is.
             grows_to: The largest micro-batch that is wanted of a model that is spread over ranks, where sizes grow.
         """
-        self._wishes = wishes
 
     # --- whose samples are whose --------------------------------------------------------------------------------------
 
@@ -118,9 +116,9 @@ class OneProcess:
     def note_moment(self, windows: int) -> None:
         """Note that so many windows are done."""
 
-    def wishes_of_all(self) -> int:
-        """Return what any process wishes to happen after the window that was just made."""
-        return self._wishes(0)
+    def wishes_of_all(self, wishes: Callable[[int], int]) -> int:
+        """Return what any process wishes to happen after the window that was just made; `wishes` as for `begin`."""
+        return wishes(0)
 
     def of_all(self, what: str, own: Any) -> list[Any]:  # noqa: ARG002
         """Return what each process says."""

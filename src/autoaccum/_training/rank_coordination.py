@@ -216,14 +216,14 @@ class SeveralRanks(OneProcess):
         """Note that so many windows are done."""
         self.ranks.moment = windows
 
-    def wishes_of_all(self) -> int:
+    def wishes_of_all(self, wishes: Callable[[int], int]) -> int:  # noqa: ARG002 - all have said theirs with the window
         """Set the shares by what the window that was just made has shown; return what any rank wishes after it."""
         assert self.peers is not None
         self._share_out(self.peers.parts)
-        wishes = 0
+        said = 0
         for part in self.peers.parts:
-            wishes |= part.wishes
-        return wishes
+            said |= part.wishes
+        return said
 
     def of_all(self, what: str, own: Any) -> list[Any]:
         """Return what each rank says."""
