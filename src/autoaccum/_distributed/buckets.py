@@ -1,7 +1,7 @@
-"""Flat buffers through which lists of tensors go from rank to rank, laid out alike on every rank.
+"""Flat buffers for sending lists of tensors between ranks, with the same layout on every rank.
 
-The buffers are made once and kept, so that nothing that ranks do together has to allocate: where filling one fails
-on a rank, what stands in it is sent all the same, and no other rank is left waiting.
+The buffers are allocated once and kept, so that collective operations need no allocation: if filling a buffer fails on
+one rank, its old contents are sent nevertheless, and no other rank is left waiting.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# As DistributedDataParallel has it (bucket_cap_mb=25): large enough for the bandwidth of a network.
+# The default of DistributedDataParallel (bucket_cap_mb=25): large enough for the bandwidth of a network.
 BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements `begin` to `end` of the tensor `index`, in the order of its elements; `is_whole` where these are all."""
+    """Elements `begin` to `end` of the flattened tensor `index`; `is_whole` if these are all of its elements."""
 
     index: int
     begin: int
@@ -38,11 +38,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that go together, one after the other.
+    """Tensors that are sent together, laid out one after the other.
 
     Attributes:
-        tensor: What is sent, flat.
-        rooms: What of which tensor is where in it.
+        tensor: The flat buffer that is sent.
+        rooms: Each part of a tensor, with its place in the buffer.
     """
 
     tensor: Tensor
@@ -50,12 +50,12 @@ class Bucket:
 
     @property
     def indices(self) -> set[int]:
-        """Which tensors go, or parts of them."""
+        """Indices of the tensors that are sent, at least in part."""
         return {part.index for part, _ in self.rooms}
 
     @torch.no_grad()
     def fill(self, tensor_of: Callable[[int], Tensor | None], factor: float | Tensor) -> None:
-        """Put tensors in, times a factor; zeros for one that is None."""
+        """Copy tensors into the buffer, multiplied by a factor; None becomes zeros."""
         for part, room in self.rooms:
             tensor = tensor_of(part.index)
             if tensor is None:
@@ -67,7 +67,7 @@ class Bucket:
 
     @torch.no_grad()
     def take(self, tensor_of: Callable[[int], Tensor | None]) -> None:
-        """Take over what came, in place."""
+        """Copy received values back into the tensors, in place."""
         for part, room in self.rooms:
             tensor = tensor_of(part.index)
             if tensor is not None:
@@ -79,9 +79,9 @@ class Buckets:
 
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
-        bucket_bytes: The most that is sent at once.
-        are_apart: Whether each bucket has memory of its own, so that several can be on their way, and the last tensors
-            go first, whose gradients are there first; else all have the same.
+        bucket_bytes: Maximum size of a bucket.
+        are_apart: Whether each bucket has its own memory, so that several can be in flight, and the last tensors go
+            first, since their gradients are ready first. Otherwise all buckets share the same memory.
     """
 
     def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES, *, are_apart: bool = False) -> None:
@@ -111,16 +111,16 @@ class Buckets:
         self._buffers = [shared[dtype] for dtype, _ in self._chunks]
 
     def make_sendable(self, tensor: Tensor | None) -> Tensor | None:
-        """Return a tensor in a form in which it can be sent: one that goes in parts has to be contiguous."""
+        """Return a tensor in a form that can be sent: one that is sent in parts must be contiguous."""
         if tensor is None or tensor.is_contiguous() or tensor.numel() <= self._most(tensor.dtype):
             return tensor
         return tensor.contiguous()
 
     def chosen(self, wanted: Sequence[bool] | None = None) -> Iterator[Bucket]:
-        """Yield the buckets in the order in which they go, alike on every rank.
+        """Yield the buckets in sending order, which is the same on every rank.
 
         Args:
-            wanted: Which tensors are sent; the same on every rank. None: all.
+            wanted: Which tensors are sent, the same on every rank; None for all.
         """
         for (_, all_parts), buffer in zip(self._chunks, self._buffers, strict=True):
             parts = [part for part in all_parts if wanted is None or wanted[part.index]]
@@ -136,17 +136,17 @@ class Buckets:
         factor: float | Tensor = 1.0,
         wanted: Sequence[bool] | None = None,
     ) -> Exception | None:
-        """Send tensors and take over what comes of them, in place.
+        """Send tensors and copy the results back, in place.
 
         Args:
-            tensors: In the order of `like`; None sends zeros. Parts of one that is larger than a bucket are sent by
-                themselves, so it has to be contiguous.
-            send: Replaces a bucket by what is to be taken over.
-            factor: What is multiplied before.
-            wanted: Which of them are sent; the same on every rank. None: all.
+            tensors: In the order of `like`. None sends zeros. A tensor larger than a bucket is sent in parts, so it
+                must be contiguous.
+            send: Replaces a bucket's contents with the result.
+            factor: Multiplied with the tensors before they are sent.
+            wanted: Which of them are sent, the same on every rank; None for all.
 
         Returns:
-            The first failure of this rank, after which what the tensors hold is of no use; None where all went well.
+            The first failure on this rank, after which the contents of the tensors are undefined; None on success.
 
         Raises:
             RankFailedError: From `send`.
@@ -155,7 +155,7 @@ class Buckets:
         for bucket in self.chosen(wanted):
             try:
                 bucket.fill(tensors.__getitem__, factor)
-            except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever is in it
+            except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
                 failure = failure or error
             send(bucket.tensor)
             if failure is None:
@@ -163,7 +163,7 @@ class Buckets:
                     bucket.take(tensors.__getitem__)
                 except RankFailedError:
                     raise
-                except Exception as error:  # noqa: BLE001 - and for the next one
+                except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
                     failure = error
         return failure
 
@@ -181,7 +181,7 @@ class Buckets:
 
 
 def _chunks(indices: Sequence[int], sizes: Sequence[int], most: int) -> list[list[_Part]]:
-    """Return the parts of each bucket: whole tensors as long as they fit, larger ones in pieces."""
+    """Return the parts in each bucket: whole tensors as long as they fit, larger ones in pieces."""
     chunks: list[list[_Part]] = []
     room = 0
     for index in indices:

@@ -1,4 +1,4 @@
-"""Sees that all ranks of a training were started alike, and begins them from the same weights."""
+"""Checks that all ranks of a training started with the same configuration, and gives them the same initial weights."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def check_alike(ranks: Ranks, step: TrainingStep, arguments: Mapping[str, Any]) -> None:
-    """Refuse ranks whose model, optimizer or arguments differ, and say which.
+    """Reject ranks whose model, optimizer or arguments differ, and say which differ.
 
     Args:
         ranks: All ranks.
-        step: This one's training step.
+        step: This rank's training step.
         arguments: The arguments of `fit` that must be the same, by name.
 
     Raises:
-        InvalidInputError: They differ; on every rank.
+        InvalidInputError: They differ. Raised on every rank.
     """
     mine = {
         **{name: repr(value) for name, value in arguments.items()},
@@ -52,7 +52,7 @@ def check_alike(ranks: Ranks, step: TrainingStep, arguments: Mapping[str, Any]) 
 
 
 def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
-    """Refuse layers that talk to other ranks in their forward pass, or give gradients that cannot be added up flat.
+    """Reject layers that communicate in their forward pass, or whose gradients cannot be summed in flat buffers.
 
     Raises:
         InvalidInputError: There are such layers.
@@ -72,7 +72,7 @@ def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
 
 
 def begin_alike(ranks: Ranks, step: TrainingStep, notices: Notices) -> None:
-    """Give every rank the weights and buffers of rank 0, and say if they were others."""
+    """Give every rank the weights and buffers of rank 0, and report if they differed."""
     tensors = _state(step)
     digests = ranks.exchange("weights at start", _digest(tensors))
     if len(set(digests)) == 1:
@@ -88,7 +88,7 @@ def begin_alike(ranks: Ranks, step: TrainingStep, notices: Notices) -> None:
 
 
 def look_at_data(ranks: Ranks, first: Window, notices: Notices) -> None:
-    """Say, once, if every rank's loader gives the same samples."""
+    """Report once if every rank's loader yields the same samples."""
     tensors = Piece(first.cut(0, 1)).tensors() if first.samples else []
     said = ranks.exchange("first samples", _digest(tensors))
     if len(set(said)) == 1 and first.samples:
@@ -140,7 +140,7 @@ def _state(step: TrainingStep) -> list[Tensor]:
 
 
 def _digest(tensors: Sequence[Tensor]) -> bytes:
-    """Return what stands for the bits of some tensors: their sums as whole numbers, taken on their device."""
+    """Return a digest of some tensors' bits, from their sums as integers, computed on their device."""
     sums = [int(_as_whole(tensor.detach()).sum(dtype=torch.int64)) for tensor in tensors]
     return hashlib.blake2b(repr(sums).encode(), digest_size=16).digest()
 

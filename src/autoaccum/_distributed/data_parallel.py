@@ -1,10 +1,11 @@
-"""One window, made by several processes together: each works on its part, then one update is made by all.
+"""Makes one window with several processes together: each works on its part, then all make one update.
 
-No process says anything to the others while it works on its micro-batches, so that one that runs out of memory there
-keeps nobody waiting for longer than its second attempt takes. Then they agree in two steps, as a distributed commit
-does: what the parts weigh and that all are done, upon which gradients are added up in flat buckets; and that all hold
-the sum, upon which each steps its own optimizer. Up to there every one of them can still go back to where the window
-began, and all do where one has to. Where gradients may be sent before all are done, `_distributed/overlap.py` does so.
+Processes do not communicate while they work on their micro-batches, so one that runs out of memory there delays the
+others only by the time of its second attempt. Then they agree in two steps, like a distributed commit. In the first,
+they exchange the weights of their parts and confirm that all are done; gradients are then summed in flat buckets. In
+the second, they confirm that all hold the sum; each then steps its own optimizer. Until then every process can still go
+back to the start of the window, and if one has to, all do. Where gradients may be sent before all are done,
+`_distributed/overlap.py` does so.
 """
 
 from __future__ import annotations
@@ -43,27 +44,26 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-# So often what parts weigh is asked for.
+# Attempts at determining the weights of parts.
 _TRIES = 4
 _STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank says of its part of a window, once that is done.
+    """A rank's message about its part of a window, once that is done.
 
     Attributes:
-        samples: Samples in it.
-        weight: What it weighs; None where that is on the device, or makes no difference.
-        known: Stands for what is known of the losses.
-        names: Stands for their names.
+        samples: Samples in the part.
+        weight: Weight of the part; None if it is on the device, or makes no difference.
+        known: Digest of what is known about the losses and of their names.
         gradients: Which parameters have a gradient, as bits.
         buffers: Which buffers were written, as bits.
-        seconds: How long the rank has worked on it.
-        wishes: What it wishes to happen after this window.
-        note: Windows of the epoch that its loader has reached.
-        has_sent: Whether its gradients are on their way already, as they are.
-        larger: The size that it would take from the next window on, where ranks agree on it; None for none.
+        seconds: Time the rank spent on its part.
+        wishes: Actions that the rank requests after this window, as bits.
+        note: Number of windows in this epoch that its loader has reached.
+        has_sent: Whether its gradients, as they are now, have already been sent.
+        larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
     """
 
     samples: int
@@ -78,7 +78,7 @@ class Part:
     larger: int | None = None
 
     def packed(self) -> tuple[Any, ...]:
-        """Return the values alone, which are short to send."""
+        """Return only the values, which are short to send."""
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
@@ -86,24 +86,25 @@ class DataParallel:
     """Makes windows together with other ranks.
 
     Args:
-        ranks: All of them.
-        step: This one's training step.
-        wishes: Returns what this rank wishes to happen after the present window: bits, of which all learn.
-        note: Returns what else this rank has to say with every window.
-        look: Given what all ranks have said so, before an update is made; may refuse it, on every rank alike.
-        is_timed: Whether it matters how long the device of each rank has worked, which is then waited for.
-        room: In which all gradients can be on their way at once; None where they go when all have worked.
-        say: Tells the user what has become of that.
+        ranks: All ranks.
+        step: This rank's training step.
+        wishes: Returns the actions that this rank requests after the current window, as bits shared with all ranks.
+        note: Returns a further number that this rank shares with every window.
+        look: Called with these numbers of all ranks before an update is made. It may reject the update, on every rank
+            alike.
+        is_timed: Whether device time matters, which requires waiting for the device.
+        room: Buckets in which all gradients can be in flight at once; None to send them after all ranks have worked.
+        say: Reports to the user what became of that.
 
     Attributes:
-        parts: What each rank has said of its part of the present window, by rank.
-        share: What the parts of the present window weigh together, where they cannot be added up afterwards.
-        overlap: Sends gradients while the last are made; None where that is not done.
-        is_decided: As `Peers` has it.
+        parts: Each rank's message about its part of the current window, in rank order.
+        share: Combined weights of the current window's parts, if needed before their gradients are computed.
+        overlap: Sends gradients while the last ones are computed; None if this is not done.
+        is_decided: As for `Peers`.
     """
 
     is_part = True
-    # Whether gradients are added up here, or by the model itself.
+    # Whether gradients are summed here, rather than by the model itself.
     adds_up_gradients = True
 
     def __init__(
@@ -135,31 +136,31 @@ class DataParallel:
         self._is_on_its_way = False
         self._present = 0
         self._buffers = _SharedBuffers(step)
-        self._slots: list[Slot] = []  # the losses, and what is reported beside them
+        self._slots: list[Slot] = []  # the losses, and values reported in addition
         self._norm, self._pair = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
         self.share: Share | None = None
         self._known_before = b""
         self._begun: Window | None = None
-        self._weighed: tuple[bytes, float] | None = None  # the present part, as far as losses are known
-        # What a card's collectives take is taken with the first one: better now than beside a window's activations.
+        self._weighed: tuple[bytes, float] | None = None  # the current part's weight, by knowledge of the losses
+        # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
         ranks.add_up(self._norm)
 
     @property
     def samples(self) -> int:
-        """Samples of the present window, on all ranks together."""
+        """Samples of the current window, over all ranks."""
         return sum(part.samples for part in self.parts)
 
     def expected_gradients(self) -> int:
-        """Return how many parameters will have a gradient, by what is known on this rank."""
+        """Return how many parameters will have a gradient, as far as this rank knows."""
         own = sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None)
         return (own | self._present).bit_count()
 
     def check_parameters(self) -> None:
-        """See that all that is trained now was trained from the start.
+        """Check that all parameters trained now were trained from the start.
 
         Raises:
-            InvalidInputError: Parameters have come since, of which the other ranks know nothing.
+            InvalidInputError: There are new parameters, which the other ranks do not know.
         """
         known = set(self._trained)
         if come := [parameter for parameter in trained(self._step) if parameter not in known]:
@@ -171,15 +172,15 @@ class DataParallel:
 
     @property
     def sending(self) -> Overlap | None:
-        """Sends gradients while the last micro-batch is made; None where that is not done."""
+        """Sends gradients during the last micro-batch; None if this is not done."""
         return self.overlap
 
     def begin(self, window: Window, sizing: Sizing) -> Share | None:
-        """Begin a window; return what its parts weigh together, where they cannot be added up afterwards.
+        """Begin a window; return the combined weights of its parts if they are needed before the parts are computed.
 
         Args:
             window: This rank's part.
-            sizing: How this rank cuts it.
+            sizing: Cuts this rank's part.
         """
         self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
@@ -199,27 +200,27 @@ class DataParallel:
         return self.share
 
     def prepare(self) -> None:
-        """Make ready for an attempt at the window; nothing to do where each rank makes its passes by itself."""
+        """Prepare for an attempt at the window. Nothing to do, since each rank makes its passes by itself."""
 
     def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
-        """See what a failure on this rank means for the others.
+        """Handle the consequences of this rank's failure for the others.
 
         Raises:
-            StartAgainError: This rank lacks memory where the others make the update.
+            StartAgainError: This rank lacks memory while the others make the update.
         """
         if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
             raise _left_behind(error, self.ranks.rank, number) from error
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
-        """Agree with the other ranks and add up what all have; None where the attempt has to be made again."""
+        """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
         if not self.samples:
             return Reduced()
         outcome = self.add_up(given)
         outcome.run(lambda: before_update(outcome.losses, self.samples))
-        # From here on this rank cannot know whether the others have heard from it and make the update. Where the
-        # model adds up gradients they all meet once more.
+        # From here on, this rank cannot know whether the others have received its message and make the update. If the
+        # model sums gradients itself, they all meet once more.
         self.is_decided = self.adds_up_gradients
         if not self.all_ready(outcome):
             self.is_decided = False
@@ -231,10 +232,10 @@ class DataParallel:
         return Reduced(outcome.losses, outcome.reported, self.samples, outcome.norm)
 
     def commit(self, reduced: Reduced) -> Update:
-        """Step the optimizer, as all others do now: where memory lacks for it, once more, with the caches released.
+        """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
 
         Raises:
-            DoesNotFitError: It lacks again; the others have made the update, so the window cannot be made again.
+            DoesNotFitError: Memory ran out again. The others have made the update, so the window cannot be repeated.
         """
         updates, memory = self._step.updates, self._step.memory
         before = updates.made
@@ -256,7 +257,7 @@ class DataParallel:
             ) from error
 
     def _synchronize(self) -> None:
-        """Wait until the device has done what this rank had to do, and not for what other ranks do."""
+        """Wait until the device has finished this rank's own work, but not for other ranks."""
         if self.overlap is None or self._step.memory.device.type == "cpu":
             self._step.memory.synchronize()
         else:
@@ -269,10 +270,10 @@ class DataParallel:
         return self._sizing.wait(is_timed=self._is_timed, synchronize=self._synchronize)
 
     def agree(self, given: Given, work: Work) -> bool:
-        """See that all ranks have done their parts; return False where some have to do theirs again.
+        """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
 
         Raises:
-            RankFailedError: Another rank cannot go on.
+            RankFailedError: Another rank cannot continue.
         """
         window, objective, seconds = self._window, self._step.objective, self._seconds()
         if self.overlap is not None:
@@ -288,7 +289,7 @@ class DataParallel:
             note=self._note(),
             has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
         )
-        # Made anew for every window, since the last one's are read later, and before the others wait for it.
+        # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         agree = len({part.known for part in self.parts}) == 1
@@ -307,7 +308,7 @@ class DataParallel:
         return False
 
     def _look_what_is_on_its_way(self, *, goes_on: bool) -> None:
-        """See whether the gradients that were sent are those of the whole window, by what all have said of that."""
+        """Determine, from all ranks' messages, whether the gradients already sent are those of the whole window."""
         if self.overlap is None:
             return
         held = all(part.has_sent for part in self.parts) and self._bits() == self._present
@@ -317,7 +318,7 @@ class DataParallel:
             self.overlap.drop()
 
     def _bits(self) -> int:
-        """Return which parameters have a gradient on any rank."""
+        """Return, as bits, which parameters have a gradient on any rank."""
         bits = 0
         for part in self.parts:
             bits |= part.gradients
@@ -329,17 +330,17 @@ class DataParallel:
     def add_up(self, given: Given) -> Outcome:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
 
-        Whatever fails on this rank alone, it sends what the others wait for to the end, and what it holds then is of no
-        use. Nothing that is sent is made here, and so nothing of it can fail to be there.
+        If anything fails on this rank alone, it still sends everything that the others wait for; what it holds
+        afterwards is undefined. Everything that is sent was allocated before, so it cannot be missing.
 
         Args:
-            given: What this rank's part has given.
+            given: The results of this rank's part.
 
         Returns:
-            What came of it; still to be told to the others.
+            The outcome, which the others have yet to be informed of.
 
         Raises:
-            InvalidInputError: Nothing counts in the whole window; on every rank.
+            InvalidInputError: Nothing counts in the whole window. Raised on every rank.
             RankFailedError: Another rank is gone.
         """
         self._step.stage.phase = Phase.REDUCE
@@ -361,14 +362,14 @@ class DataParallel:
         return outcome
 
     def _unscale_and_clip(self, outcome: Outcome) -> None:
-        """Bring the gradients to what the optimizers are to be given, by the same norm on every rank."""
+        """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
         updates = self._step.updates
         norm = outcome.run(updates.norm)
         if not updates.clips:
             return
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))
-        # Other kinds of devices, and other numbers of threads, may sum in another order.
+        # Other kinds of devices, or other numbers of threads, may sum in another order.
         self.ranks.spread(self._norm, 0)
         if norm is not None:
             outcome.run(lambda: updates.clip(norm.copy_(self._norm)))
@@ -390,11 +391,11 @@ class DataParallel:
         totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
         share = Share(self.ranks, totals)
         if not window.samples and self._step.objective.mixes_pairs():
-            share.of_pairs({})  # the others ask, and wait for an answer
+            share.of_pairs({})  # the others exchange this too, and wait for this rank
         return share
 
     def _weights_of_all(self, window: Window) -> list[dict[str, float]]:
-        """Return what each part weighs; where one rank lacks memory to find out, all try once more."""
+        """Return the weights of each part; if one rank runs out of memory computing them, all retry."""
         for _ in range(_TRIES):
             outcome = Outcome()
             own = outcome.run(lambda: self._step.objective.weights(window))
@@ -408,14 +409,14 @@ class DataParallel:
         raise DoesNotFitError("some rank has no memory left to find out what its part of a window weighs")
 
     def _weighs_only_then(self) -> bool:
-        """Whether what the parts weigh shows only when they have been worked on."""
+        """Whether the weights of the parts are known only after the parts are computed."""
         return self.share is None and self._step.objective.common_weight == PAIR
 
     def _weight_beforehand(self) -> Weight | None:
-        """Return what this rank's part weighs, where that is known before it is worked on."""
+        """Return the weight of this rank's part if it is known before the part is computed."""
         common = self._step.objective.common_weight
         if self.share is not None:
-            return SHARED  # its gradients are weighed in the whole window as they are made
+            return SHARED  # its gradients already carry their weight in the whole window
         if common is None or common == PAIR or self._begun is None:
             return None
         return common, self._weight(self._begun)
@@ -430,7 +431,7 @@ class DataParallel:
         return self._weighed[1]
 
     def _factor(self, given: Given, outcome: Outcome) -> float | Tensor:
-        """Return by what this rank's gradients and losses are multiplied, so that those of all add up."""
+        """Return the factor for this rank's gradients and losses before they are summed over ranks."""
         common = self._step.objective.common_weight
         if self.share is not None or common == SUM:
             return 1.0
@@ -454,14 +455,14 @@ class DataParallel:
             raise pairs_weigh_nothing()
 
     def _known(self, slots: Mapping[Slot, Any] | None = None) -> bytes:
-        """Return what stands for all that is known of the losses, alike where that is alike."""
+        """Return a digest of everything known about the losses, equal wherever that is equal."""
         self._slots = sorted({*self._slots, *(slots or ())})
         known = self._step.objective.knowledge
         text = [(name, _spelled(how)) for name, (how, _) in sorted(known.items())]
         return hashlib.blake2b(repr((text, self._slots)).encode(), digest_size=8).digest()
 
     def _learn_from_others(self) -> None:
-        """Take over, for each loss, what the rank knows that has ruled out most; of those alike the first."""
+        """For each loss, adopt the knowledge of the rank that has ruled out most; the first of equal ranks."""
         said = self.ranks.exchange("losses", (self._step.objective.knowledge, self._slots))
         self._slots = sorted({slot for _, slots in said for slot in slots})
         best: dict[str, tuple[Weighting, int]] = {}
@@ -477,7 +478,7 @@ class DataParallel:
     # --- adding up ----------------------------------------------------------------------------------------------------
 
     def _make_gradients(self, wanted: Sequence[bool]) -> None:
-        """See that each gradient that any rank has is there, in a form that can be sent in parts."""
+        """Ensure that every gradient that any rank has exists here, in a form that can be sent in parts."""
         for parameter, is_wanted in zip(self._trained, wanted, strict=True):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -489,7 +490,7 @@ class DataParallel:
         for value, slot in zip(self._values.unbind(), self._slots, strict=True):
             if slot in found:
                 value.fill_(found[slot])
-        # The rest comes with weights of its own.
+        # The rest has its own weights.
         self._values[: sum(kind <= WEIGHT for kind, _ in self._slots)].mul_(factor)
 
     def _read_values(self, outcome: Outcome) -> None:
@@ -499,12 +500,12 @@ class DataParallel:
 
 
 def trained(step: TrainingStep) -> list[nn.Parameter]:
-    """Return the parameters that get gradients, in the order in which ranks speak of them."""
+    """Return the parameters that get gradients, in the order that all ranks use."""
     return [parameter for parameter in step.parameters if parameter.requires_grad]
 
 
 def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
-    """Return what is raised where one rank lacked memory while the others began to make an update."""
+    """Return the error for a rank that lacks memory when the others have begun to make an update."""
     return StartAgainError(
         f"rank {rank} ran out of memory ({first_line(error)}) where the others make update {number}, and it cannot "
         "make it after them; every process has to be started again, as torchrun does with --max-restarts, and goes on "
@@ -513,14 +514,14 @@ def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
 
 
 def nothing_counts() -> InvalidInputError:
-    """Return what is raised on every rank where no target of a window counts."""
+    """Return the error that every rank raises if no target of a window counts."""
     return InvalidInputError(
         "no target of this window counts on any rank, so the mean loss over it does not exist; leave such samples out"
     )
 
 
 def pairs_weigh_nothing() -> InvalidInputError:
-    """Return what is raised on every rank where the pairs of a window have no weight."""
+    """Return the error that every rank raises if a window's pairs have no weight."""
     return InvalidInputError(
         "the (sum, weight) pairs of this window have weight 0 together on all ranks, so their mean does not exist; "
         "leave such samples out"
@@ -528,13 +529,13 @@ def pairs_weigh_nothing() -> InvalidInputError:
 
 
 class Outcome:
-    """What one rank does by itself while others wait for what it sends: until something fails, then nothing more.
+    """Results of one rank's own work while others wait for what it sends. After a failure, no more work is done.
 
     Attributes:
-        failure: What failed.
+        failure: The first failure.
         losses: The window's losses by name.
-        reported: What is reported beside them, by name.
-        norm: The norm of the gradients before clipping, where they are clipped.
+        reported: Values reported in addition, by name.
+        norm: The norm of the gradients before clipping, if they are clipped.
     """
 
     def __init__(self) -> None:
@@ -544,21 +545,21 @@ class Outcome:
         self.norm: Tensor | None = None
 
     def run(self, work: Callable[[], _T]) -> _T | None:
-        """Do some work and return what came of it; None where it, or something before it, has failed."""
+        """Do some work and return its result; None if it, or anything before it, has failed."""
         if self.failure is None:
             try:
                 return work()
-            except Exception as error:  # noqa: BLE001 - it is told to the others first
+            except Exception as error:  # noqa: BLE001 - the others are informed first
                 self.failure = error
         return None
 
     def note(self, failure: Exception | None) -> None:
-        """Note what has failed elsewhere."""
+        """Record a failure from elsewhere."""
         self.failure = self.failure or failure
 
 
 class Share:
-    """What the whole window weighs, of which this rank has a part."""
+    """The weights of the whole window, which this rank has a part of."""
 
     multiplier = 1.0
 
@@ -568,8 +569,8 @@ class Share:
         self._pairs: dict[str, float] | None = None
 
     def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Return what pairs of these weights in this part weigh in the whole window."""
-        if self._pairs is None:  # else it is a second attempt of this rank alone
+        """Return the weights of pairs in the whole window, given those in this part."""
+        if self._pairs is None:  # otherwise a second attempt by this rank alone
             said = self._ranks.exchange("pairs", dict(weights))
             self._pairs = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
             if not all(self._pairs.values()):
@@ -578,10 +579,10 @@ class Share:
 
 
 class _SharedBuffers:
-    """The buffers that training moves: after each window every rank has the same.
+    """The buffers that training updates, made equal on every rank after each window.
 
-    BatchNorm's running statistics become their means over the ranks, by samples; whatever else was written is taken
-    over from the first rank that had samples.
+    BatchNorm's running statistics become their means over the ranks, weighted by samples. Every other buffer that was
+    written is copied from the first rank that had samples.
     """
 
     def __init__(self, step: TrainingStep) -> None:
@@ -600,21 +601,21 @@ class _SharedBuffers:
         self._before: list[tuple[Tensor | None, int]] = []
 
     def begin(self) -> None:
-        """Note what the buffers are before a window."""
+        """Record the buffers before a window."""
         self._before = [(buffer, 0 if buffer is None else buffer._version) for buffer in self._now()]
 
     def written(self) -> int:
-        """Return which buffers were written since, as bits."""
+        """Return, as bits, which buffers have been written since."""
         bits = 0
         for number, (now, (before, version)) in enumerate(zip(self._now(), self._before, strict=True)):
-            # BatchNorm's kernels write without moving a counter.
+            # BatchNorm's kernels write without incrementing version counters.
             by_kernel = self._averaged[number] and self._owners[number][0].training
             if now is not None and (by_kernel or now is not before or now._version != version):
                 bits |= 1 << number
         return bits
 
     def _now(self) -> list[Tensor | None]:
-        """Return the buffers; None for one that is no longer of the form in which it would be sent."""
+        """Return the buffers; None for one whose shape or type has changed, so that it cannot be sent."""
         found = (part._buffers.get(name) for part, name in self._owners)
         return [
             buffer if buffer is not None and (buffer.shape, buffer.dtype) == form else None
@@ -622,7 +623,7 @@ class _SharedBuffers:
         ]
 
     def exchange(self, ranks: Ranks, parts: Sequence[Part]) -> Exception | None:
-        """Make the buffers the same; return what failed here."""
+        """Make the buffers equal on all ranks; return this rank's failure, if any."""
         if self._buckets is None:
             return None
         source = next(rank for rank, part in enumerate(parts) if part.samples)

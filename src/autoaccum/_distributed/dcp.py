@@ -1,7 +1,7 @@
-"""Tensors that are spread over ranks, in a folder of which each rank writes its part (torch.distributed.checkpoint).
+"""Saves sharded tensors in a folder that every rank writes its part of (torch.distributed.checkpoint).
 
-Any number of ranks can read them again, each what is its own then. What the files were when they were written is noted
-by their sizes and checksums, since the library itself does not look.
+Any number of ranks can load them again, each its own part. The sizes and checksums of the files are recorded, since the
+library itself does not check them.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.process_group import Ranks
 
-# By name, the size and the checksum (CRC-32) of a file.
+# Size and checksum (CRC-32) of each file, by name.
 Files = dict[str, tuple[int, int]]
 _READ_BYTES = 1 << 22
 _METADATA = ".metadata"
 _NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
-# In place of a tensor that is in the folder: its type.
+# Stands in for a tensor that is in the folder, with its type.
 _SPREAD = "autoaccum.spread"
 
 
 def write(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> Files:
-    """Write tensors, together with all ranks; return what each file is.
+    """Write tensors, together with all ranks; return the size and checksum of each file.
 
     Raises:
-        Exception: Whatever a rank met in writing, on every rank.
+        Exception: Any rank's failure to write. Raised on every rank.
     """
-    from torch.distributed import checkpoint  # noqa: PLC0415 - takes long, and few need it
+    from torch.distributed import checkpoint  # noqa: PLC0415 - imports slowly, and is rarely needed
 
     folder.mkdir(exist_ok=True)
-    ranks.exchange("shards")  # one that cannot even begin has told the others now, who would wait for it in there
+    ranks.exchange("shards")  # a rank that cannot begin tells the others here; inside, they would wait for it
     with _failures_told():
         checkpoint.save(  # type: ignore[attr-defined]
             dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
@@ -54,7 +54,7 @@ def write(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> Files:
 
 
 def read(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Read tensors in place, together with all ranks, of which there may be another number than wrote them."""
+    """Read tensors in place, together with all ranks. The number of ranks may differ from when they were written."""
     from torch.distributed import checkpoint  # noqa: PLC0415 - as above
 
     from autoaccum._distributed.dcp_metadata import Reader  # noqa: PLC0415 - as above
@@ -67,7 +67,7 @@ def read(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 @contextmanager
 def _failures_told() -> Iterator[None]:
-    """Make an ordinary error of the library's, which `except Exception` would let pass."""
+    """Convert the library's exception, which `except Exception` does not catch, into an ordinary one."""
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - as above
 
     try:
@@ -78,7 +78,7 @@ def _failures_told() -> Iterator[None]:
 
 
 def are_files(value: Any) -> bool:
-    """Whether a value read from a checkpoint is `Files`, of names that stay within their folder."""
+    """Whether a value read from a checkpoint is `Files` whose names stay within their folder."""
     return isinstance(value, dict) and all(
         isinstance(name, str)
         and _NAME.fullmatch(name) is not None
@@ -90,7 +90,7 @@ def are_files(value: Any) -> bool:
 
 
 def damage(folder: Path, files: Files) -> str | None:
-    """Return what is wrong with a folder by the sizes of its files; None where nothing is."""
+    """Return what is wrong with a folder according to the sizes of its files; None if nothing is."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
@@ -101,7 +101,7 @@ def damage(folder: Path, files: Files) -> str | None:
 
 
 def damage_of_part(ranks: Ranks, folder: Path, files: Files) -> str | None:
-    """Return what is wrong with those files of a folder, by their checksums, that this rank is to look at."""
+    """Return what is wrong with this rank's share of a folder's files, according to their checksums."""
     for number, (name, (_, checksum)) in enumerate(sorted(files.items())):
         if number % ranks.size == ranks.rank and _sum(folder / name) != checksum:
             return f"wrong checksum of {folder.name}/{name}"
@@ -116,11 +116,11 @@ def _sum(path: Path) -> int:
     return found
 
 
-# --- what is spread, by name ------------------------------------------------------------------------------------------
+# --- sharded tensors, by name -----------------------------------------------------------------------------------------
 
 
 def of_modules(modules: list[nn.Module]) -> dict[str, Tensor]:
-    """Return the parameters of some modules that are spread over ranks."""
+    """Return the sharded parameters of some modules."""
     return {
         f"model.{number}.{name}": parameter.detach()
         for number, module in enumerate(modules)
@@ -130,7 +130,7 @@ def of_modules(modules: list[nn.Module]) -> dict[str, Tensor]:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what an optimizer keeps that is spread over ranks."""
+    """Return the sharded tensors in an optimizer's state."""
     return {
         f"optimizer.{number}.{name}": value
         for number, parameter in enumerate(_parameters(optimizer))
@@ -140,7 +140,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def rest_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's `state_dict`, with marks for what is spread over ranks."""
+    """Return an optimizer's `state_dict`, with placeholders for sharded tensors."""
     whole = optimizer.state_dict()
     state = {
         number: {name: {_SPREAD: str(value.dtype)} if is_spread(value) else value for name, value in values.items()}
@@ -150,17 +150,17 @@ def rest_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def put_rest_back(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> None:
-    """Give an optimizer what `rest_of_optimizer` has kept, with room for what is still to be read."""
+    """Restore what `rest_of_optimizer` returned, with empty tensors for those still to be read."""
     optimizer.state.clear()
     numbers = itertools.count()
     for group, saved in zip(optimizer.param_groups, kept["param_groups"], strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
         for parameter in group["params"]:
             for name, value in kept["state"].get(next(numbers), {}).items():
-                # Counts of steps stay on the host but where kernels read them.
+                # Step counts stay on the host unless kernels read them.
                 is_of_device = name != "step" or group.get("capturable") or group.get("fused")
                 optimizer.state[parameter][name] = _made_again(value, parameter, is_of_device=bool(is_of_device))
-    # Schedulers warn when they move before the optimizer has: it has, in an earlier process.
+    # Schedulers warn if they step before the optimizer has: it has, in an earlier process.
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

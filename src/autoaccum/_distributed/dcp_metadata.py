@@ -1,4 +1,4 @@
-"""Reads what torch.distributed.checkpoint has noted of a folder, which it pickles and would unpickle whatever it is."""
+"""Reads torch.distributed.checkpoint's metadata safely: the library would unpickle whatever the file contains."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autoaccum._system import safe_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-# What each rank writes; a name within the folder.
+# A rank's file, as a name within the folder.
 _PART = re.compile(r"__\d+_\d+\.distcp")
-# More than any model takes: some hundred bytes for each part of each tensor.
+# More than any model needs: a few hundred bytes for each part of each tensor.
 _MOST_BYTES = 1 << 30
 _CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
@@ -27,7 +27,7 @@ _CLASSES = (
 
 
 def _nowhere(*_: str) -> None:
-    """Stand for the path of where a folder was written, to which nobody goes."""
+    """Stand in for the path that a folder was written to, which is not used."""
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -39,7 +39,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class Reader(filesystem.FileSystemReader):
-    """Reads a folder's tensors, and refuses a folder that any other program could have made code of.
+    """Reads a folder's tensors, and rejects metadata that could execute code when unpickled.
 
     Args:
         folder: The folder.
@@ -50,10 +50,10 @@ class Reader(filesystem.FileSystemReader):
         self._folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:  # noqa: ARG002 - as the base has it
-        """Return what the folder holds.
+        """Return the folder's metadata.
 
         Raises:
-            pickle.UnpicklingError: The file holds more than that.
+            pickle.UnpicklingError: The file contains anything else.
         """
         found = _Unpickler(io.BytesIO(safe_files.read(self._folder / ".metadata", _MOST_BYTES))).load()
         if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):

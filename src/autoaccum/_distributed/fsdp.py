@@ -1,9 +1,9 @@
-"""One window, made by several processes of which each holds a part of the model: every pass is made by all at once.
+"""Makes one window with processes that each hold a shard of the model, so that all of them run every pass together.
 
-`fully_shard` gathers parameters and adds up gradients inside forward and backward passes. So all ranks make as many of
-them, in the same order, and agree before each: one that sees beforehand that it lacks memory says so there, and all
-begin the window anew in a smaller cut. One that runs out of memory within a pass leaves the others in the middle of
-theirs, and nothing can be said to them any more: all have to end, and start again from a checkpoint.
+`fully_shard` gathers parameters and reduces gradients inside forward and backward passes. All ranks therefore run the
+same number of passes, in the same order, and agree before each: if one finds beforehand that it lacks memory, it says
+so there, and all restart the window in a smaller cut. If one runs out of memory within a pass, the others are in the
+middle of theirs and cannot be reached any more: all have to end, and start again from a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._sizing.controller import Sizing
 
-# A pass of a rank that has no sample left is made with these, and gives nothing.
+# A rank with no samples left makes its passes with these factors, so that they contribute nothing.
 _NOTHING = Factors(0.0, 0.0, alone=False)
-# Of a loss of which it is not known what it runs over, all ranks ask the same samples, of so many first windows.
+# If it is unknown what a loss runs over, all ranks test the same samples, in this many first windows.
 _WINDOWS_TO_ASK = 8
 _SAMPLES_TO_ASK = 64
 _RANKS_TO_ASK = 4
-# BatchNorm refuses to train on a single value a channel.
+# BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
-# The size that did not fit, where it was one of a micro-batch, and why.
+# The size that did not fit, if a micro-batch was being processed, and the reason.
 _Lack = tuple[int | None, str]
-# What gloo and NCCL say of a rank that is gone, and of one that did not answer in time.
+# Error messages of gloo and NCCL about a rank that is gone, or that did not answer in time.
 _OF_THE_NETWORK = ("connection closed", "connection reset", "timed out waiting", "socket", "broken pipe", "nccl")
 
 
 class LackElsewhereError(torch.OutOfMemoryError):
-    """Some rank has said, before a pass, that it lacks memory for it."""
+    """A rank has reported, before a pass, that it lacks memory for it."""
 
 
 class ShardedDataParallel(DataParallel):
-    """Makes windows together with ranks that hold the other parts of the model.
+    """Makes windows together with ranks that hold the other shards of the model.
 
     Args:
-        ranks: All of them.
-        step: This one's training step.
-        grows_to: The largest size that is wanted, where sizes grow by what is seen; None where they are set.
+        ranks: All ranks.
+        step: This rank's training step.
+        grows_to: The largest size to grow to, based on observed memory; None if sizes are fixed.
         said: As for `DataParallel`.
     """
 
@@ -83,16 +83,16 @@ class ShardedDataParallel(DataParallel):
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
         self._windows = 0
-        self._passes = 0  # of the present attempt, on the rank that makes most
+        self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
         self._lacking: dict[int, _Lack] = {}
-        self._is_told = False  # whether the others know of the failure that is on its way
+        self._is_told = False  # whether the others know of the failure being handled
         self._held_bytes: int | None = None
         step.passes = self
-        step.objective.may_look = False  # a pass of this rank alone would wait for the others
+        step.objective.may_look = False  # a pass by this rank alone would wait for the others
 
     def begin(self, window: Window, sizing: Sizing) -> Share:
-        """Begin a window; return what its parts weigh together."""
+        """Begin a window; return the combined weights of its parts."""
         self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
         if self._begun is not window or self.share is None:
@@ -107,7 +107,7 @@ class ShardedDataParallel(DataParallel):
         return self.share
 
     def prepare(self) -> None:
-        """Agree on how many passes this attempt takes."""
+        """Agree on the number of passes in this attempt."""
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:
             sizing.grow_to(self._larger)
@@ -119,7 +119,7 @@ class ShardedDataParallel(DataParallel):
             self._held_bytes = memory.peak_bytes()
 
     def agree(self, given: Given, work: Work) -> bool:
-        """Make the passes that others still have to make, and see that all have got through."""
+        """Make the passes that others still have to make, and confirm that all have finished."""
         window, seconds = self._window, self._seconds()
         for _ in range(self._passes - len(work.sizes)):
             self._pass_with_nothing()
@@ -140,13 +140,13 @@ class ShardedDataParallel(DataParallel):
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         self._look([part.note for part in self.parts])
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
-        if len({part.known for part in self.parts}) > 1:  # a rank that had no sample knows of no loss
+        if len({part.known for part in self.parts}) > 1:  # a rank that had no samples knows no losses
             said = self.ranks.exchange("losses", self._slots)
             self._slots = sorted({slot for slots in said for slot in slots})
         return True
 
     def add_up(self, given: Given) -> Outcome:
-        """Add up losses and buffers; the gradients of all have been, pass by pass."""
+        """Sum losses and buffers; gradients have already been reduced, pass by pass."""
         self._step.stage.phase = Phase.REDUCE
         outcome = Outcome()
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
@@ -161,11 +161,11 @@ class ShardedDataParallel(DataParallel):
         return outcome
 
     def all_ready(self, outcome: Outcome) -> bool:
-        """Whether every rank holds its part of the gradients; then they are unscaled and clipped."""
+        """Whether every rank holds its shard of the gradients; if so, unscale and clip them."""
         are_ready = super().all_ready(outcome)
-        self._is_told = not are_ready and outcome.failure is not None  # which is on its way to `failed` now
+        self._is_told = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
         if are_ready and self._step.updates.clips:
-            # The norm over all parts is added up by all ranks.
+            # All ranks compute the norm over all shards together.
             self.begin_pass()
             norm = self._step.updates.norm()
             assert norm is not None
@@ -175,16 +175,16 @@ class ShardedDataParallel(DataParallel):
         return are_ready
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
-        """See what a failure means: all restart the window, or all end.
+        """Decide what a failure means: all restart the window, or all end.
 
         Args:
-            error: What failed here, or what was told of another rank.
+            error: What failed here, or what another rank reported.
             work: The micro-batches of the window.
             number: The number of the update.
 
         Raises:
             StartAgainError: Memory ran out within a pass.
-            DoesNotFitError: It did with a single sample.
+            DoesNotFitError: Memory ran out within a pass with the smallest micro-batch.
             RankFailedError: Another rank has gone within a pass.
         """
         super().failed(error, work, number)
@@ -231,7 +231,7 @@ class ShardedDataParallel(DataParallel):
         self.ranks.is_in_pass = True
 
     def end_pass(self) -> None:
-        """Note that this rank has got through."""
+        """Record that this rank has completed the pass."""
         self.ranks.is_in_pass = False
 
     def begin_evaluation_pass(self) -> None:
@@ -243,7 +243,7 @@ class ShardedDataParallel(DataParallel):
         """Make the forward passes of an evaluation that others still have to make.
 
         Args:
-            make_passes: Makes those of a cut, as the others do: given the cut, on the device, and its samples.
+            make_passes: Makes the passes of one cut, given the cut, on the device, and its number of samples.
         """
         while any(self.ranks.exchange("evaluation pass", value=False)):
             self.ranks.is_in_pass = True
@@ -251,16 +251,16 @@ class ShardedDataParallel(DataParallel):
             self.ranks.is_in_pass = False
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:
-        """See what a failure means; outside of a pass nobody waits for this rank, which can try a smaller cut.
+        """Handle a failure in an evaluation. Outside of a pass no rank waits for this one, which can try a smaller cut.
 
         Raises:
-            StartAgainError: As `failed`.
+            StartAgainError: As for `failed`.
         """
         if self.ranks.is_in_pass:
             self._end(error, size or self._sizing.plan.micro_batch)
 
     def _tell_lack(self, lack: _Lack | None) -> None:
-        """Say whether this rank lacks memory, and hear what the others say."""
+        """Report whether this rank lacks memory, and receive the others' reports."""
         said: list[_Lack | None] = self.ranks.exchange("pass", lack)
         self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
         if self._lacking and lack is None:
@@ -269,27 +269,27 @@ class ShardedDataParallel(DataParallel):
             raise LackElsewhereError(who)
 
     def _pass_with_nothing(self) -> None:
-        """Make a pass that adds nothing, since others have samples left."""
+        """Make a pass that contributes nothing, since others have samples left."""
         self._mark.take()
         batch, samples = self._nothing()
         self._step.accumulate(batch, samples, _NOTHING, Accumulated())
         self._mark.put_back()
 
     def _nothing(self) -> tuple[Any, int]:
-        """Return samples that are to count for nothing, on the device, and how many they are."""
+        """Return samples that will count for nothing, on the device, and their number."""
         assert self._sample is not None
         return self._step.transfer.place(self._sample.cut(0, self._sample.samples)), self._sample.samples
 
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
     def _ask(self, window: Window) -> None:
-        """Find out, on the same samples on all ranks, what the losses run over."""
+        """Determine, from the same samples on all ranks, what the losses run over."""
         if self._windows >= _WINDOWS_TO_ASK:
             return
         self._windows += 1
         counts = self.ranks.exchange("samples", window.samples)
         sources = [rank for rank, count in enumerate(counts) if count]
-        # Others than in the window before, since one rank's samples may all be alike.
+        # Other samples than in the window before, since one rank's samples may all be alike.
         for number in range(min(len(sources), _RANKS_TO_ASK)):
             self._ask_about(window, sources[(self._windows + number) % len(sources)])
             if not self._step.objective.has_questions:
@@ -302,7 +302,7 @@ class ShardedDataParallel(DataParallel):
             mine = copied(window.cut(0, min(_SAMPLES_TO_ASK, window.groups()[0])))
         asked = Window([self.ranks.tell(mine, source)])
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
-        # At least in two, since uncut nothing matters; no more go through the model at once than half of the larger.
+        # At least two parts, since uncut it makes no difference; at most half the samples run at once.
         sizes = balanced(asked.samples, min(self._sizing.plan.micro_batch, math.ceil(asked.samples / 2)))
         place, autocast = self._step.transfer.place, self._step.precision.autocast
         self.begin_pass()
@@ -321,12 +321,12 @@ class ShardedDataParallel(DataParallel):
         if totals[SAMPLES] and not all(totals.values()):
             raise nothing_counts()
         share = Share(self.ranks, totals)
-        # What adds up the gradients takes their mean over the ranks.
+        # The reduction of gradients takes their mean over the ranks.
         share.multiplier = float(self.ranks.size)
         return share
 
     def _correction(self) -> float:
-        """Return by what gradients and losses are to be multiplied, which have been divided by the samples."""
+        """Return the factor for gradients and losses, which have been divided by the number of samples."""
         weights = [part.weight for part in self.parts if part.weight is not None]
         if not weights:
             return 1.0
@@ -336,7 +336,7 @@ class ShardedDataParallel(DataParallel):
         return self.share.totals[SAMPLES] / sum(weights)
 
     def _wished_size(self) -> int:
-        """Return the size that this rank would take in the next window."""
+        """Return the size that this rank requests for the next window."""
         memory, size = self._step.memory, self._sizing.plan.micro_batch
         peak = memory.peak_bytes()
         if self._growth is None or self._held_bytes is None or peak is None:

@@ -1,4 +1,4 @@
-"""How a window is shared out among ranks: equally, or by how fast each has been. Pure arithmetic, no torch."""
+"""Divides a window among ranks, equally or in proportion to their speed. Pure arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 SHARES = ("equal", "speed")
 
-# Windows that are averaged, the newest counting most, before shares are set anew: machines that others use too are
-# noisy, and every change of share is a change of cut.
+# Windows averaged before shares change again, with most weight on the newest: machines shared with others are noisy,
+# and every change of shares changes the cut.
 _WINDOWS_BETWEEN = 5
 _NEWEST_COUNTS = 0.3
-# What the slowest rank has to take longer than all would take together: less is noise.
+# By how much the slowest rank must exceed the time that balanced shares would take: less is noise.
 _WORTH_IT = 0.05
 
 
 def check_shares(shares: object, *, shard: object) -> None:
-    """Check the arguments of `fit`.
+    """Check the arguments `shares` and `shard`.
 
     Raises:
         InvalidInputError: One is unknown, or they contradict each other.
@@ -39,15 +39,15 @@ def check_shares(shares: object, *, shard: object) -> None:
 def cut(samples: int, weights: Sequence[float]) -> list[int]:
     """Return where each rank's share of some samples begins, and where the last one ends.
 
-    Every rank gets at least one: without any it could not be seen to have become faster. Of fewer samples than ranks
-    the first ranks get one each, so that rank 0, whose place in an epoch stands for all, never goes without.
+    Every rank gets at least one sample: without any, it could not be seen to become faster. With fewer samples than
+    ranks, the first ranks get one each, so that rank 0, whose position in an epoch represents all, always has one.
 
     Args:
-        samples: How many there are to share out.
-        weights: What each rank gets, in proportion.
+        samples: Number of samples to divide.
+        weights: Each rank's weight; shares are proportional to it.
 
     Returns:
-        `len(weights) + 1` whole numbers, from 0 to `samples`, none smaller than the one before.
+        `len(weights) + 1` nondecreasing integers from 0 to `samples`.
     """
     ranks, total = len(weights), sum(weights)
     if samples < ranks:
@@ -56,20 +56,20 @@ def cut(samples: int, weights: Sequence[float]) -> list[int]:
     for rank, along in enumerate(itertools.accumulate(weights[:-1]), 1):
         proportional = int(samples * along / total)
         bounds.append(max(bounds[-1] + 1, min(proportional, samples - (ranks - rank))))
-    # Not from the weights: by rounding, all of them may come to a little less than their sum.
+    # Not computed from the weights: rounding may make all of them together a little less than their sum.
     return [*bounds, samples]
 
 
 class Shares:
-    """The weights by which windows are shared out, the same on every rank since all compute them from the same numbers.
+    """The weights by which windows are divided, equal on every rank since all compute them from the same numbers.
 
     Args:
-        ranks: How many ranks there are.
-        by_speed: Whether they follow the ranks' speed.
+        ranks: Number of ranks.
+        by_speed: Whether weights follow the ranks' speed.
 
     Attributes:
-        weights: The weights in force.
-        by_speed: Whether they follow the ranks' speed.
+        weights: The current weights.
+        by_speed: Whether weights follow the ranks' speed.
     """
 
     def __init__(self, ranks: int, *, by_speed: bool) -> None:
@@ -79,23 +79,23 @@ class Shares:
         self._seen = 0
 
     def note(self, samples: Sequence[int], seconds: Sequence[float]) -> bool:
-        """Note how long each rank has worked on its part of a window; return whether the weights have changed.
+        """Record how long each rank has worked on its part of a window; return whether the weights have changed.
 
         Args:
             samples: Samples of each part.
-            seconds: Seconds that each has taken, waiting for others not counted.
+            seconds: Seconds that each rank has worked, without waiting for others.
         """
         if not self.by_speed or not all(samples) or not all(one > 0.0 for one in seconds):
             return False
         self._seen += 1
         if self._seen == 1:
-            return False  # the first window of a process takes what no other takes
+            return False  # the first window of a process has one-time costs
         now = [count / second for count, second in zip(samples, seconds, strict=True)]
         pairs = zip(self._speeds or now, now, strict=True)
         self._speeds = [before + _NEWEST_COUNTS * (speed - before) for before, speed in pairs]
         if self._seen % _WINDOWS_BETWEEN:
             return False
-        # Of parts like these, by the speeds of several windows: one window alone may be a slow moment of one machine.
+        # For parts like these, by the average speeds: a single window may be a slow moment of one machine.
         slowest = max(count / speed for count, speed in zip(samples, self._speeds, strict=True))
         if slowest < (1.0 + _WORTH_IT) * sum(samples) / sum(self._speeds):
             return False

@@ -1,10 +1,10 @@
-"""Loaders of which every rank has the whole, turned into ones that give this rank's part.
+"""Gives each rank its part of a loader over all of the data, which every rank has.
 
-Every rank goes through the same order, which rank 0 draws as one process does. Training cuts it into the same windows,
-and of each loads its own part; where an epoch stands is the number of its windows, so a run can go on with another
-number of ranks, or with one process, which counts the loader's own batches. Evaluation deals out whole batches. Of a
-DataLoader over a dataset with indices, what other ranks take is never loaded here; for training nothing else is for
-this module.
+Every rank follows the same order, drawn by rank 0 as a single process would draw it. Training cuts it into the same
+windows on every rank, and each loads its part of every window. A position in an epoch is a number of windows, so a run
+can resume with another number of ranks, or with one process, which counts the loader's own batches. Evaluation deals
+out whole batches. With a DataLoader over a map-style dataset, no rank loads samples that belong to others; training
+supports no other loaders here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._data.loader_state import Position
     from autoaccum._distributed.process_group import Ranks
 
-# What of the loader's own arguments the part has too.
+# Arguments of the user's loader that the rank's loader shares.
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
     *("prefetch_factor", "persistent_workers"),
@@ -40,7 +40,7 @@ _KEPT = (
 
 
 def can_be_sharded(loader: Any) -> bool:
-    """Whether a loader's samples can be told apart without loading them."""
+    """Whether a loader's samples can be selected without loading them."""
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
@@ -50,21 +50,21 @@ def can_be_sharded(loader: Any) -> bool:
 
 
 class ShardedLoader:
-    """Loads this rank's part of every window, in batches that never reach across two windows.
+    """Loads this rank's part of every window, in batches that never span two windows.
 
-    It keeps its own state, as torchdata's StatefulDataLoader does, and that is the same on every rank.
+    It keeps its own state, as torchdata's StatefulDataLoader does; the state is the same on every rank.
 
     Args:
-        loader: The whole, on every rank.
+        loader: A loader over all of the data, on every rank.
         ranks: All ranks.
-        target_batch: Samples a window, on all ranks together.
+        target_batch: Samples per window, over all ranks.
         drops_last: Whether a shorter last window is left out.
 
     Attributes:
-        reached: Windows of this epoch of which the loader's workers may have been asked for a part already.
-        generator: The whole's, as are the next two: whose states belong to a position, and who is told of epochs.
-        sampler: The whole's.
-        batch_sampler: The whole's.
+        reached: Number of windows in this epoch that the loader's workers may already have been asked for.
+        generator: The generator of `loader`, whose state is part of a position.
+        sampler: The sampler of `loader`, which is notified of epochs.
+        batch_sampler: The batch sampler of `loader`, which is notified of epochs.
     """
 
     def __init__(self, loader: DataLoader[Any], ranks: Ranks, target_batch: int, *, drops_last: bool) -> None:
@@ -77,7 +77,7 @@ class ShardedLoader:
         self._batch_size = loader.batch_size or max(1, target_batch // ranks.size)
         self._generators = generators_of(loader)
         self._part = _part_of(loader, self._asked_for)
-        # What the order of the epoch was drawn from, and where in it the next iterator begins.
+        # The random states that the order of the epoch was drawn from, and the window where the next iterator begins.
         self._source: Any = None
         self._begins_at = self._done = 0
         self._samples: int | None = None  # of that epoch
@@ -86,7 +86,7 @@ class ShardedLoader:
         self._weights: list[tuple[int, tuple[float, ...]]] = [(0, (1.0,) * ranks.size)]
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch, or go on with that of the state that was loaded."""
+        """Begin an epoch, or continue the one of the state that was loaded."""
         before, is_new = _global_states(), self._source is None
         if is_new:
             self._source = _source_of_rank_0("order", self._generators, self._ranks)
@@ -102,30 +102,30 @@ class ShardedLoader:
         for generator, state in zip(self._generators, own, strict=True):
             generator.set_state(state)
         if not is_new:
-            _set_global_states(before)  # those of the moment from which the run goes on
+            _set_global_states(before)  # those of the moment from which the run resumes
         elif self._ranks.rank == 0:
-            _set_global_states(after)  # as one process leaves them: the orders to come are those of one
+            _set_global_states(after)  # as one process leaves them, so that later orders are also its own
         for batch in part:
             self._done += self._ends.popleft()
             yield batch
         self._source, self._samples, self._begins_at, self._done = None, None, 0, 0
 
     def share_of(self, window: int) -> int:
-        """Return how many samples of a window of this epoch are this rank's."""
+        """Return how many samples of one of this epoch's windows belong to this rank."""
         bounds = self._bounds(window)
         return bounds[self._ranks.rank + 1] - bounds[self._ranks.rank]
 
     def share_out(self, weights: Sequence[float], since: int) -> None:
-        """Share windows out by other weights.
+        """Change the weights by which windows are divided.
 
         Args:
-            weights: By rank.
-            since: The first window for which they hold, which no rank may have reached.
+            weights: The weights, by rank.
+            since: The first window to use them for, which no rank may have reached.
         """
         self._weights.append((since, tuple(weights)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch stands."""
+        """Return the position in the epoch."""
         return {
             "source": self._source,
             "windows": self._done,
@@ -134,12 +134,12 @@ class ShardedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go where a state was taken, by however many ranks; the next iterator begins there.
+        """Resume at a saved state, from any number of ranks; the next iterator begins there.
 
         Raises:
-            CheckpointError: It was taken in the middle of an epoch of another number of samples.
+            CheckpointError: The state is from the middle of an epoch with another number of samples.
         """
-        there = state.get("samples")  # which those before did not tell
+        there = state.get("samples")  # missing in older states
         here = None if there is None or state["source"] is None else sum(_sizes(self._loader, state["source"]))
         if here is not None and there != here:
             raise CheckpointError(
@@ -152,7 +152,7 @@ class ShardedLoader:
         self._weights = list(state["weights"]) if alike else [(0, (1.0,) * self._ranks.size)]
 
     def _asked_for(self) -> Iterator[list[Any]]:
-        """Yield the indices of this rank's batches; runs ahead of what is yielded where workers load."""
+        """Yield the indices of this rank's batches. With workers, this runs ahead of what is yielded."""
         samples, target = len(self._order), self._target_batch
         windows = samples // target if self._drops_last else math.ceil(samples / target)
         for window in range(self._begins_at, windows):
@@ -171,19 +171,19 @@ class ShardedLoader:
 
 
 class DealtLoader:
-    """Validation data of which every rank has the whole; each rank gets every so many-th batch of it.
+    """Deals out the batches of validation data that every rank has: of n ranks, each gets every n-th batch.
 
-    Batches are dealt out as they are, so that what a loss or a metric makes of a batch is what one process makes of it.
-    Nothing is kept from one evaluation to the next but the loader's own generators.
+    Batches stay whole, so that a loss or a metric sees the same batches as in a single process. Nothing is kept from
+    one evaluation to the next except the state of the loader's own generators.
 
     Args:
-        loader: The whole, on every rank: a DataLoader over a dataset with indices, of which each sample is loaded by
-            one rank; of anything else, which has to give the same batches in the same order everywhere, each rank goes
-            through all and leaves out what is not its own.
-        ranks: All ranks, which are asked here.
+        loader: A loader over all of the data, on every rank. With a DataLoader over a map-style dataset, each sample is
+            loaded by one rank. Any other loader must yield the same batches in the same order everywhere; each rank
+            then iterates over all of them and skips those of others.
+        ranks: All ranks, which this constructor communicates with.
 
     Raises:
-        InvalidInputError: Ranks have loaders of other lengths; on every rank.
+        InvalidInputError: The ranks' loaders differ in length. Raised on every rank.
     """
 
     def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
@@ -194,11 +194,11 @@ class DealtLoader:
         self._part = None
         if can_be_sharded(loader):
             self._part = _part_of(loader, lambda: iter(self._own))  # type: ignore[arg-type]
-        self._seen = [0, 0]  # batches and samples of the whole, where this rank goes through all of it
+        self._seen = [0, 0]  # batches and samples of all the data, if this rank iterates over all of it
         check_lengths(ranks, "val_loader", loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin anew, in an order that rank 0 draws; the global random generators are the caller's to put back."""
+        """Start a new evaluation, in an order that rank 0 draws. The caller restores the global random generators."""
         source = _source_of_rank_0("val order", self._generators, self._ranks)
         if self._part is not None:
             order, _ = _drawn(self._loader, self._generators, source)  # type: ignore[arg-type]
@@ -209,10 +209,10 @@ class DealtLoader:
         return itertools.islice(self._counted(), self._ranks.rank, None, self._ranks.size)
 
     def check_end(self) -> None:
-        """See, where every rank has gone through all of the data, that it was the same number.
+        """Check, if every rank iterates over all of the data, that all saw the same number of batches and samples.
 
         Raises:
-            InvalidInputError: It was not; on every rank.
+            InvalidInputError: They did not. Raised on every rank.
         """
         if self._part is None:
             said = self._ranks.exchange("val_loader's end", self._seen)
@@ -226,32 +226,32 @@ class DealtLoader:
             yield batch
 
 
-# --- ranks that have to have the same ---------------------------------------------------------------------------------
+# --- checks that ranks have the same data -----------------------------------------------------------------------------
 
 
 def check_lengths(ranks: Ranks, name: str, loader: Any) -> None:
-    """Refuse loaders of which every rank has to have the whole, but that say they have other numbers of samples.
+    """Reject loaders that should have all of the data on every rank but report different numbers of samples.
 
     Args:
         ranks: All ranks.
-        name: Of the argument.
-        loader: This rank's.
+        name: Name of the argument.
+        loader: This rank's loader.
 
     Raises:
-        InvalidInputError: They do; on every rank.
+        InvalidInputError: The numbers differ. Raised on every rank.
     """
     kind = "" if can_be_sharded(loader) else f", of a {type(loader).__name__} that every rank goes through"
     _refuse_others(name, ranks.exchange(name, _in_words(_lengths(loader)) + kind))
 
 
 def _check_order(ranks: Ranks, name: str, batches: Sequence[Sequence[Any]]) -> None:
-    """Refuse orders that differ though they were drawn from the same: a sampler that draws from elsewhere.
+    """Reject orders that differ although drawn from the same random states: the sampler has another source.
 
     Raises:
-        InvalidInputError: They do; on every rank.
+        InvalidInputError: The orders differ. Raised on every rank.
     """
     order = [index for batch in batches for index in batch]
-    # Of other indices than numbers and names nothing is known by which they could be told apart.
+    # Indices other than integers and strings may have no comparable representation.
     is_told = {int, str}.issuperset(set(map(type, order)))
     digest = hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest() if is_told else "unknown"
     said = ranks.exchange(f"{name} order", (len(order), digest))
@@ -274,19 +274,19 @@ def _refuse_others(name: str, said: Sequence[str]) -> None:
             )
 
 
-# --- where one process stands, and where several do -------------------------------------------------------------------
+# --- positions of one process, and of several -------------------------------------------------------------------------
 
 
 def in_windows(position: Position, loader: DataLoader[Any], target_batch: int) -> Position:
-    """Return a position in a loader of everything as a `ShardedLoader` of it takes it up.
+    """Convert a position in a loader to one that a `ShardedLoader` of it can resume from.
 
     Args:
-        position: Of one process, or of several; what is a `ShardedLoader`'s already is returned as it is.
-        loader: The whole.
-        target_batch: Samples a window.
+        position: A position of one process, or of several; one of a `ShardedLoader` is returned unchanged.
+        loader: A loader over all of the data.
+        target_batch: Samples per window.
 
     Raises:
-        CheckpointError: The loader is another one.
+        CheckpointError: The loader is a different one.
     """
     if _is_in_windows(position):
         return position
@@ -311,15 +311,15 @@ def in_windows(position: Position, loader: DataLoader[Any], target_batch: int) -
 
 
 def of_whole(position: Position, loader: Any, target_batch: int) -> Position:
-    """Return the position of a `ShardedLoader` as one takes it up that goes through everything by itself.
+    """Convert the position of a `ShardedLoader` to one that a single process over all of the data can resume from.
 
     Args:
         position: Any position; only a `ShardedLoader`'s is changed.
-        loader: The whole.
-        target_batch: Samples a window.
+        loader: A loader over all of the data.
+        target_batch: Samples per window.
 
     Raises:
-        CheckpointError: The loader is another one.
+        CheckpointError: The loader is a different one.
     """
     if not _is_in_windows(position):
         return position
@@ -358,7 +358,7 @@ def _is_in_windows(position: Position) -> bool:
 
 
 def _sizes(loader: DataLoader[Any], source: Any) -> list[int]:
-    """Return how many samples each batch of an epoch has."""
+    """Return the number of samples in each batch of an epoch."""
     generators = generators_of(loader)
     before = [generator.get_state() for generator in generators]
     try:
@@ -377,7 +377,7 @@ def _sizes(loader: DataLoader[Any], source: Any) -> list[int]:
 
 
 def _source_of_rank_0(topic: str, generators: Sequence[torch.Generator], ranks: Ranks) -> Any:
-    """Return what rank 0's order is drawn from: the states of torch's, Python's and NumPy's generators, and its own."""
+    """Return the states that rank 0 draws its order from: torch's, Python's and NumPy's, and the loader's own."""
     own = (*_global_states(), [one.get_state() for one in generators]) if ranks.rank == 0 else None
     return ranks.exchange_tensors(topic, own)[0]
 
@@ -385,14 +385,14 @@ def _source_of_rank_0(topic: str, generators: Sequence[torch.Generator], ranks: 
 def _drawn(
     loader: DataLoader[Any], generators: Sequence[torch.Generator], source: Any
 ) -> tuple[list[list[Any]], tuple[Any, ...]]:
-    """Return an epoch's batches of indices as one process draws them, and how that leaves the global generators.
+    """Return an epoch's batches of indices as one process draws them, and the resulting global random states.
 
-    These are put back; the loader's own are left where it leaves them.
+    The global states are restored; the loader's own generators are left as the loader leaves them.
     """
     before = _global_states()
     try:
         _set(source, generators)
-        # As a DataLoader does before it asks its sampler: a seed for its workers.
+        # A DataLoader also draws a seed for its workers before it asks its sampler.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         assert loader.batch_sampler is not None
         return [list(batch) for batch in loader.batch_sampler], _global_states()
@@ -419,18 +419,18 @@ def _set_global_states(states: Sequence[Any]) -> None:
 
 
 def _part_of(loader: DataLoader[Any], asked_for: Callable[[], Iterator[list[Any]]]) -> DataLoader[Any]:
-    """Return a loader over the same data, with the same arguments, of other batches."""
+    """Return a loader over the same data, with the same arguments, but other batches."""
     arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     return DataLoader(loader.dataset, batch_sampler=_Batches(asked_for), **arguments)
 
 
 def _lengths(loader: Any) -> dict[str, int]:
-    """Return how many samples and batches a loader has, as far as it says so."""
+    """Return a loader's numbers of samples and batches, as far as it reports them."""
     found = {}
     for name, owner in (("samples", getattr(loader, "dataset", None)), ("batches", loader)):
         try:
             found[name] = len(owner)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):  # the second is what a dataset raises that leaves it open
+        except (TypeError, NotImplementedError):  # datasets without a length raise the second
             continue
     return found
 
@@ -440,7 +440,7 @@ def _in_words(lengths: dict[str, int]) -> str:
 
 
 class _Batches:
-    """A batch sampler that asks anew for every epoch what is in it."""
+    """A batch sampler that asks for its batches in every epoch."""
 
     def __init__(self, asked_for: Callable[[], Iterator[list[Any]]]) -> None:
         self._asked_for = asked_for

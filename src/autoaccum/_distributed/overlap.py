@@ -1,11 +1,11 @@
-"""Sends gradients to the other ranks while the last backward pass of a window still makes others.
+"""Sends gradients to the other ranks while the last backward pass of a window still computes more.
 
-A window goes as without (`_distributed/data_parallel.py`), but what is added up is on its way earlier. Before its first
-micro-batch each rank tells what its part weighs, and goes on without waiting for what the others say. In its last
-backward pass it puts each bucket whose gradients are there into memory of its own and begins to add it up: always in
-the same order, and not before all have spoken. The gradients themselves stay what they are until all have said that
-what they sent holds. So a rank that fails after it has begun to send costs the others nothing but the time: it sends
-what is left all the same, does its part again, and the gradients are added up as without.
+A window proceeds as in `_distributed/data_parallel.py`, but the reduction starts earlier. Before its first micro-batch,
+each rank sends the weight of its part, and continues without waiting for the others' weights. In its last backward
+pass, it copies each bucket whose gradients are complete into separate memory and starts to reduce it: always in the
+same order, and only once all weights are known. The gradients themselves stay unchanged until all ranks have confirmed
+that what they sent is valid. A rank that fails after it has begun to send therefore costs the others only time: it
+sends the rest nevertheless, repeats its part, and the gradients are then reduced without overlap.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
-# As large as DistributedDataParallel's first bucket (dist._DEFAULT_FIRST_BUCKET_BYTES).
+# Size of DistributedDataParallel's first bucket (dist._DEFAULT_FIRST_BUCKET_BYTES).
 LEAST_BYTES = 2**20
-# Into so many buckets gradients go at least, where those are not too small: what is hidden is all but the last one.
+# Minimum number of buckets, unless they would be too small: all but the last can be overlapped.
 _BUCKETS = 8
-# Windows in a row after which something that lasts is taken to be in the way, and what is sent twice is not worth it.
+# After this many failed windows in a row the cause is taken to be permanent, and sending twice is not worth it.
 _IN_VAIN = 4
 
-# By what parts of a window add up, and what this one weighs (`Objective.common_weight`, `Part.weight`).
+# The kind of weight by which parts add up, and this part's weight (`Objective.common_weight`, `Part.weight`).
 Weight = tuple[str, float | None]
-# Of a part whose gradients are those of the whole window already.
+# For a part whose gradients already carry their weight in the whole window.
 SHARED: Weight = (" share", None)
 
 
 def check_overlap(overlap: object) -> None:
-    """Check the argument of `fit`.
+    """Check the argument `overlap`.
 
     Raises:
         InvalidInputError: It is neither True nor False.
@@ -59,24 +59,24 @@ def check_overlap(overlap: object) -> None:
 
 
 def hindrance(memory: MemoryBackend, limit_bytes: int | None) -> str:
-    """Return why gradients cannot be sent while a backward pass runs; "" where nothing is in the way."""
+    """Return why gradients cannot be sent during a backward pass; "" if they can."""
     if limit_bytes is None or memory.fails_cleanly:
         return ""
-    # The network's own threads take memory while the pass runs, and a limit on the process would be theirs too.
+    # The network's own threads allocate memory during the pass, and a limit on the process would apply to them too.
     return f"a memory_limit on {memory.name} holds for the network's threads too"
 
 
 def room_for_all(
     ranks: Ranks, parameters: Sequence[nn.Parameter], memory: MemoryBackend, hindered: str, notices: Notices
 ) -> Buckets | None:
-    """Make room in which all gradients can be on their way at once; None where any rank cannot, which is said.
+    """Allocate memory for all gradients to be in flight at once; None, with a notice, if any rank cannot.
 
     Args:
         ranks: All ranks.
-        parameters: Those that are trained.
-        memory: Of this rank's device.
-        hindered: What else is in this one's way.
-        notices: Where it is said.
+        parameters: The trained parameters.
+        memory: Memory of this rank's device.
+        hindered: Any other reason why this rank cannot; "" for none.
+        notices: Reports the reason.
     """
     buckets = None
     if not hindered:
@@ -102,15 +102,15 @@ def _bucket_bytes(total: int) -> int:
 
 
 class Overlap:
-    """Sends the gradients of one window after the other while the last of them are made.
+    """Sends each window's gradients while the last of them are computed.
 
     Args:
         ranks: All ranks.
-        step: This one's training step.
+        step: This rank's training step.
         trained: The parameters with gradients.
-        buckets: Through which those go; each bucket with memory of its own.
-        weigh: Returns what this rank's part of the window weighs; None where that is not known beforehand.
-        say: Tells the user what has become of it.
+        buckets: The buckets to send them in, each with its own memory.
+        weigh: Returns the weight of this rank's part of the window; None if it is not known beforehand.
+        say: Reports to the user if overlap is turned off.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class Overlap:
         self._lost: RankFailedError | None = None
         self._sent: dict[int, tuple[int, int] | None] = {}
 
-    # --- a window, from its beginning to when all have worked ---------------------------------------------------------
+    # --- a window, from its start until all ranks have worked ---------------------------------------------------------
 
     def begin(self, wanted: Sequence[bool] | None) -> None:
         """Begin a window.
 
         Args:
-            wanted: Which of the parameters had a gradient in the last window, alike on all ranks, and are expected to;
-                None where this window is to go as without.
+            wanted: Which parameters are expected to have a gradient, since they had one in the last window; the same on
+                all ranks. None to make this window without overlap.
         """
         self.drop()
         self._clear()
@@ -172,7 +172,7 @@ class Overlap:
                     self._buckets_of.setdefault(index, []).append(number)
 
     def offer(self) -> None:
-        """Tell the others what this rank's part weighs, once a window; what they say is heard later."""
+        """Send the weight of this rank's part to the others, once per window; their weights are received later."""
         if not self._is_open or self._has_offered:
             return
         weight = self._weigh()
@@ -183,7 +183,7 @@ class Overlap:
 
     @contextmanager
     def last(self) -> Iterator[None]:
-        """Send gradients as they come, in a block that makes the last ones."""
+        """Send gradients as they become ready, in a block that computes the last ones."""
         if self._begun or (self._asked is None and self._factor is None):
             yield
             return
@@ -191,7 +191,7 @@ class Overlap:
         self._arrived: set[int] = set()
         self._queue = self._present_queue()
         try:
-            # A hook that an interrupt leaves behind unnoted would be called from then on.
+            # If an interrupt left a hook behind unrecorded, it would be called from then on.
             with signals.held():
                 for parameter, is_wanted in zip(self._trained, self._wanted, strict=True):
                     if is_wanted and parameter.requires_grad:
@@ -202,16 +202,16 @@ class Overlap:
             self._remove_hooks()
 
     def spoil(self) -> None:
-        """Note that gradients are given up: what was sent of them is no good any more."""
-        self._remove_hooks()  # where an interrupt came as the block ended
+        """Record that gradients are discarded: those already sent are no longer valid."""
+        self._remove_hooks()  # in case an interrupt came as the block ended
         if self._begun:
             self._is_spoiled = True
 
     def flush(self) -> None:
-        """Send what is left, whatever has become of it: others wait for it before they hear anything else.
+        """Send the remaining buckets, valid or not: the others wait for them before any other message.
 
         Raises:
-            RankFailedError: Another rank has failed, or is gone.
+            RankFailedError: Another rank has failed or is gone.
         """
         try:
             if self._lost is not None:
@@ -226,20 +226,20 @@ class Overlap:
         self._ranks.pending = None
 
     def holds(self, weight: Weight | None) -> bool:
-        """Whether all that this rank has sent is what it would send now.
+        """Whether everything that this rank has sent is what it would send now.
 
         Args:
-            weight: What its part weighs, as is known now.
+            weight: The weight of its part, as now known.
         """
         if self._is_spoiled or not self._begun or weight != self._offered:
             return False
         return all(self._sent[index] == self._state_of(index) for index, one in enumerate(self._wanted) if one)
 
     def end(self, *, held: bool) -> None:
-        """End what was agreed on for this window, which may go on as without.
+        """End the overlap for this window, which may continue without it.
 
         Args:
-            held: Whether what each rank has sent was what it would have sent then; alike on all.
+            held: Whether what every rank sent was still valid; the same on all ranks.
         """
         went, self._is_open, self._factor = self._to_send, False, None
         if not went:
@@ -256,7 +256,7 @@ class Overlap:
     # --- when all have sent -------------------------------------------------------------------------------------------
 
     def take(self) -> Exception | None:
-        """Replace the gradients by the sums; return what failed on this rank.
+        """Replace the gradients by the sums; return this rank's failure, if any.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -268,12 +268,12 @@ class Overlap:
             if failure is None:
                 try:
                     bucket.take(self._gradient)
-                except Exception as error:  # noqa: BLE001 - it is told to the others first
+                except Exception as error:  # noqa: BLE001 - the others are informed first
                     failure = error
         return failure
 
     def drop(self) -> None:
-        """Wait for what is on its way, and make nothing of it.
+        """Wait for everything in flight, and discard it.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -286,15 +286,15 @@ class Overlap:
 
     @property
     def _to_send(self) -> int:
-        """How many buckets go in this window, as far as is known."""
+        """Number of buckets to send in this window, as far as is known."""
         return 0 if self._factor is None else len(self._chosen)
 
     def _arrive(self, parameter: Tensor) -> None:
-        """Note that a gradient is whole, and send what can go."""
+        """Record that a gradient is complete, and send the buckets that are ready."""
         if self._step.sources_left or self._present_queue() != self._queue:
-            return  # another backward pass adds to it; or what is queued here would not wait for other gradients
+            return  # another backward pass adds to it; or work queued here would not wait for other gradients
         index = self._number[parameter]
-        if index in self._arrived:  # by a backward pass within a backward pass
+        if index in self._arrived:  # from a backward pass within a backward pass
             self._is_spoiled = self._is_spoiled or index in self._sent
             return
         self._arrived.add(index)
@@ -306,10 +306,10 @@ class Overlap:
             while len(self._begun) < self._to_send and not self._missing[len(self._begun)]:
                 self._send_next()
         except RankFailedError as error:
-            self._lost = error  # raised where others would be waited for
+            self._lost = error  # raised where this rank would wait for others
 
     def _hear(self) -> None:
-        """Hear what all parts weigh, and so whether gradients go this way in this window."""
+        """Receive the weights of all parts, and determine from them whether this window can overlap."""
         if self._asked is None:
             return
         said: list[Weight | None] = self._asked.answers()
@@ -332,10 +332,10 @@ class Overlap:
                 parameter = self._trained[index]
                 parameter.grad = self._buckets.make_sendable(parameter.grad)
                 state = self._state_of(index)
-                if self._sent.setdefault(index, state) != state:  # of which another part was sent before
+                if self._sent.setdefault(index, state) != state:  # another part of it was sent before, in another state
                     self._is_spoiled = True
             bucket.fill(self._gradient, self._factor)
-        except Exception:  # noqa: BLE001 - the others wait for this bucket, whatever is in it
+        except Exception:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
             self._is_spoiled = True
         with signals.held():
             self._begun.append(self._ranks.begin_adding_up(bucket.tensor))
@@ -349,10 +349,10 @@ class Overlap:
         return self._trained[index].grad
 
     def _state_of(self, index: int) -> tuple[int, int] | None:
-        """Return what changes with a gradient; it is compared only while the gradient stays alive."""
+        """Return an identity that changes whenever the gradient does, comparable only while the gradient is alive."""
         gradient = self._trained[index].grad
         return None if gradient is None else (id(gradient), gradient._version)
 
     def _present_queue(self) -> Any:
-        """Return the queue of a card in which work waits for what was queued before; None where nothing is queued."""
+        """Return the GPU stream, in which work waits for what was queued before; None on the CPU."""
         return None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)

@@ -1,8 +1,8 @@
-"""The processes of one training: found, joined, and the few things that they say to each other.
+"""The processes of one training: setup, and the messages that they exchange.
 
-Every rank says the same things in the same order, and whatever is said, one of them may say instead that it has failed:
-then every other one raises RankFailedError at that point, and none is left waiting. What is said is small and goes
-through the hosts (gloo), whatever the device; tensors go through the group of the device.
+Every rank sends the same messages in the same order. In place of any message, a rank may report that it has failed:
+then every other rank raises RankFailedError at that point, and none is left waiting. Messages are small and are
+exchanged between hosts (gloo), whatever the device; tensors go through the device's group.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
 
-# Topic, whether the rank has failed, where it stands, length of what is said: all in one message where that is short
-# enough, which what is said in every window is.
+# Topic, whether the rank has failed, its moment, length of the value: all in one message if the value is short enough,
+# as those of every window are.
 _HEAD = struct.Struct("=16s?qI")
 _Head = tuple[bytes, bool, int, int]
 _MESSAGE_BYTES = 512
 _INLINE_BYTES = _MESSAGE_BYTES - _HEAD.size
-# Asked for at first at once, then less and less often: other ranks may share this one's cores.
+# Poll immediately at first, then less and less often: other ranks may share this one's cores.
 _LOOK_FIRST_S, _LOOK_LAST_S = 2e-5, 1e-3
 
 
 class Ranks:
-    """The processes of one training, of which this is one.
+    """The processes of one training, including this one.
 
     Args:
-        memory: The device that this one computes on.
+        memory: The device that this process computes on.
 
     Attributes:
         rank: Number of this process, from 0.
         size: Number of processes.
-        hosts: The group through which hosts talk.
-        moment: Windows done, to be kept up to date; -1 where what this rank holds is not whole.
+        hosts: The group through which hosts communicate.
+        moment: Number of windows done, to be kept up to date; -1 while this rank's state is not consistent.
         stood_together: Whether all ranks were alive and at the same moment when one failed.
-        is_in_pass: Whether the others wait for this one in the middle of something that cannot be left, so that nothing
-            can be said.
-        pending: Brings to its end what was begun and is not waited for, since others wait for it too; called before
-            anything else is said. None where there is nothing.
+        is_in_pass: Whether the others wait for this rank inside an operation that cannot be interrupted, so that no
+            messages can be sent.
+        pending: Completes an operation that was started but not waited for, which the others also wait for. Called
+            before any other message; None if there is none.
     """
 
     def __init__(self, memory: MemoryBackend) -> None:
@@ -76,9 +76,9 @@ class Ranks:
         backends = distributed.get_backend_config()
         self.hosts: Any = distributed.group.WORLD
         if "cpu:gloo" not in backends:
-            # One group more has addresses that a second attempt under torchrun may find of the first: only where the
-            # user's own has no way for what the hosts say.
-            with memory.lifted():  # threads are started here, and what they need is no part of a training
+            # Only if the user's own group cannot exchange messages between hosts: a second attempt under torchrun may
+            # find the addresses that an additional group had in the first.
+            with memory.lifted():  # starts threads, whose memory is not part of a training
                 self.hosts = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
         self._tensors: Any = self.hosts if memory.device.type == "cpu" else distributed.group.WORLD
         self._is_gloo = memory.device.type == "cpu" or f"{memory.device.type}:gloo" in backends
@@ -86,19 +86,19 @@ class Ranks:
         self._received = [torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(self.size)]
 
     def exchange(self, topic: str, value: Any = None) -> list[Any]:
-        """Say something, and return what every rank has said, by rank.
+        """Send a value, and return every rank's value, in rank order.
 
         Args:
-            topic: What it is about, at most 16 letters; every rank has to speak of the same.
+            topic: What the message is about, at most 16 ASCII characters; must be the same on every rank.
             value: Anything that can be pickled.
 
         Raises:
-            RankFailedError: Another rank has failed, is gone or speaks of something else.
+            RankFailedError: Another rank has failed, is gone or sends another topic.
         """
         return self._exchange(topic, _written(value), failed=False)
 
     def ask(self, topic: str, value: Any) -> Asked:
-        """Say something like `exchange`, without waiting for what the others say; `pending` has to be set.
+        """Send a value like `exchange`, without waiting for the others' values; `pending` must be set.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -107,13 +107,13 @@ class Ranks:
         return Asked(self, self._start(topic, said, failed=False), said)
 
     def exchange_tensors(self, topic: str, value: Any) -> list[Any]:
-        """Like `exchange`, for what holds tensors on the host."""
+        """Like `exchange`, for values that contain tensors on the host."""
         kept = io.BytesIO()
-        torch.save(value, kept)  # by itself pickle cannot load a tensor of bytes
+        torch.save(value, kept)  # pickle alone cannot load a tensor of bytes
         return [torch.load(io.BytesIO(one), weights_only=False) for one in self.exchange(topic, kept.getvalue())]
 
     def tell(self, value: Any, source: int) -> Any:
-        """Return what the rank `source` says; what the others give is not looked at. Tensors arrive on the host.
+        """Return the value of the rank `source`; the others' values are ignored. Tensors arrive on the host.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -131,7 +131,7 @@ class Ranks:
         return torch.load(io.BytesIO(text.numpy().tobytes()), map_location="cpu", weights_only=False)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, at whatever they say next, that this rank has failed; once, and not where they are gone."""
+        """Report this rank's failure in place of the next message; at most once, and not if the others are gone."""
         if self._has_failed or self.is_in_pass:
             return
         self._has_failed = True
@@ -142,7 +142,7 @@ class Ranks:
             pass
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor on the device by the sum over all ranks, the same to the last bit on each.
+        """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -151,7 +151,7 @@ class Ranks:
             self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
     def begin_adding_up(self, tensor: Tensor) -> Any:
-        """Begin what `add_up` does, and return what stands for it; `end_adding_up` has to be called with that.
+        """Start what `add_up` does, and return a handle that must be passed to `end_adding_up`.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -160,7 +160,7 @@ class Ranks:
             return distributed.all_reduce(tensor, group=self._tensors, async_op=True)
 
     def end_adding_up(self, begun: Any) -> None:
-        """Wait until the tensor is the sum; on a card, have its queue wait.
+        """Wait until the tensor holds the sum; on a GPU, make its stream wait instead.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -169,7 +169,7 @@ class Ranks:
             self._wait(begun)
 
     def spread(self, tensor: Tensor, source: int) -> None:
-        """Replace a tensor on the device by that of the rank `source`.
+        """Replace a tensor on the device by the one of the rank `source`.
 
         Raises:
             RankFailedError: Another rank is gone.
@@ -212,7 +212,7 @@ class Ranks:
             raise RankFailedError(
                 f"the processes of this training are out of step ({who}); give all the same arguments"
             )
-        return [pickle.loads(text) for text in texts]  # noqa: S301 - what this training's own processes have said
+        return [pickle.loads(text) for text in texts]  # noqa: S301 - sent by this training's own processes
 
     def _inline(self, heads: list[_Head]) -> list[bytes]:
         return [
@@ -228,7 +228,7 @@ class Ranks:
         return [one[:length].numpy().tobytes() for one, (*_, length) in zip(received, heads, strict=True)]
 
     def _wait(self, work: Any) -> None:
-        """Wait in Python, so that signals are heard; work of a card waits in its own queue instead."""
+        """Wait in Python, so that signals are handled; work on a GPU waits in its own stream instead."""
         if self._is_gloo:
             pause = _LOOK_FIRST_S
             while not work.is_completed():
@@ -238,11 +238,11 @@ class Ranks:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Run what goes through the network, outside of a limit that its native threads could not bear."""
+        """Run network operations outside of a memory limit that their native threads could not run under."""
         try:
             with self._memory.lifted():
                 yield
-        except (RuntimeError, ValueError) as error:  # the second where the group is gone
+        except (RuntimeError, ValueError) as error:  # the second if the group is gone
             raise RankFailedError(
                 f"another process of this training is gone, or has not answered in time ({first_line(error)}); its own "
                 "output says why"
@@ -251,7 +251,7 @@ class Ranks:
             raise self._out_of_memory(error) from error
 
     def _out_of_memory(self, error: MemoryError) -> RankFailedError:
-        """Return what is raised where an exchange fails here: the others may have heard it, so it is never repeated."""
+        """Return the error for an exchange that fails here: others may have received it, so it is never repeated."""
         return RankFailedError(
             f"rank {self.rank} ran out of memory in what it exchanges with the others ({first_line(error)}); start "
             "all processes again, with a smaller cut or more memory"
@@ -259,12 +259,12 @@ class Ranks:
 
 
 class Asked:
-    """Something that was said, and what every rank is going to have said then.
+    """A message that was sent, and the others' messages to come.
 
     Args:
         ranks: All ranks.
-        begun: Stands for the exchange of its heads.
-        said: What this rank has said.
+        begun: Handle of the exchange of message heads.
+        said: This rank's message.
     """
 
     def __init__(self, ranks: Ranks, begun: Any, said: bytes) -> None:
@@ -273,11 +273,11 @@ class Asked:
         self._said = said
 
     def is_answered(self) -> bool:
-        """Whether all have said something, without waiting for it."""
+        """Whether all ranks have sent theirs; does not wait."""
         return bool(self._begun.is_completed())
 
     def answers(self) -> list[Any]:
-        """Wait for what every rank has said, and return it, by rank.
+        """Wait for every rank's value, and return them in rank order.
 
         Raises:
             RankFailedError: As for `Ranks.exchange`.
@@ -287,14 +287,14 @@ class Asked:
 
 @contextmanager
 def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
-    """Join the other processes of this training for a block; None where this is the only one.
+    """Join the other processes of this training for a block. Yields None if this is the only process.
 
-    Where torch.distributed is set up already its group is used, else it is set up by the variables that torchrun sets.
-    Whatever ends the block by an error, the others are told.
+    If torch.distributed is already set up, its group is used; otherwise it is set up from torchrun's environment
+    variables. If an error ends the block, it is reported to the others.
 
     Raises:
-        InvalidInputError: The variables are half set.
-        RankFailedError: Another process has not come.
+        InvalidInputError: Only some of the variables are set.
+        RankFailedError: Another process has not joined.
     """
     makes_group = _is_to_be_set_up()
     if makes_group:
@@ -318,19 +318,18 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
 
 
 def join_ranks(device: str | torch.device | None = None) -> None:
-    """Join the other processes that torchrun has started, for a script that needs them before `fit` (fully_shard).
+    """Join the other processes started by torchrun, for scripts that need them before `fit` (such as for fully_shard).
 
-    As `torch.distributed.init_process_group`, with a way for hosts and one for cards, the card of this process's
-    number, and names that processes of an earlier attempt (torchrun --max-restarts) have not used. Does nothing where a
-    group is set up already, or where this process is alone. `AUTOACCUM_RANK_TIMEOUT_S` says how long ranks wait for
-    each other.
+    Like `torch.distributed.init_process_group`, with a backend each for hosts and GPUs, the GPU at this process's local
+    rank, and store names that an earlier attempt (torchrun --max-restarts) has not used. Does nothing if a group is
+    already set up, or if this process is alone. `AUTOACCUM_RANK_TIMEOUT_S` sets how long ranks wait for each other.
 
     Args:
-        device: What this process computes on; None for a card where there is one.
+        device: The device that this process computes on; None for a GPU if there is one.
 
     Raises:
-        InvalidInputError: There is no such device, or torchrun's variables are half set.
-        RankFailedError: Another process has not come.
+        InvalidInputError: There is no such device, or only some of torchrun's variables are set.
+        RankFailedError: Another process has not joined.
     """
     chosen = existing(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if not _is_to_be_set_up():
@@ -349,13 +348,13 @@ def _set_up(device: torch.device) -> None:
     limit = timedelta(seconds=timeout_s())
     try:
         store, rank, size = next(distributed.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-        # torchrun's own store lives through its restarts, and ranks of a second attempt would find the addresses of the
+        # torchrun's own store outlives its restarts, and ranks of a second attempt would find the addresses of the
         # first.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(f"autoaccum/{attempt}", store)  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        # A rank that fails at once would end the group while another still connects to it, which is then no failure of
-        # a rank but of a connection.
+        # A rank that fails at once would end the group while another still connects to it, and the other would report a
+        # failed connection instead of a failed rank.
         store.set(f"met/{rank}", "")
         store.wait([f"met/{other}" for other in range(size)], limit)
     except (RuntimeError, ValueError) as error:

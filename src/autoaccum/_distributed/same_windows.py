@@ -1,8 +1,9 @@
-"""Sees that ranks that each go through all samples, and take their part of every window, see the same windows.
+"""Checks that ranks that each iterate over all samples, and take their part of every window, see the same windows.
 
-What stands for a window goes with the message that ranks exchange for it anyway. A loader that ends earlier on one rank
-is an error on all of them, before an update is made of what is not one window. Other targets are printed: transforms
-may draw them anew on every rank, but an order of its own on each rank uses samples twice and leaves others out.
+A digest of each window travels with the message that ranks exchange for it anyway. If a loader ends earlier on one
+rank, all ranks raise an error before they make an update from parts of different windows. Differing targets only lead
+to a notice: transforms may draw them differently on every rank, but a different order on each rank uses some samples
+twice and leaves others out.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class GoneThrough:
 
     Args:
         ranks: All ranks.
-        notices: Where other targets are printed.
+        notices: Reports differing targets.
 
     Attributes:
-        note: Stands for the present window: its number of samples, and its targets where they are whole numbers.
+        note: Digest of the current window: its number of samples, and its targets if they are integers.
     """
 
     def __init__(self, ranks: Ranks, notices: Notices) -> None:
@@ -41,14 +42,14 @@ class GoneThrough:
         self.note = 0
 
     def begin(self, window: Window) -> None:
-        """Begin with a window, before this rank's part is taken of it; an empty one where the loader has ended."""
+        """Begin a window, before this rank's part is taken from it; pass an empty one if the loader has ended."""
         self.note = window.samples << _BITS | (_stands_for(window) if window.samples else 0)
 
     def check(self, notes: Sequence[int]) -> None:
-        """Compare what stands for the window on each rank.
+        """Compare the digests of the window from all ranks.
 
         Raises:
-            InvalidInputError: Numbers of samples differ; on every rank.
+            InvalidInputError: Numbers of samples differ. Raised on every rank.
         """
         sizes = [note >> _BITS for note in notes]
         for rank, samples in enumerate(sizes):
@@ -69,10 +70,10 @@ class GoneThrough:
 
 
 def _stands_for(window: Window) -> int:
-    """Return a number that other targets, or another order of them, would change; 0 where they are no whole numbers."""
+    """Return a digest that depends on the targets and their order; 0 if they are not integers."""
     found = 0
     for batch, samples in window.parts(0, window.samples):
-        # Targets may be anything beside tensors: none at all, texts, one number for all.
+        # Targets need not be tensors: there may be none at all, texts, or one number for all.
         for tensor in target_tensors(batch).values() if is_pair(batch) else ():
             if len(tensor) == samples and not tensor.is_floating_point() and not tensor.is_complex():
                 each = tensor.reshape(samples, tensor.numel() // samples).sum(1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The gradient of one batch, added to `.grad`, in micro-batches that fit: for loops with an optimizer of their own."""
+"""Adds one batch's gradient to `.grad`, in micro-batches that fit, for loops that bring their own optimizer."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Backward:
 
     Attributes:
         losses: The batch's losses by name, scalars on the device.
-        reported: What is reported besides the losses, by name.
+        reported: Values reported in addition to the losses, by name.
         samples: Samples of the batch.
-        micro_batches: Sizes of the micro-batches, in their order.
-        oom_events: How often memory ran out.
-        recomputed_samples: Samples that were computed and thrown away.
+        micro_batches: Sizes of the micro-batches, in order.
+        oom_events: Number of times memory ran out.
+        recomputed_samples: Samples that were computed and discarded.
     """
 
     losses: dict[str, Tensor]
@@ -47,13 +47,13 @@ class Backward:
 
 
 class Accumulator:
-    """Adds gradients of whole batches to `.grad`, whatever micro-batches they take. No optimizer is involved.
+    """Adds gradients of whole batches to `.grad`, regardless of the micro-batches used. Involves no optimizer.
 
     Args:
-        step: What a gradient takes.
+        step: Model, loss, precision and device for computing gradients.
         sizing: Cuts batches into micro-batches.
-        events: Counts batches, and tells of lack of memory.
-        notices: Where choices made for the user are said.
+        events: Counts batches and reports out-of-memory errors.
+        notices: Reports choices made on the user's behalf.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
     """
@@ -79,21 +79,21 @@ class Accumulator:
     def backward(self, batch: Any) -> Backward:
         """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.
 
-        Gradients that are there already are set aside; this batch's is accumulated from none, corrected by what its
-        losses run over, and added to them once. So it makes no difference to them whether memory runs out in between.
-        A gradient scaler's factor is taken out again.
+        Existing gradients are set aside. This batch's gradient is accumulated from zero, corrected by what the losses
+        run over, and added to the existing gradients once, so running out of memory midway does not affect them.
+        A gradient scaler's factor is divided out.
 
         Args:
             batch: One batch, or a sequence of batches that belong together.
 
         Returns:
-            What was done; reading a loss waits for the device.
+            What was done. Reading a loss waits for the device.
 
         Raises:
-            InvalidInputError: The batch or what the loss returns cannot be used; `.grad`, buffers and random state are
-                as they were. So they are after the other errors.
+            InvalidInputError: The batch or the loss's return value cannot be used. After this and the other errors,
+                `.grad`, buffers and random state are unchanged.
             DoesNotFitError: Not even one sample at a time fits.
-            DeviceLostError: The device can no longer be used by this process.
+            DeviceLostError: This process can no longer use the device.
         """
         window = as_window(batch)
         step, work, recovery = self._step, self._work, self._recovery
@@ -110,7 +110,7 @@ class Accumulator:
                         given = work.run(aside=False)
                         self._correct(given)
                         break
-                    except Exception as error:  # noqa: BLE001 - put_back raises what is no lack of memory
+                    except Exception as error:  # noqa: BLE001 - put_back re-raises anything but lack of memory
                         lack = recovery.put_back(error)
                     recovery.cut_smaller(lack)
             except BaseException as error:
@@ -134,7 +134,7 @@ class Accumulator:
         self._work.begin(window)
 
     def _correct(self, given: Given) -> None:
-        """Multiply the gradient by what its micro-batches could not know, and take a scaler's factor out."""
+        """Multiply the gradient by the correction that single micro-batches lack, and divide out a scaler's factor."""
         gradients = [parameter.grad for parameter in self._step.parameters if parameter.grad is not None]
         if not gradients:
             raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
@@ -149,8 +149,8 @@ class Accumulator:
             parameter.grad = gradient
 
     def _add(self, earlier: list[Tensor | None]) -> None:
-        """Add this batch's gradients to those that were there before it, in place."""
-        # An interrupt in between would leave some parameters with both and others with one of them.
+        """Add this batch's gradients in place to those that were there before."""
+        # An interrupt in between would leave some parameters with both gradients and others with only one.
         with signals.held(), torch.no_grad():
             for parameter, before in zip(self._step.parameters, earlier, strict=True):
                 own = parameter.grad

@@ -1,6 +1,6 @@
-"""What is raised where something fails after the optimizer has stepped: an error that says that the update is made.
+"""Wraps errors raised after the optimizer has stepped in one that states the update was made.
 
-Nothing here decides whether it is made, and nothing is put back.
+This module does not decide whether the update was made, and restores nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from autoaccum.errors import UpdateCompleteError
 
 
 def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
-    """Return what is to be raised instead of an error that came after an update; the error itself where nothing is.
+    """Return the exception to raise for an error that came after an update; the error itself if it can stay as it is.
 
-    An interrupt arrives as it is, and so does an error of a callback once all that moves with the update has moved;
-    a note on it says that the update is made. Lack of memory never does: it would be taken for the window's.
+    Interrupts pass through unchanged, and so do callback errors once everything that moves with the update has moved;
+    a note on them states that the update was made. Out-of-memory errors are always wrapped, because they would be
+    mistaken for the window's own.
 
     Args:
         error: What failed.
         step: The number of the update.
-        has_moved: Whether all that moves with the update (the scheduler) has moved.
+        has_moved: Whether everything that moves with the update (the scheduler) has moved.
     """
     if isinstance(error, UpdateCompleteError):
         if error.step is not None:

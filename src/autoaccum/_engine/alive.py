@@ -1,9 +1,8 @@
-"""What is alive on a device: every storage once, with what it is for and which module has made it.
+"""Lists every live storage on a device once, with its purpose and the module that created it.
 
-Looked at from outside, at a moment that has gone wrong: tensors that Python holds (the failed step's frames hold most),
-and what autograd's graph has saved for a backward pass, which only the graph holds. Nothing is computed, moved or
-unpacked: a saved tensor that hooks have packed (checkpointing, offloading) stays packed. What is returned holds no
-tensor.
+Inspects the process from outside after a failure: tensors held by Python (mostly by the failed step's frames), and
+tensors that only autograd's graph holds, saved for a backward pass. Nothing is computed, moved or unpacked: a saved
+tensor packed by hooks (checkpointing, offloading) stays packed. The result holds no tensors.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers", "inputs", "activations", "other")
-# Nodes of operators whose result shares the storage of their input (torch, tools/autograd/derivatives.yaml: views).
+# Autograd nodes whose result shares its input's storage (torch, tools/autograd/derivatives.yaml: views).
 _VIEWS = re.compile(
     r"(Unsafe)?(Alias|AsStrided|Detach|Diagonal|Expand|Narrow|Permute|ReshapeAlias|Select|Slice|Split|SplitWithSizes|"
     r"Squeeze|T|Transpose|Unbind|Unfold|Unsqueeze|View|ViewAsComplex|ViewAsReal|Chunk)Backward\d+"
 )
 _RAW = "_raw_saved_"
-# The functions whose frames are looked into, and the argument of each that is wanted.
+# The functions whose frames are inspected, and the argument to read from each.
 _MICRO_BATCH_OF = TrainingStep.accumulate, "batch"
 _REFUSED_BY = StorageWatch._count, "storages"
 
 
 @dataclass(slots=True)
 class Alive:
-    """One storage.
+    """One live storage.
 
     Attributes:
         bytes: Its size.
-        address: Where it begins.
-        shape: Of the largest tensor in it.
-        dtype: Of that tensor.
+        address: Its start address.
+        shape: Shape of the largest tensor in it.
+        dtype: Data type of that tensor.
         category: One of `CATEGORIES`.
-        name: The parameter, buffer or entry of the optimizer's state that it is; None for all else.
-        module: The module that it belongs to or that has made it; None where that is not known.
-        kind: The class of that module.
-        operator: What has made it, as autograd calls it.
+        name: Name of the parameter, buffer or optimizer state entry; None for anything else.
+        module: The module that owns or created it; None if unknown.
+        kind: Class of that module.
+        operator: The operator that created it, as autograd names it.
         source: Line of the user's code that called the module.
     """
 
@@ -73,14 +72,14 @@ class Alive:
 def survey(
     error: BaseException, step: TrainingStep, names: Mapping[int, tuple[str, str]], *, is_marked: bool
 ) -> list[Alive]:
-    """Return every storage that is alive on the step's device, the largest first.
+    """Return every live storage on the step's device, largest first.
 
     Args:
-        error: What ended the step; the frames that it came through are looked into.
+        error: The error that ended the step. The frames in its traceback are inspected.
         step: The training step.
         names: Path and class of each module, by its id.
-        is_marked: Whether modules have marked what they made. Without marks nothing tells where in the graph one ends,
-            and a tensor belongs to the module in whose frame it stands, or to none.
+        is_marked: Whether modules have marked what they created. Without marks, module boundaries in the graph are
+            unknown, and a tensor belongs to the module in whose frame it was found, or to none.
     """
     frames = _Frames(error, names)
     found = _Survey(step.memory.device, frames.refused)
@@ -88,7 +87,7 @@ def survey(
         found.own(tensor, category, name, module)
     for tensor in frames.inputs:
         found.own(tensor, "inputs", None, None)
-    # By type: `isinstance` asks objects for their class, which proxies answer by code of their own.
+    # By type: `isinstance` reads `__class__`, which proxies answer with code of their own.
     tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     found.walk(tensors, frames.places if is_marked else {})
     for tensor in tensors:
@@ -97,29 +96,29 @@ def survey(
 
 
 class _Survey:
-    """Collects storages of one device, all but those that it has refused."""
+    """Collects storages of one device, except those that the device has refused."""
 
     def __init__(self, device: torch.device, refused: set[int]) -> None:
         self.alive: dict[int, Alive] = {}
         self._device = device
         self._refused = refused
-        self._made: dict[int, int] = {}  # by storage, the sequence number of the node that has made it
+        self._made: dict[int, int] = {}  # by storage, the sequence number of the node that created it
         self._places: dict[Any, Place | None] = {}  # by node
 
     def own(self, tensor: Tensor, category: str, name: str | None, module: tuple[str, str] | None) -> None:
-        """Note a tensor of which it is known what it is for."""
+        """Record a tensor whose purpose is known."""
         one = self._note(tensor)
         if one is not None and one.category == "other":
             one.category, one.name = category, name
             one.module, one.kind = module or (None, None)
 
     def see(self, tensor: Tensor, saved_by: Any, place: Place | None) -> None:
-        """Note a tensor that was found.
+        """Record a tensor that was found.
 
         Args:
             tensor: The tensor.
-            saved_by: The graph's node that holds it, if one does.
-            place: The module in whose frame it stands, if any.
+            saved_by: The graph node that holds it, if any.
+            place: The module in whose frame it was found, if any.
         """
         one = self._note(tensor)
         if one is None or one.category not in ("other", "activations"):
@@ -132,7 +131,7 @@ class _Survey:
             if one.module is None and place is not None:
                 one.module, one.kind, one.source = place.module, place.kind, place.source
             return
-        # Of several tensors in one storage the first one was made, the others are views, or written in place.
+        # Of several tensors in one storage, the first was created; the others are views or in-place writes.
         key, number = tensor.untyped_storage()._cdata, maker._sequence_nr()
         if number >= self._made.get(key, sys.maxsize):
             return
@@ -143,14 +142,14 @@ class _Survey:
             one.module, one.kind, one.source = where.module, where.kind, where.source
 
     def walk(self, tensors: Iterable[Tensor], in_frames: Mapping[int, Place]) -> None:
-        """Go through the graphs behind some tensors, from their ends to their beginnings.
+        """Walk the graphs behind some tensors, from outputs to inputs.
 
-        A node without a mark of its own was made by the same module as the one that follows it: where another module
-        begins or ends there is a mark.
+        A node without a mark of its own was created by the same module as the node after it: module boundaries
+        always carry a mark.
 
         Args:
-            tensors: Where to begin.
-            in_frames: By the id of a tensor, the module in whose frame it stands.
+            tensors: Tensors to start from.
+            in_frames: The module in whose frame a tensor was found, by the tensor's id.
         """
         waiting: list[tuple[int, int, Any]] = []
         order = itertools.count()
@@ -180,7 +179,7 @@ class _Survey:
         try:
             storage = tensor.untyped_storage()
             key, size, address = storage._cdata, storage.nbytes(), storage.data_ptr()
-        except (RuntimeError, NotImplementedError):  # of a wrapper that has none
+        except (RuntimeError, NotImplementedError):  # a wrapper subclass has no storage
             return None
         if size == 0 or key in self._refused:
             return None
@@ -194,12 +193,12 @@ class _Survey:
 
 
 class _Frames:
-    """What stands in the frames that an exception came through.
+    """Tensors and modules found in the frames of an exception's traceback.
 
     Attributes:
         inputs: The tensors of the micro-batch.
-        places: By the id of a tensor, the module in whose frame it stands, the outermost of several.
-        refused: Storages that a simulated device has refused: an operator had to make them before it could.
+        places: The module in whose frame a tensor was found, by the tensor's id; the outermost of several.
+        refused: Storages that a simulated device has refused; an operator creates them before the device can refuse.
     """
 
     def __init__(self, error: BaseException, names: Mapping[int, tuple[str, str]]) -> None:
@@ -208,7 +207,7 @@ class _Frames:
         self.places: dict[int, Place] = {}
         running = set(_running())
         for frame, line in traceback.walk_tb(error.__traceback__):
-            # A frame that still runs would keep the copy of its variables that is made here, with all that is in it.
+            # A frame that is still running would keep the copy of its variables made here, and everything in it.
             if frame in running or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
                 continue
             variables = frame.f_locals
@@ -231,7 +230,7 @@ class _Frames:
 
 
 def _argument(frame: FrameType, variables: Mapping[str, Any], function: Callable[..., Any], name: str) -> Any:
-    """Return an argument of a function, if the frame is one of that function's; else None."""
+    """Return an argument's value if the frame belongs to the function, else None."""
     code: CodeType = function.__code__
     if name not in code.co_varnames[: code.co_argcount]:
         raise AssertionError(f"{function.__qualname__} has no argument {name!r}")
@@ -248,7 +247,7 @@ def _running() -> Iterator[FrameType]:
 def _owned(
     step: TrainingStep, names: Mapping[int, tuple[str, str]]
 ) -> Iterator[tuple[str, str, tuple[str, str] | None, Tensor]]:
-    """Yield category, name, module and tensor of what belongs to model and optimizer."""
+    """Yield category, name, module and tensor for everything that the model and the optimizer own."""
     called: dict[nn.Parameter, tuple[str, tuple[str, str]]] = {}
     for part in itertools.chain.from_iterable(root.modules() for root in step.objective.modules):
         module = names.get(id(part))
@@ -271,7 +270,7 @@ def _owned(
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value and in the lists, tuples and dictionaries that it is made of."""
+    """Yield the tensors in a value, including those nested in lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -283,7 +282,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _maker(tensor: Tensor) -> Any:
-    """Return the node of the operator that has made a tensor's storage, as far as the graph tells."""
+    """Return the node of the operator that created a tensor's storage, as far as the graph shows it."""
     node = tensor.grad_fn
     while node is not None and _VIEWS.fullmatch(node.name()) and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
@@ -291,13 +290,13 @@ def _maker(tensor: Tensor) -> Any:
 
 
 def _saved(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a node has saved, none of those that hooks have packed."""
+    """Yield the tensors that a node has saved, except those packed by hooks."""
     for attribute in dir(type(node)):
         if not attribute.startswith(_RAW):
             continue
         try:
             saved = getattr(node, attribute)
-        except RuntimeError:  # the backward pass has been here, and has let go of them
+        except RuntimeError:  # already freed by the backward pass
             continue
         for one in saved if isinstance(saved, list | tuple) else [saved]:
             if getattr(one, "unpack_hook", None) is None and isinstance(getattr(one, "data", None), Tensor):

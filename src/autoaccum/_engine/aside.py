@@ -1,8 +1,8 @@
-"""Takes the gradients of one micro-batch aside and adds them to the window's once the micro-batch is whole.
+"""Collects one micro-batch's gradients separately and adds them to the window's once the micro-batch is complete.
 
-Autograd adds to `.grad` as it goes, so a backward pass that fails has added some shares and not others. Taken aside,
-they can be thrown away, at the price of memory for a second set of gradients. They are added in the order in which
-they arrived, so that every sum is, bit for bit, the one that autograd would have made.
+Autograd adds to `.grad` as it goes, so a failed backward pass has added some shares and not others. Collected
+separately, they can be discarded, at the cost of memory for a second set of gradients. They are added in order of
+arrival, so that every sum is bit for bit the one that autograd would have computed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Aside:
-    """A context in which gradients arrive aside; leaving it adds them, or drops them where an exception leaves it.
+    """A context that collects gradients separately. A normal exit adds them; an exception discards them.
 
     Args:
-        parameters: Those whose gradients arrive.
+        parameters: The parameters to collect gradients for.
 
     Attributes:
-        adding: Whether the sums had been begun. If they failed, they cannot be taken back.
+        adding: Whether adding has begun. If it fails, the sums cannot be undone.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -39,7 +39,7 @@ class Aside:
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
-        # A hook that an interrupt leaves behind unnoted would take gradients away from then on.
+        # If an interrupt left a hook behind unrecorded, it would keep taking gradients away.
         with signals.held():
             self._before = [parameter.grad for parameter in self._parameters]
             for parameter in self._parameters:
@@ -57,7 +57,7 @@ class Aside:
             self._add(arrived)
 
     def drop(self) -> None:
-        """Let go of everything; also for a window given up because an interrupt came as the block began or ended."""
+        """Release everything, also for a window abandoned because of an interrupt as the block began or ended."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._before, self._arrived = [], [], {}
@@ -74,7 +74,7 @@ class Aside:
             for parameter, several in arrived.items():
                 if parameter.grad is None:
                     parameter.grad = several.pop(0)
-            # In rounds, since a tensor must not stand twice in one list.
+            # In rounds, since a tensor must not appear twice in one list.
             while arrived := {parameter: several for parameter, several in arrived.items() if several}:
                 _add_lists([(parameter, several.pop(0)) for parameter, several in arrived.items()])
 
@@ -86,7 +86,7 @@ def _add_lists(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         if parameter.grad.layout is torch.strided and share.layout is torch.strided:
             sums.append(parameter.grad)
             shares.append(share)
-        else:  # as autograd adds where one of them is sparse
+        else:  # autograd's own behavior if either is sparse
             parameter.grad = parameter.grad + share
     if sums:
         torch._foreach_add_(sums, shares)

@@ -1,8 +1,8 @@
-"""BatchNorm in a window that is cut: says once what differs, and on request sets its momentum right.
+"""BatchNorm in windows cut into micro-batches: warns once about the difference, and corrects momentum on request.
 
-A BatchNorm layer in training mode normalises by the statistics of what it is given, which is a micro-batch and not the
-window. No cut can keep that. What can be kept is how fast the running statistics forget. Nothing but the layers'
-`momentum` is ever written here, and every value is put back.
+A BatchNorm layer in training mode normalises by the statistics of its input, which is a micro-batch instead of the
+window. No cut can preserve that. What can be preserved is how fast the running statistics decay. This module only ever
+writes the layers' `momentum`, and always restores it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class BatchNorms:
 
     Args:
         modules: Searched for layers.
-        mode: "keep": the running statistics move by the layer's momentum with every micro-batch, so that they forget
-            faster than with the whole batch; "rescale": over a window they forget what one update would.
-        notices: Where it is said that micro-batches are normalised one by one.
+        mode: "keep": running statistics move by the layer's momentum with every micro-batch, and so decay faster
+            than with the whole batch; "rescale": over a window they decay as much as in one update.
+        notices: Reports that micro-batches are normalised separately.
 
     Raises:
         InvalidInputError: The mode is unknown.
 
     Attributes:
         rescales: Whether the mode is "rescale".
-        is_there: Whether there are such layers.
+        is_there: Whether the modules contain such layers.
     """
 
     def __init__(self, modules: Iterable[nn.Module], mode: str, notices: Notices) -> None:
@@ -59,18 +59,18 @@ class BatchNorms:
         self.search()
 
     def search(self) -> None:
-        """Search the modules for layers, which may have changed since; not within a window."""
+        """Search the modules for layers again, in case they changed. Must not be called within a window."""
         parts = dict.fromkeys(part for module in self._modules for part in module.modules())
         self._layers = [part for part in parts if isinstance(part, _BatchNorm)]
         self.is_there = bool(self._layers)
 
     @property
     def need_several(self) -> bool:
-        """Whether a layer takes its statistics of the samples at hand, of which one alone may have none."""
+        """Whether any layer uses batch statistics, which a single sample may not provide."""
         return any(map(_uses_batch_statistics, self._layers))
 
     def announce(self, sizes: Sequence[int]) -> None:
-        """Say, once, that the cut changes what BatchNorm does, if it does.
+        """Report once that the cut changes what BatchNorm computes, if it does.
 
         Args:
             sizes: Sizes of the window's micro-batches.
@@ -97,13 +97,13 @@ class BatchNorms:
     def rescale(self, share: float) -> None:
         """Set the momentum for a micro-batch, from `m` to `1 - (1 - m) ** share`.
 
-        The old running statistics are multiplied by `(1 - m) ** share`; as the shares of a window add up to 1, all of
-        its micro-batches together multiply them by `1 - m`, as one update with the whole batch does. Layers that
-        average over all batches (momentum=None), have no running statistics or are in evaluation mode are left alone.
+        The old running statistics are multiplied by `(1 - m) ** share`. The shares of a window add up to 1, so together
+        its micro-batches multiply them by `1 - m`, as one update with the whole batch does. Layers that average over
+        all batches (momentum=None), have no running statistics or are in evaluation mode are left alone.
 
         Args:
-            share: The micro-batch's part of the window's samples. It holds until the next call, so that a forward pass
-                that activation checkpointing runs again finds it too.
+            share: The micro-batch's fraction of the window's samples. It holds until the next call, so that a forward
+                pass repeated by activation checkpointing sees it too.
         """
         if not self.rescales:
             return
@@ -115,16 +115,16 @@ class BatchNorms:
                 if layer.momentum is not None and 0.0 <= layer.momentum <= 1.0
             ]
         for layer, momentum in self._own:
-            # As it is where the micro-batch is the window: the formula would round it.
+            # Unchanged if the micro-batch is the window: the formula would round it.
             layer.momentum = momentum if share == 1.0 else 1.0 - (1.0 - momentum) ** share
 
     def put_back(self) -> None:
-        """Give every layer the momentum that it had; to be called after each window, done or failed."""
+        """Restore every layer's momentum. Call after each window, whether it completed or failed."""
         for layer, momentum in self._own:
             layer.momentum = momentum
         self._own = []
 
 
 def _uses_batch_statistics(layer: _BatchNorm) -> bool:
-    # Without running statistics there is nothing else to normalise by, in evaluation mode neither.
+    # Without running statistics, batch statistics are used even in evaluation mode.
     return layer.training or layer.running_mean is None

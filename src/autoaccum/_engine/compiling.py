@@ -1,4 +1,4 @@
-"""Compiles a model for one call of `fit`, once it is known in which sizes its micro-batches come."""
+"""Compiles a model for one call of `fit`, once its micro-batch sizes are known."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Compiling:
-    """Compiles a model in place, and gives it back as it was.
+    """Compiles a model in place, and restores it at the end.
 
     Args:
-        model: The model; its parameters and their names stay what they are.
-        options: For `torch.compile`.
+        model: The model. Its parameters and their names do not change.
+        options: Options for `torch.compile`.
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -30,20 +30,20 @@ class Compiling:
         self._before = model._compiled_call_impl
 
     def begin(self) -> None:
-        """Compile from now on, a graph for each size that comes."""
+        """Compile from now on, with one graph for each size."""
         if self._model._compiled_call_impl is self._before:
             self._model.compile(**{"dynamic": False, **self._options})
 
     def end(self) -> None:
-        """Compile no more."""
+        """Stop compiling."""
         self._model._compiled_call_impl = self._before
 
 
 def compile_options(compile: bool | Mapping[str, Any]) -> Mapping[str, Any] | None:  # noqa: A002 - as `fit` names it
-    """Return what `fit` was told to compile with; None for not at all.
+    """Return the `torch.compile` options from `fit`'s argument; None if it should not compile.
 
     Raises:
-        InvalidInputError: It is neither a bool nor a mapping, or torch.compile refuses what is in it.
+        InvalidInputError: It is neither a bool nor a mapping, or torch.compile rejects its contents.
     """
     if isinstance(compile, bool):
         return {} if compile else None
@@ -57,7 +57,7 @@ def compile_options(compile: bool | Mapping[str, Any]) -> Mapping[str, Any] | No
 
 
 def _try(options: Mapping[str, Any]) -> None:
-    """Let torch.compile look at its options, which it does when it wraps a module; nothing is compiled by that."""
+    """Have torch.compile check its options, which it does when wrapping a module; this compiles nothing."""
     for name in ("fullgraph", "disable", "dynamic"):
         if name in options and not isinstance(options[name], bool | None if name == "dynamic" else bool):
             raise InvalidInputError(f"compile={shown(options)}: {name} must be True or False")
@@ -71,10 +71,10 @@ def _try(options: Mapping[str, Any]) -> None:
 
 
 def check_that_it_can_be_limited(memory: MemoryBackend, limit_bytes: int | None) -> None:
-    """Refuse a limit that the compiler itself would meet.
+    """Reject a memory limit that the compiler itself would exceed.
 
     Raises:
-        InvalidInputError: The limit holds for all that the process takes.
+        InvalidInputError: The limit applies to the whole process.
     """
     if limit_bytes is not None and not memory.fails_cleanly:
         raise InvalidInputError(

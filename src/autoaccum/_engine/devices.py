@@ -1,4 +1,4 @@
-"""Which device: what the user asked for, checked, or what there is."""
+"""Selects the device: what the user requested, validated, or what is available."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module, notices: Notices) -> MemoryBackend:
-    """Find the device to train on, with what is known about its memory.
+    """Find the device to train on and its memory backend.
 
-    None means where the model is if that is an accelerator, else the accelerator, else the CPU.
+    None means the model's device if that is an accelerator, else the accelerator, else the CPU.
 
     Args:
         device: A device, its name, or a memory backend (such as a simulated device) that stands for one.
-        model: Its parameters tell where it is.
-        notices: Where the choice is said.
+        model: Its parameters determine its device.
+        notices: Reports the choice.
 
     Raises:
-        InvalidInputError: The device is unknown or not there, or `model` is no module.
+        InvalidInputError: The device is unknown or missing, or `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model={shown(model)} is no torch.nn.Module; pass one, made and not its class")
@@ -55,7 +55,7 @@ def _chosen(model: nn.Module, notices: Notices) -> torch.device:
 
 
 def _own_accelerator() -> torch.device | None:
-    """Return the accelerator; of several, where several processes share a machine, the one of this process's number."""
+    """Return the accelerator. If several processes share a machine with several, return the one at the local rank."""
     found = find_accelerator()
     count = 0 if found is None else torch.accelerator.device_count()
     if found is None or count == 1 or launched.world_size() == 1:
@@ -68,7 +68,7 @@ def _own_accelerator() -> torch.device | None:
 
 
 def _of_this_process(asked: torch.device) -> torch.device:
-    """Return the device by its number, where only its kind was named."""
+    """Return the device with its index if only its type was given."""
     if asked.type == "cpu" or asked.index is not None:
         return asked
     own = _own_accelerator()
@@ -79,15 +79,15 @@ def _of_this_process(asked: torch.device) -> torch.device:
 
 @contextmanager
 def failures_told(memory: MemoryBackend, what: str) -> Iterator[None]:
-    """Say in the library's own words that a device failed, where nothing can be taken smaller.
+    """Translate device failures into the library's own errors, for work that cannot be made smaller.
 
     Args:
         memory: The device.
-        what: What is being done, such as "preparing the training".
+        what: The work, such as "preparing the training".
 
     Raises:
         DoesNotFitError: Memory ran out.
-        DeviceLostError: The device can no longer be used.
+        DeviceLostError: This process can no longer use the device.
     """
     try:
         yield
@@ -105,7 +105,7 @@ def failures_told(memory: MemoryBackend, what: str) -> Iterator[None]:
 
 
 def lost(memory: MemoryBackend, error: BaseException) -> DeviceLostError:
-    """Return what is raised where a device is gone for this process, by what was seen of it."""
+    """Return the error to raise if this process has lost the device, given what was observed."""
     return DeviceLostError(
         f"{memory.name} can no longer be used by this process ({first_line(error)}); start a new one"
     )

@@ -1,7 +1,7 @@
-"""Models whose parameters `fully_shard` has spread over ranks: recognised, and refused where they cannot be trained.
+"""Recognises models that `fully_shard` has sharded over ranks, and rejects them if they cannot be trained.
 
-Such a model talks to all ranks inside every forward and backward pass, so all of them have to make their passes
-together; how, is in `_distributed/fsdp.py`.
+Such a model communicates with all ranks inside every forward and backward pass, so all ranks must run their passes
+together; `_distributed/fsdp.py` implements this.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether each rank holds a part of a tensor only (a DTensor)."""
-    # Where nothing has imported it there are none, and the import takes long.
+    """Whether each rank holds only a shard of a tensor (a DTensor)."""
+    # If nothing has imported the module, no DTensors exist, and the import is slow.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def is_sharded(modules: Iterable[nn.Module]) -> bool:
-    """Whether any parameter of some modules is spread over ranks."""
+    """Whether any parameter of the modules is sharded over ranks."""
     return any(is_spread(parameter) for module in modules for parameter in module.parameters())
 
 
 def refuse_sharded(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules of which each rank holds a part only, where this process trains alone.
+    """Reject sharded modules if this process trains alone.
 
     Raises:
-        InvalidInputError: A parameter is spread over ranks.
+        InvalidInputError: A parameter is sharded over ranks.
     """
     for name, _ in _spread(modules):
         raise InvalidInputError(
@@ -45,19 +45,19 @@ def refuse_sharded(modules: Iterable[nn.Module]) -> None:
 
 
 def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, bool]) -> int | None:
-    """Refuse what cannot be done with a model that is spread over ranks, where it is one.
+    """Reject requests that a sharded model does not support.
 
     Args:
         modules: The model, and losses that are modules.
-        ranks: Number of processes of the training.
-        asked: What `fit` was asked for beside training, by the argument as it is written: whether it was.
+        ranks: Number of processes in the training.
+        asked: For each optional `fit` argument, as the user would write it, whether it was requested.
 
     Returns:
-        The smallest micro-batch that can be trained on; None where every rank holds the whole model.
+        The smallest micro-batch that can be trained on; None if every rank holds the whole model.
 
     Raises:
-        InvalidInputError: It is spread in another way than `fully_shard` spreads it over all ranks, or something was
-            asked for that each rank would have to do by itself.
+        InvalidInputError: The model is sharded in another way than by `fully_shard` over all ranks, or a request would
+            require each rank to act by itself.
     """
     modules = list(modules)
     if not is_sharded(modules):
@@ -85,9 +85,9 @@ def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, 
 
 
 def least_size(modules: Iterable[nn.Module]) -> int:
-    """Return the fewest samples that some modules can be trained on at once."""
+    """Return the fewest samples that the modules can be trained on at once."""
     has_norm = any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
-    return 2 if has_norm else 1  # BatchNorm refuses a single value a channel
+    return 2 if has_norm else 1  # BatchNorm rejects a single value per channel
 
 
 def _spread(modules: Iterable[nn.Module]) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Goes through validation data: mean loss and metrics, every sample counted once, in a cut of its own."""
+"""Evaluates on validation data: mean loss and metrics, with every sample counted once and its own micro-batch size."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ _NO_SAMPLES = (
     "the validation loader gave no samples (val_loader=), so there is nothing to evaluate; a generator can be read "
     "only once"
 )
-# Samples that are evaluated before training where memory that runs out cannot be survived: as few as fit anywhere, and
-# enough for a metric that needs several.
+# Samples evaluated before training if running out of memory cannot be survived: few enough to fit anywhere, and enough
+# for a metric that needs several.
 _TRIED = 32
-# Name, sum and weight, and whether it is only reported.
+# Name, sum, weight, and whether the value is only reported.
 _Loss = tuple[str, Tensor, float | Tensor, bool]
 
 
 class Evaluator:
-    """Evaluates with the model and loss of a training step, which it leaves as they are.
+    """Evaluates with the model and loss of a training step, which it leaves unchanged.
 
-    The size in which batches are cut is found by failure alone and kept from one evaluation to the next; training's cut
-    is another's and not touched.
+    The micro-batch size is found by failure alone and kept from one evaluation to the next. It is separate from the
+    training's, which is not touched.
 
     Args:
         step: The training step.
         metrics: One metric, several, or several by name. A metric is a callable of (outputs, targets) whose values are
-            averaged over the samples, or an object with `update`, `compute` and `reset` (as torchmetrics'). With ranks
-            the second is torchmetrics', or has `merge_state(others)` too (as torcheval's).
+            averaged over the samples, or an object with `update`, `compute` and `reset` (such as torchmetrics'). With
+            ranks, the object must come from torchmetrics or have `merge_state(others)` (such as torcheval's).
         on_oom: Called each time memory runs out.
-        loss_scope: "micro_batch": the loss is taken of each cut; "window": of each batch of the loader as a whole, on
-            whose size it then depends. Metrics see the cuts in both.
-        ranks: Other processes that evaluate too, each on what its own loader gives; None where there are none.
+        loss_scope: "micro_batch": the loss is computed on each cut; "window": on each of the loader's batches as a
+            whole, and then depends on their size. Metrics see the cuts either way.
+        ranks: Other processes that also evaluate, each on the batches of its own loader; None if there are none.
 
     Raises:
-        InvalidInputError: A metric is neither, or cannot be put together over ranks, or the loss cannot be taken of a
+        InvalidInputError: A metric is neither, or cannot be combined over ranks, or the loss cannot be computed on a
             whole batch.
     """
 
@@ -85,23 +85,23 @@ class Evaluator:
         self._metrics = [_counted(name, metric, step.memory.device, ranks) for name, metric in _named(metrics).items()]
         self._on_oom = on_oom
         self._max_size: int | None = None
-        self._fed: list[Any] | None = None  # what metrics held before the cut that they are being given
+        self._fed: list[Any] | None = None  # the metrics' state before the cut that they are now processing
 
     def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
-        """Go through `batches` once, without gradients; modes and random state of a failed attempt are put back.
+        """Evaluate `batches` once, without gradients; a failed attempt's modes and random state are restored.
 
         Args:
             batches: A loader's batches.
-            trained_size: A size with which training fits, if known. Where the device does not fail cleanly the first
-                attempt is not larger; elsewhere it is a whole batch.
+            trained_size: A size known to fit in training, if any. If the device does not fail cleanly, the first
+                attempt is no larger; otherwise it is a whole batch.
 
         Raises:
-            InvalidInputError: There is no batch, a metric gives no number, or the model no loss in evaluation mode.
+            InvalidInputError: There is no batch, a metric returns no number, or the model no loss in evaluation mode.
             DoesNotFitError: Not even one sample fits.
         """
         started = time.perf_counter()
         totals = _Totals()
-        # Where a failure within a pass ends all ranks, one that is larger than what is known to fit would do so again.
+        # If a failure within a pass ends all ranks, an attempt larger than what is known to fit would end them again.
         is_survived = self._step.memory.fails_cleanly and self._step.passes is None
         if trained_size is not None and not is_survived:
             self._max_size = min(self._max_size or trained_size, trained_size)
@@ -122,25 +122,25 @@ class Evaluator:
         return Evaluation(totals.mean(), values, totals.samples, elapsed_s, losses=totals.means())
 
     def try_out(self, batches: Iterable[Any], most: int | None = None) -> None:
-        """Evaluate one cut of the first batch that has samples; metrics, modes and what is known stay as they are.
+        """Evaluate one cut of the first batch with samples; metrics, modes and known sizes are left unchanged.
 
-        Lack of memory is no answer: the evaluation itself finds the size that fits.
+        Running out of memory is not an error here: the evaluation itself finds the size that fits.
 
         Args:
             batches: A loader's batches.
-            most: The most samples at once that are allowed, where that is known.
+            most: The largest allowed number of samples at once, if known.
 
         Raises:
-            InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
+            InvalidInputError: There is no sample, a metric returns no number, or the model no loss in evaluation mode.
         """
         kept = [(metric, metric.state()) for metric in self._metrics]
-        # One whose count cannot be put back afterwards is not tried.
+        # Metrics whose state cannot be restored are not tried.
         tried = [metric for metric, state in kept if metric.can_be_put_back(state)]
         try:
             for metric in tried:
                 metric.reset()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that a few samples are too few for a metric is nothing to tell
+                warnings.simplefilter("ignore")  # warnings about too few samples are irrelevant here
                 self._try_first(batches, most, tried)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
@@ -159,7 +159,7 @@ class Evaluator:
             size = window.samples if self._step.memory.fails_cleanly else min(window.samples, most or _TRIED, _TRIED)
             with evaluation_mode(self._step.objective.modules), torch.no_grad():
                 self._try_cut(window, size, metrics)
-        elif self._ranks is None:  # others may have some
+        elif self._ranks is None:  # other ranks may have some
             raise InvalidInputError(_NO_SAMPLES)
 
     def _try_cut(self, window: Window, size: int, metrics: Sequence[_Averaged | _Stateful]) -> None:
@@ -175,7 +175,7 @@ class Evaluator:
         targets = batch[1] if is_pair(batch) else batch
         for metric in metrics:
             metric.update(outputs, targets, size)
-            if self._ranks is None:  # some would talk to other processes
+            if self._ranks is None:  # some metrics would communicate with other processes
                 metric.result(None)
 
     def _one_batch(self, window: Window, totals: _Totals, mark: Mark) -> None:
@@ -197,7 +197,7 @@ class Evaluator:
             totals.add(self._over_all(self._whole, window, parts, mark), 0)
 
     def _try(self, work: Callable[[], _T], size: int | None, mark: Mark) -> _T | MemoryEvent:
-        """Do some work; where memory runs out put everything back and return what happened."""
+        """Do some work; if memory runs out, restore everything and return what happened."""
         self._fed = None
         is_marked = False
         try:
@@ -224,13 +224,13 @@ class Evaluator:
         return failure
 
     def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any], mark: Mark) -> list[_Loss]:
-        """Return the losses over a whole batch, of which the representations are there."""
+        """Return the losses over a whole batch, given its representations."""
 
         def work() -> list[_Loss]:
             terms = whole.terms(whole.join(parts), whole.batch(window), window.samples)
             return self._losses([terms], window[0], window.samples)
 
-        for _ in range(2):  # it has no cut that could be smaller: once more, with the caches let go
+        for _ in range(2):  # there is no smaller cut to try: try once more with empty caches
             done = self._try(work, None, mark)
             if not isinstance(done, MemoryEvent):
                 return done
@@ -239,13 +239,13 @@ class Evaluator:
         raise DoesNotFitError(does_not_fit_text(self._step, None, at_once))
 
     def _settle(self, window: Window, mark: Mark) -> None:
-        """Let the objective find out, if it does not know yet, what the losses run over: batches weigh accordingly."""
+        """Let the objective determine what the losses run over, if not yet known: batches are weighted by it."""
         halves = balanced(window.samples, math.ceil(window.samples / 2))
         place, autocast = self._step.transfer.place, self._step.precision.autocast
         self._step.objective.settle(window, halves, place, mark, autocast)
 
     def _one_cut(self, window: Window, start: int, size: int, mark: Mark) -> tuple[list[_Loss], Any]:
-        """Return a cut's losses; or none, but its representations, where the loss is taken over the whole batch."""
+        """Return a cut's losses; if the loss is taken over the whole batch, no losses but the cut's representations."""
         passes = self._step.passes
         if self._whole is None and passes is None:
             self._settle(window, mark)
@@ -260,10 +260,10 @@ class Evaluator:
             losses, outputs = [], self._whole.outputs(batch, size)
         if passes is not None:
             passes.end_pass()
-        # Copies: an output may be a view of a whole layer, and keep it.
+        # Copies: an output may be a view of a whole layer and keep it alive.
         representations = None if self._whole is None else copied(outputs)
         targets = batch[1] if is_pair(batch) else batch
-        # Only now, when nothing but a metric itself can fail: what it has counted is seldom to be put back then.
+        # As late as possible, so that only a failing metric can make it necessary to restore what metrics have counted.
         self._fed = [metric.state() for metric in self._metrics]
         for metric in self._metrics:
             metric.update(outputs, targets, size)
@@ -271,7 +271,7 @@ class Evaluator:
         return losses, representations
 
     def _passes(self, batch: Any, size: int) -> tuple[list[list[Term]], Any]:
-        """Make the forward passes of a cut; return the terms of each, and the outputs where metrics want them."""
+        """Run a cut's forward passes; return the terms of each, and the outputs if metrics need them."""
         objective = self._step.objective
         terms: list[list[Term]] = []
         outputs: Any = None
@@ -284,11 +284,11 @@ class Evaluator:
         return terms, outputs
 
     def _losses(self, of_passes: Sequence[Sequence[Term]], cut: Any, size: int) -> list[_Loss]:
-        """Return the losses of some forward passes, and what they report, each with its sum and weight."""
+        """Return the losses and reported values of some forward passes, each with its sum and weight."""
         losses: list[_Loss] = []
         for terms in of_passes:
             added = [self._loss(term, cut, size) for term in terms if not term.is_reported]
-            # What is reported as a plain number weighs as its total does, and is a sum where that is one.
+            # A value reported as a plain number has the weight of its pass's loss, and is a sum if that is one.
             usual = added[0][2] if len(added) == 1 else float(size)
             is_sum = all(self._is_sum(term) for term in terms if not term.is_reported)
             losses += added
@@ -299,8 +299,8 @@ class Evaluator:
         return term.over is not Over.PAIR and self._step.objective.weighting(term.name).over is Over.SUM
 
     def _loss(self, term: Term, cut: Any, size: int) -> _Loss:
-        """Return a loss' name, sum and weight."""
-        # In half precision the sum could overflow.
+        """Return a loss's name, sum and weight."""
+        # The sum could overflow in half precision.
         value = in_full(term.value)
         if term.over is Over.PAIR:
             assert term.weight is not None
@@ -309,7 +309,7 @@ class Evaluator:
         if how.over is Over.SUM:
             return term.name, value, float(size), False
         weight = how.weigh(size, target_tensors(cut))
-        # Where nothing counts the mean is not a number, and adds nothing.
+        # If nothing counts, the mean is NaN and must add nothing.
         return term.name, (value * weight if weight else torch.zeros_like(value)), weight, False
 
 
@@ -331,11 +331,11 @@ class _Totals:
         self.samples = 0
         self._sums: dict[str, Tensor | float] = defaultdict(float)
         self._weights: dict[str, Tensor | float] = defaultdict(float)
-        self._added: dict[str, None] = {}  # the names that are losses, in order
+        self._added: dict[str, None] = {}  # names of those that are losses, in order
 
     @classmethod
     def of_all(cls, several: Sequence[_Totals]) -> _Totals:
-        """Return what several have seen together."""
+        """Return the combined totals of several."""
         if len(several) == 1:
             return several[0]
         together = cls()
@@ -345,7 +345,7 @@ class _Totals:
         return together
 
     def on_host(self) -> _Totals:
-        """Return the same as plain numbers, which waits for the device."""
+        """Return the same totals as plain numbers, which waits for the device."""
         plain = _Totals()
         plain.samples, plain._added = self.samples, self._added
         plain._sums.update({name: float(total) for name, total in self._sums.items()})
@@ -361,12 +361,12 @@ class _Totals:
                 self._added[name] = None
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each loss and of what is reported; NaN, as torch has it, where nothing has counted."""
+        """Return the mean of each loss and reported value; NaN, as in torch, if nothing has counted."""
         weights = {name: float(weight) for name, weight in self._weights.items()}
         return {name: float(total) / weights[name] if weights[name] else math.nan for name, total in self._sums.items()}
 
     def mean(self) -> float:
-        """Return the losses' means, added."""
+        """Return the sum of the losses' means."""
         means = self.means()
         return sum(means[name] for name in self._added)
 
@@ -403,7 +403,7 @@ class _Averaged:
         return {self._name: sum(total for total, _ in said) / sum(samples for _, samples in said)}
 
     def state(self) -> Any:
-        # An object may count for itself what it returns.
+        # An object may itself keep count of what it returns.
         is_plain = isinstance(self._function, nn.Module | type) or inspect.isroutine(self._function)
         return self._sum, self._samples, Holdings([] if is_plain else [self._function])
 
@@ -417,12 +417,12 @@ class _Averaged:
 
 
 class _Stateful:
-    """An object that keeps its own count, as torchmetrics' do."""
+    """An object that keeps its own count, such as a torchmetrics metric."""
 
     def __init__(self, name: str, metric: Any, device: torch.device, ranks: Talk | None) -> None:
         self._name = name
         self._metric = metric.to(device) if hasattr(metric, "to") else metric
-        # A collection of metrics, or one around another: each keeps a count of its own.
+        # A collection of metrics or a wrapper around one: each part keeps its own count.
         self._parts = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
         if ranks is not None:
             self._check_that_ranks_can_share(ranks.size)
@@ -437,7 +437,7 @@ class _Stateful:
         if ranks is None:
             return self._named(self._metric.compute())
         value = self._of_all_states(ranks) if _is_torchmetrics(self._metric) else self._merged(ranks).compute()
-        # Of the same states, but other devices may compute another last bit.
+        # Computed from the same states, but the last bit may differ between devices.
         said: list[dict[str, float]] = ranks.exchange("metric", self._named(value))
         return said[0]
 
@@ -475,15 +475,15 @@ class _Stateful:
                     )
 
     def _of_all_states(self, ranks: Talk) -> Any:
-        """Return the value of what all ranks have counted together.
+        """Return the value over what all ranks have counted.
 
-        States are put together as torchmetrics says that they are. Its own exchange is not used: one rank that fails on
-        the way there would leave the others waiting, and it needs samples on every rank.
+        States are combined as torchmetrics declares. Its own exchange is not used: a rank that failed before reaching
+        it would leave the others waiting, and it needs samples on every rank.
         """
         part: Any
         for part in self._parts:
             if hasattr(part, "compute_groups"):
-                part.values(copy_state=False)  # of metrics that count alike only one counts: now the others know
+                part.values(copy_state=False)  # only one of several alike counts: share its state
         parts: list[Any] = [part for part in self._parts if hasattr(part, "_reductions")]
         own = [
             (part._update_count, {name: map_tensors(Tensor.cpu, getattr(part, name)) for name in part._reductions})
@@ -501,7 +501,7 @@ class _Stateful:
                 vars(part).update(attributes)
 
     def _merged(self, ranks: Talk) -> Any:
-        """Return a metric, on the host, that has counted what those of all ranks have."""
+        """Return a metric on the host that has counted what all ranks' metrics have."""
         own = copy.deepcopy(self._metric)
         first, *others = ranks.exchange_tensors("metrics", own.to("cpu") if hasattr(own, "to") else own)
         first.merge_state(others)
@@ -513,8 +513,8 @@ def _is_torchmetrics(metric: Any) -> bool:
 
 
 def _put_together(part: Any, said: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """Set a torchmetrics object's states to those of all ranks together, each with its number of updates."""
-    # A rank without samples has nothing to say, and its states are no numbers to some.
+    """Set a torchmetrics object's states to those of all ranks combined, each given with its number of updates."""
+    # A rank without samples contributes nothing, and its empty states break some reductions.
     counted = [one for one in said if one[0]] or said[:1]
     part._update_count = sum(updates for updates, _ in counted)
     part.distributed_available_fn = lambda: False  # there is nothing left to gather

@@ -1,4 +1,4 @@
-"""Counts the windows of a run, and tells callbacks and the user what becomes of plans and memory."""
+"""Counts the windows of a run, and reports plans and out-of-memory errors to callbacks and the user."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """What happens in the windows of one run. It holds nothing of the run, which holds it.
+    """Reports what happens in the windows of one run. The run refers to it, not the reverse.
 
     Args:
-        callbacks: Called with trials, plans and lack of memory.
-        notices: Where these are said to the user; None where a callback does that.
-        windows: Windows done before, where training resumes.
+        callbacks: Called with trials, plans and out-of-memory events.
+        notices: Reports these to the user; None if a callback does that.
+        windows: Windows completed earlier, if training resumes.
 
     Attributes:
         windows: Windows that have become an update so far.
-        oom_events: How often memory has run out.
+        oom_events: Number of times memory has run out.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = (), notices: Notices | None = None, windows: int = 0) -> None:
@@ -32,19 +32,19 @@ class Events:
         self._notices = notices
 
     def trial(self, trial: Trial) -> None:
-        """Tell of a micro-batch that was run to learn from it."""
+        """Report a trial."""
         for callback in self._callbacks:
             callback.on_trial(trial)
 
     def planned(self, plan: Plan, probe: ProbeResult | None, *, is_proven: bool = False) -> None:
-        """Tell of another plan; what was learned may have its proof in the window that is just done."""
+        """Report a new plan. `is_proven` means that the window just completed has already confirmed it."""
         self._say(f"at most {plan.micro_batch} samples at once after step {self.windows}")
         since = self.windows if is_proven else self.windows + 1
         for callback in self._callbacks:
             callback.on_plan(plan, step=since, probe=probe)
 
     def ran_out(self, event: MemoryEvent) -> None:
-        """Tell that memory ran out in the present window."""
+        """Report that memory ran out in the current window."""
         self.oom_events += 1
         what = "" if event.size is None else f" of {event.size} samples"
         self._say(f"out of memory in step {self.windows + 1}, {event.phase}{what}: {event.message}")

@@ -1,8 +1,8 @@
-"""What a training can do by itself where not even one sample fits: keep less for backward, or keep it on the host.
+"""Makes training fit when not even one sample does: keep fewer activations for backward, or keep them on the host.
 
-In come the modules of a training step, which are changed in place and given back as they were. Gradients stay bit for
-bit what they are: what is computed again begins from the random state, the buffers and the plain attributes with which
-it was computed first, and a block that changes what it is given is refused.
+Changes the modules of a training step in place and restores them at the end. Gradients stay bit-identical:
+recomputation starts from the random state, buffers and plain attributes of the first computation, and a block that
+modifies its inputs is rejected.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 FALLBACKS = ("checkpoint", "offload")
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Attributes of a module that hide those of its class while a fallback is in force.
+# Attributes that hide those of the module's class while a fallback is active.
 _HIDDEN = ("forward", "__getstate__")
-# Smaller tensors are not worth the way to the host and back.
+# Smaller tensors are not worth the transfer to the host and back.
 _LEAST_OFFLOADED_BYTES = 4096
-# Buffers that a forward pass moves are small (statistics, counters); masks and position tables are not.
+# Buffers that a forward pass updates are small (statistics, counters); masks and position tables do not change.
 _LARGEST_MOVED_ELEMENTS = 65_536
-# Attributes of these types (counters, flags) are put back; larger objects that a block changes are its own affair.
+# Attributes of these types (counters, flags) are restored; blocks are responsible for larger objects that they change.
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, *, compiles: bool) -> tuple[str, ...]:
-    """Return the names that `fit` was told, in order.
+    """Return the fallback names from `fit`'s argument, in order.
 
     Raises:
-        InvalidInputError: One is unknown, or can do nothing here.
+        InvalidInputError: A name is unknown, or its fallback has no effect here.
     """
     names = _names(fallback)
     for name in names:
@@ -69,16 +69,16 @@ def _names(fallback: Sequence[str] | str | None) -> tuple[str, ...]:
 
 
 class Fallbacks:
-    """Makes a step take less memory, one way after the other.
+    """Reduces the memory that a step needs, one fallback after another.
 
     Args:
         modules: The modules of the step.
-        names: The ways in order.
+        names: The fallbacks, in order.
         memory: The device.
 
     Attributes:
-        ways: What is in force.
-        found_no_blocks: Whether checkpointing was to be taken and there is nothing to checkpoint.
+        ways: Descriptions of the active fallbacks.
+        found_no_blocks: Whether checkpointing was requested but the model has no blocks to checkpoint.
     """
 
     def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], memory: MemoryBackend) -> None:
@@ -90,7 +90,7 @@ class Fallbacks:
         self.found_no_blocks = False
 
     def next(self) -> bool:
-        """Take the next way that changes anything; return whether there is one."""
+        """Activate the next fallback that changes anything; return whether there was one."""
         while self._names:
             name = self._names.pop(0)
             if name == "offload":
@@ -104,12 +104,12 @@ class Fallbacks:
         return False
 
     def end(self) -> None:
-        """Give the modules back as they were."""
+        """Restore the modules."""
         self._in_force.close()
 
 
 def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
-    """Return the ways that are not in force yet and would change anything, as `fit` is told of them."""
+    """Return the fallbacks, written as `fit` arguments, that are not active yet and would change anything."""
     ways = []
     own = [part for module in modules for part in _with_checkpointing_of_their_own(module)]
     blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
@@ -131,10 +131,10 @@ def _is_changed(module: nn.Module) -> bool:
 
 @contextmanager
 def checkpointed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[str]:
-    """Keep of each repeated block only its inputs, and compute the rest again in the backward pass.
+    """Keep only the inputs of each repeated block, and recompute the rest in the backward pass.
 
     Yields:
-        What is checkpointed, such as "33 Bottleneck blocks"; empty where no block repeats.
+        What is checkpointed, such as "33 Bottleneck blocks"; empty if no block repeats.
     """
     with ExitStack() as changed:
         own = [part for module in modules for part in _with_checkpointing_of_their_own(module)]
@@ -149,14 +149,14 @@ def checkpointed(modules: Sequence[nn.Module], device: torch.device) -> Iterator
 
 
 def repeated_blocks(model: nn.Module, *, leave_out: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Return the blocks that a model is a stack of: the outermost modules of a class that comes again beside them.
+    """Return the blocks that a model stacks: the outermost modules whose class occurs more than once among siblings.
 
-    They are looked for in lists and sequences of modules; where none are there, among the attributes of a module; and
-    then sequences themselves count as blocks.
+    Lists and sequences of modules are searched first, then the attributes of any module; as a last resort,
+    sequences themselves count as blocks.
 
     Args:
         model: The model.
-        leave_out: Parts in which none are looked for.
+        leave_out: Parts that are not searched.
     """
     for holders, no_blocks in (
         (_CONTAINERS, _CONTAINERS),
@@ -185,12 +185,12 @@ def _blocks(
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether it is made of others, some of which have parameters."""
+    """Whether the module contains others that have parameters."""
     return next((part for child in module.children() for part in child.parameters()), None) is not None
 
 
 def _with_checkpointing_of_their_own(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost parts that know how to checkpoint themselves, as the models of Transformers do."""
+    """Return the outermost parts that can checkpoint themselves, such as the models of Transformers."""
     if getattr(module, "supports_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_enable"):
         return [module]
     return [part for child in module.children() for part in _with_checkpointing_of_their_own(child)]
@@ -201,9 +201,9 @@ def _own_checkpointing(model: Any) -> Iterator[None]:
     if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
         yield  # the user's own choice, which stays
         return
-    # Transformers 5 has another name for it.
+    # Transformers 5 renamed it.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    # A cache of keys and values is for generating; with checkpointing it is turned off anyway, and warned of.
+    # The key/value cache is for generation; Transformers turns it off under checkpointing anyway, with a warning.
     config: Any = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
     getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
@@ -233,7 +233,7 @@ def _checkpointed(before: _Before, forward: Callable[..., Any], *args: Any, **kw
 
 
 def _looks_of(values: Iterable[Any]) -> list[Any]:
-    """Return what tells whether tensors were written, or lists and mappings have other members."""
+    """Return values that reveal whether tensors were written or the members of lists and mappings changed."""
     looks: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -252,7 +252,7 @@ class _Taken(NamedTuple):
 
 
 class _Before:
-    """What a block is computed again with, as it was computed first: random state, buffers, plain attributes."""
+    """A block's state before its first computation, for recomputing it: random state, buffers, plain attributes."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self._random = RandomState(device, [block])
@@ -264,7 +264,7 @@ class _Before:
         return type(self._block).__name__
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the context in which the block is computed, and that in which it is computed again."""
+        """Return the contexts for computing and for recomputing the block."""
         return nullcontext(), self._again(self._taken())
 
     @contextmanager
@@ -294,7 +294,7 @@ class _Before:
         for holder, plain in taken.attributes:
             holder.update(plain)
         for buffer, value in taken.buffers:
-            # Through .data: what other operators have saved of a buffer that only looks written must stay usable.
+            # Through .data, so that tensors which other operators saved for backward do not count as modified in place.
             buffer.data.copy_(value)
 
 
@@ -303,7 +303,7 @@ class _Before:
 
 @contextmanager
 def offloaded(modules: Sequence[nn.Module], memory: MemoryBackend) -> Iterator[None]:
-    """Keep what backward needs in the host's memory until it is its turn."""
+    """Keep tensors saved for backward in host memory until the backward pass needs them."""
     with ExitStack() as changed:
         for module in modules:
             changed.enter_context(_replaced_forward(module, functools.partial(_offloaded, module, memory)))
@@ -316,7 +316,7 @@ def _offloaded(module: nn.Module, memory: MemoryBackend, forward: Callable[..., 
     is_pinned = memory.device.type == "cuda"
 
     def pack(tensor: Tensor) -> Any:
-        # Of an expanded tensor there is less than it seems.
+        # An expanded tensor occupies less memory than its shape suggests.
         is_moved = tensor.layout is torch.strided and tensor.device == memory.device and 0 not in tensor.stride()
         if not is_moved or tensor.nbytes < _LEAST_OFFLOADED_BYTES or tensor.untyped_storage()._cdata in stays:
             return tensor
@@ -328,7 +328,7 @@ def _offloaded(module: nn.Module, memory: MemoryBackend, forward: Callable[..., 
         if isinstance(packed, Tensor):
             return packed
         on_host, device = packed
-        # Always a copy: where the device is simulated, both lie in the same memory.
+        # Always a copy: with a simulated device, both are in the same memory.
         return torch.empty_like(on_host, device=device).copy_(on_host, non_blocking=is_pinned)
 
     with saved_tensors_hooks(pack, unpack):
@@ -337,9 +337,9 @@ def _offloaded(module: nn.Module, memory: MemoryBackend, forward: Callable[..., 
 
 @contextmanager
 def _replaced_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
-    """Call `around(forward, ...)` in place of a module's forward: an attribute of its own hides that of its class.
+    """Call `around(forward, ...)` in place of a module's forward, as an instance attribute that hides the class's.
 
-    Copies and pickles that are made meanwhile (a callback keeps the best model) have the module's own forward.
+    Copies and pickles made meanwhile (a callback that keeps the best model) have the module's own forward.
     """
     before, own = module.forward, {name: vars(module)[name] for name in _HIDDEN if name in vars(module)}
 

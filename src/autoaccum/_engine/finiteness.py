@@ -1,8 +1,8 @@
-"""Sees that losses, gradients and what a checkpoint is to hold are finite, without waiting for the device.
+"""Checks that losses, gradients and checkpoint contents are finite, without waiting for the device.
 
-A window's loss is copied to the host behind the window's own work, and looked at a window later. What a checkpoint
-holds is looked at when one is written, which waits for the device anyway. Only what was finite at the beginning is
-expected to be: a mask of -inf in a buffer is no damage.
+A window's loss is copied to the host asynchronously and checked one window later. The contents of a checkpoint are
+checked when one is written, which waits for the device anyway. Only values that were finite at the beginning have to
+stay so: a mask of -inf in a buffer is not damage.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from autoaccum._records import StepReport
 
 ON_NAN = ("warn", "stop", "ignore")
-# A scaler that halves its scale at every skipped window comes from 65,536 to under 1e-10 in so many.
+# Halving at every skipped window takes a scaler from 65,536 to under 1e-10 in this many windows.
 _SKIPPED_IN_A_ROW = 50
-# Devices without pinned memory and events are asked once in so many windows, with one wait.
+# Without pinned memory and events, the device is queried once per this many windows, with one wait.
 _ASKED_EVERY = 64
-# Names in a message: enough to see what is the matter.
+# Names listed in a message.
 _NAMED = 3
 
 
 def check_on_nan(on_nan: object) -> None:
-    """Check what is to be done.
+    """Check the argument `on_nan`.
 
     Raises:
         InvalidInputError: It is unknown.
@@ -45,13 +45,13 @@ def check_on_nan(on_nan: object) -> None:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The numbers of one window, on their way to the host.
+    """The values of one window, in transit to the host.
 
     Attributes:
-        step: The window.
-        names: What they are called.
-        values: The numbers, on the host or still to be fetched.
-        event: Happens when they are on the host; None where they are to be fetched.
+        step: Number of the window.
+        names: Names of the values.
+        values: The values, on the host or still to be fetched.
+        event: Recorded after the copy to the host; None if the values have yet to be fetched.
     """
 
     step: int
@@ -64,36 +64,36 @@ class _Copy:
 
 
 class Finiteness:
-    """Watches one training.
+    """Watches one training for values that are not finite.
 
     Args:
         step: The training step.
         on_nan: As for `fit`.
-        is_first: Whether this is the process that speaks for all.
-        is_alone: Whether there are no others. Several ranks wait for each other in every window, and so for the numbers
-            of the one before: all see the same number in the same window.
+        is_first: Whether this process reports on behalf of all.
+        is_alone: Whether this is the only process. Ranks wait for each other in every window, and so also for the
+            values of the previous one: all ranks see the same values in the same window.
     """
 
     def __init__(self, step: TrainingStep, on_nan: str, *, is_first: bool, is_alone: bool) -> None:
         self._step = step
         self._on_nan = on_nan
         self._is_alone = is_alone
-        # Apart from the progress: what is wrong is said also where progress=False.
+        # Separate from the progress output: problems are reported even with progress=False.
         self._notices = Notices(silent=not is_first)
         self._coming: deque[_Copy] = deque()
-        self._spare: tuple[Tensor, ...] = ()  # memory for the numbers of one window
+        self._spare: tuple[Tensor, ...] = ()  # host memory for the values of one window
         self._skipped = 0
         self._has_seen_state = False
         self._exempt: set[str] | None = None
-        self._buffers: dict[str, torch.Size] = {}  # at the beginning: a model may make others, of whatever it likes
+        self._buffers: dict[str, torch.Size] = {}  # at the beginning: later ones may hold anything
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
     def see(self, report: StepReport) -> None:
-        """Look at the windows before this one, and take down the numbers of this one.
+        """Check the previous windows, and record the values of this one.
 
         Raises:
-            NotFiniteError: One was not finite, and the training is to stop.
+            NotFiniteError: A value was not finite, and on_nan is "stop".
         """
         if self._on_nan == "ignore":
             return
@@ -110,15 +110,15 @@ class Finiteness:
             self._coming.append(self._copied(report.step, coming))
 
     def finish(self) -> None:
-        """Look at all windows that are left, which waits for the device.
+        """Check all remaining windows, which waits for the device.
 
         Raises:
-            NotFiniteError: As `see`.
+            NotFiniteError: As for `see`.
         """
         self._look(until=len(self._coming))
 
     def begin_anew(self) -> None:
-        """Forget windows that are done once more."""
+        """Forget windows that will be repeated."""
         self._coming.clear()
         self._skipped = 0
 
@@ -130,7 +130,7 @@ class Finiteness:
         return not self._is_alone
 
     def _look(self, *, until: int) -> None:
-        """Look at the oldest numbers: at `until` of them in any case, then at those that are there."""
+        """Check the oldest values: the first `until` in any case, then those that have arrived."""
         if until and self._coming and self._coming[0].event is None:
             until = len(self._coming)  # one wait for all
         while self._coming and (until > 0 or self._coming[0].is_there()):
@@ -156,7 +156,7 @@ class Finiteness:
         return _Copy(step, names, spare, event)
 
     def _counts_as_skipped(self, report: StepReport) -> bool:
-        """Whether the scaler skipped the window, as it does where gradients overflow; said where it never ends."""
+        """Whether the scaler skipped the window because gradients overflowed; warns if it keeps doing so."""
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped == _SKIPPED_IN_A_ROW:
             self._notices.say(
@@ -184,26 +184,26 @@ class Finiteness:
     # --- what a checkpoint holds --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note what is not finite before the first window of this call, and so is not expected to be."""
+        """Record which values are not finite before the first window of this call; these are exempt from checks."""
         if self._on_nan != "ignore":
             self._buffers = {name: tensor.shape for name, tensor in self._of_modules("named_buffers")}
             self._exempt = set(_not_finite(dict(self._held())))
             self._has_seen_state = bool(self._step.optimizer.state)
 
     def note_new_state(self) -> None:
-        """Note the same of the optimizer's state, which the first update makes."""
+        """Record the same for the optimizer's state, which the first update creates."""
         if self._exempt is not None and not self._has_seen_state and self._step.optimizer.state:
             self._has_seen_state = True
             self._exempt |= set(_not_finite(dict(_state_of(self._step))))
 
     def damage(self) -> list[str]:
-        """Return the names of what is not finite now and was at the beginning; waits for the device."""
+        """Return the names of values that are not finite now but were at the beginning; waits for the device."""
         if self._exempt is None:
             return []
         return _not_finite({name: tensor for name, tensor in self._held() if name not in self._exempt})
 
     def tell_refusal(self, names: list[str], step: int, newest: object) -> None:
-        """Say that no checkpoint is written, once until one is."""
+        """Report that no checkpoint is written, once until the next one is."""
         listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         kept = "there is none yet" if newest is None else f"the last finite one stays: {newest}"
         self._notices.say(
@@ -239,9 +239,9 @@ def _is_on_device(value: Any) -> bool:
 
 @torch.no_grad()
 def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Return the names of those that hold something else than finite numbers.
+    """Return the names of tensors with values that are not finite.
 
-    The least and the largest value tell (both are NaN where one is), and need no memory beside.
+    Checks the minimum and maximum (both are NaN if any value is), which needs no additional memory.
     """
     extremes: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -1,9 +1,9 @@
-"""What an object of the user's own holds: noted before it is called, and put back in place where the call failed.
+"""Snapshots the state of a user's object before a call, and restores it in place if the call failed.
 
-Containers, arrays, tensors and objects are followed however deeply they are nested, and put back in place, so that
-whatever else refers to them stays right. Noting costs as much as there are objects, and not as many as a long list of
-numbers has items: a state that grows with every call must not cost more with every call. What is beyond a few
-thousand objects, or of a kind that cannot be followed, makes a note incomplete, and then nothing is put back.
+Containers, arrays, tensors and objects are followed to any depth and restored in place, so that other references to
+them stay valid. The cost grows with the number of objects, not with the length of a list of numbers: a state that
+grows with every call must not make every call slower. If there are more than a few thousand objects, or one of a kind
+that cannot be followed, the snapshot is incomplete, and nothing is restored.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-# Objects that are followed, which takes some milliseconds at the most, and bytes of arrays and tensors that are copied.
+# Limits: objects followed, which takes a few milliseconds at most, and bytes of arrays and tensors copied.
 _OBJECTS = 10_000
 _BYTES = 2**24
-# A longer list of tensors is one in which they are gathered: it grows, and they are not written any more.
+# A list with more tensors than this accumulates them: it grows, and its tensors are no longer written.
 _GATHERED = 64
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
-# Not followed: what cannot change, and what is no count of a metric's (code, modules with parameters, files).
+# Not followed: immutable values, and what is not part of a metric's count (code, modules with parameters, files).
 _LEAVES = (
     *(bool, int, float, complex, str, bytes, type(None), type, range, slice, frozenset, enum.Enum),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.MappingProxyType),
@@ -47,21 +47,21 @@ _LEAVES = (
 
 
 class Holdings:
-    """What some objects hold now.
+    """A snapshot of the current state of some objects.
 
     Args:
-        roots: The objects; modules among them are followed, those that are found on the way are not.
+        roots: The objects. Modules among them are followed; modules found inside them are not.
 
     Attributes:
-        is_complete: Whether all of it is noted, so that it can be put back.
+        is_complete: Whether everything was recorded, so that it can be restored.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.is_complete = True
         self._undo: list[Callable[[], None]] = []
         self._bytes = 0
-        self._tensors: list[tuple[Tensor, int]] = []  # too large to be copied: they have not been written, or are lost
-        self._seen: dict[int, Any] = {}  # with the objects, whose numbers nothing else may get
+        self._tensors: list[tuple[Tensor, int]] = []  # too large to copy: restorable only if not written
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that their ids are not reused
         coming: deque[Any] = deque()
         for root in roots:
             self._seen[id(root)] = root
@@ -78,11 +78,11 @@ class Holdings:
 
     @property
     def can_be_put_back(self) -> bool:
-        """Whether all of it can be put back, whatever is written meanwhile."""
+        """Whether everything can be restored, whatever is written meanwhile."""
         return self.is_complete and not self._tensors
 
     def put_back(self) -> bool:
-        """Put it back; return whether that could be done."""
+        """Restore the state; return whether that was possible."""
         if not self.is_complete or any(tensor._version != version for tensor, version in self._tensors):
             return False
         for undo in self._undo:
@@ -90,7 +90,7 @@ class Holdings:
         return True
 
     def _held_by(self, value: Any) -> list[Any]:
-        """Note what one object holds, and return what is to be followed."""
+        """Record what one object holds, and return the objects to follow."""
         notes: dict[Any, Callable[[Any], list[Any]]] = {
             list | deque: self._note_sequence,
             dict: self._note_mapping,
@@ -153,7 +153,7 @@ class Holdings:
     def _attributes(self, value: Any) -> list[Any]:
         slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
         if not slots and not hasattr(value, "__dict__"):
-            self.is_complete = False  # of a kind that keeps what it holds to itself
+            self.is_complete = False  # a type that hides its contents
             return []
         found = [getattr(value, name) for name in slots]
         for name, held in zip(slots, found, strict=True):
@@ -166,7 +166,7 @@ class Holdings:
 
 
 def _to_follow(items: Sequence[Any]) -> list[Any]:
-    # At the speed of C, since a list of numbers may have millions.
+    # At C speed, since a list of numbers may have millions.
     return [] if _ATOMS.issuperset(set(map(type, items))) else list(items)
 
 

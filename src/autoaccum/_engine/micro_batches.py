@@ -1,8 +1,9 @@
-"""The gradient of one window, micro-batch by micro-batch: when one fails, what is done before it stays done.
+"""Computes one window's gradient micro-batch by micro-batch; a failed micro-batch does not undo completed ones.
 
-A window's micro-batches are run in order. Where one runs out of memory, buffers and random state go back to where that
-micro-batch began, and the rest of the window is cut anew. Only where its gradients lie mixed with those of the others
-does the window begin anew. Every way leaves, bit for bit, what the same cut leaves that never failed.
+A window's micro-batches run in order. If one runs out of memory, buffers and random state are restored to where that
+micro-batch began, and the rest of the window is cut again. The window is restarted only if the failed micro-batch's
+gradients are already mixed with the others'. Either way, the result is bit for bit that of the same cut without a
+failure.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ if TYPE_CHECKING:
     from autoaccum._sizing.controller import Sizing
 
 
-# Numbers of a frozen parameter that are summed at once: their copies in double precision take 2 MiB.
+# Elements of a frozen parameter summed at once: their copies in double precision take 2 MiB.
 _SUMMED_AT_ONCE = 2**18
 
 
 class MicroBatches:
-    """Runs the micro-batches of one window after the other and leaves their gradient in `.grad`.
+    """Runs the micro-batches of one window in order and leaves their gradient in `.grad`.
 
     Args:
         step: The training step.
         sizing: Cuts the windows.
-        loss_scope: "micro_batch", or "window" for a loss that is taken over the whole window at once.
+        loss_scope: "micro_batch", or "window" for a loss computed over the whole window at once.
         norms: The step's BatchNorm layers.
-        peers: The processes of the training; None for this one alone.
+        peers: The processes of the training; None if this one is alone.
 
     Raises:
-        InvalidInputError: `loss_scope` is unknown, or the loss cannot be taken in that way.
+        InvalidInputError: `loss_scope` is unknown, or the loss cannot be computed that way.
 
     Attributes:
-        sizes: The present cut of the window, those that are done first.
-        size: Size of the micro-batch that is being worked on; None where it is none's turn.
-        recomputed: Samples of this window that were computed and thrown away.
+        sizes: The window's current cut, completed micro-batches first.
+        size: Size of the micro-batch being processed; None if there is none.
+        recomputed: Samples of this window that were computed and discarded.
     """
 
     def __init__(
@@ -79,17 +80,17 @@ class MicroBatches:
         self.take_stock()
 
     def take_stock(self) -> None:
-        """Take up what the step's modules and parameters are now; not within a window.
+        """Read the step's current modules and parameters. Must not be called within a window.
 
-        The next window is the first of its kind: what the model turns out to write in it is not known before.
+        The next window is treated as a first one: which parameters the model itself writes is not known before it.
         """
         step = self._step
         modules, device = step.objective.modules, step.memory.device
-        # As it was before the window, and before the micro-batch that is being worked on.
+        # The state before the window, and before the current micro-batch.
         self._at_window = Mark(modules, device)
         self._at_micro_batch = Mark(modules, device, earlier=self._at_window)
         self._whole = WholeWindow(step, self._at_window) if self._takes_whole else None
-        # Parameters that the model may turn out to write itself: all of them in the first window, then the frozen ones.
+        # Parameters that the model may turn out to write itself: all in the first window, then only the frozen ones.
         present = set(step.parameters)
         self._kept = [parameter for parameter in self._kept if parameter in present]
         unknown = [parameter for parameter in step.parameters if parameter not in set(self._kept)]
@@ -99,7 +100,7 @@ class MicroBatches:
         self._sums: list[Tensor] | None = None
         self._is_first = True
         if self._whole is not None:
-            # Every forward pass is made twice, the first window's too, so a momentum encoder has to go back at once.
+            # Every forward pass is made twice, also in the first window, so a momentum encoder must be restored.
             self._at_window.keep_also([*self._kept, *self._frozen])
             self._watched = [parameter for parameter in unknown if parameter.requires_grad]
         elif self._kept:
@@ -107,31 +108,31 @@ class MicroBatches:
             self._at_micro_batch.keep_also(self._kept)
 
     def begin(self, window: Window, share: SharedWeights | None = None) -> None:
-        """Set aside what a window moves before it can fail.
+        """Prepare for a window; nothing in it has run yet.
 
         Args:
             window: The window, or this process's part of it.
-            share: What is known beforehand of what the other parts weigh.
+            share: What is known in advance about the weight of the other parts.
         """
         self._window = window
         self._share = share
         self._versions_of_data = window.versions()
         self._marked = self._moved = False
         self._adding: Aside | None = None
-        self._seen_written: list[nn.Parameter] | None = None  # before the optimizer writes too
+        self._seen_written: list[nn.Parameter] | None = None  # recorded before the optimizer writes too
         self.sizes: tuple[int, ...] = ()
         self.size: int | None = None
         self.recomputed = 0
         self._forget()
 
     def run(self, *, aside: bool) -> Given:
-        """Go on from what is done to the window's end.
+        """Continue from what is done to the end of the window.
 
         Args:
-            aside: Whether gradients are taken aside, so that a failed backward pass costs its micro-batch only.
+            aside: Whether gradients are collected aside, so that a failed backward pass costs only its micro-batch.
 
         Raises:
-            InvalidInputError: What the loss returns cannot be used.
+            InvalidInputError: The loss's return value cannot be used.
         """
         self._set_aside()
         pair_weight: float | Tensor | None = None
@@ -147,7 +148,7 @@ class MicroBatches:
         return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {})
 
     def keep(self) -> None:
-        """After lack of memory: put back what has to be done again, and no more than that."""
+        """After running out of memory, restore only what has to be repeated."""
         if self._window.versions() != self._versions_of_data:
             raise InvalidInputError(
                 "memory ran out after the model had changed its input in place, so the window cannot be done again "
@@ -165,18 +166,18 @@ class MicroBatches:
         self._refuse_written_parameters()
 
     def undo(self) -> int:
-        """Put everything back as it was before the window.
+        """Restore everything to its state before the window.
 
         Returns:
-            How many parameters could not be: those that the model turned out to write itself, of which nothing was
-            kept before the first window.
+            The number of parameters that could not be restored: those that the model turned out to write itself in
+            its first window, before which none were copied.
         """
         with signals.held():
             self._put_back_window()
             return len(self._written() if self._seen_written is None else self._seen_written)
 
     def end(self) -> None:
-        """Let go of the window, which has become an update."""
+        """Release the window, which has become an update."""
         if self._norms.rescales:
             self._norms.put_back()
         if self._window.versions() != self._versions_of_data:
@@ -185,7 +186,7 @@ class MicroBatches:
         del self._window
 
     def start_over(self, share: SharedWeights | None = None) -> None:
-        """Begin the window anew, since its parts do not go together.
+        """Restart the window, since its parts do not fit together.
 
         Args:
             share: As for `begin`.
@@ -215,60 +216,60 @@ class MicroBatches:
         self._marked = True
 
     def _plan(self) -> None:
-        """Cut what is not done, and see that what is done has the weight that it has in this cut."""
+        """Cut what is not done, and check that completed micro-batches keep their weight in this cut."""
         step = self._step
         step.stage.phase, self.size = Phase.WEIGH, None
         while True:
             done = self.sizes[: self._done]
             rest = self._sizing.cut(sum(done))
             if done and 1 in rest and not self._sizing.is_learning and 1 not in self._sizing.cut(0):
-                # BatchNorm refuses a sample alone, to which only the rest of this window would come.
+                # BatchNorm rejects a single sample, which only the rest of this window would produce.
                 self._start_over()
                 continue
             self.sizes = (*done, *rest)
             place, autocast = step.transfer.place, step.precision.autocast
-            if step.passes is None:  # else it was asked together with the others
+            if step.passes is None:  # otherwise determined together with the others
                 step.objective.settle(self._window, self._told_apart(), place, self._at_micro_batch, autocast)
             factors = self._weigh()
             if factors[: self._done] == self._factors[: self._done]:
                 self._factors = factors
                 break
-            # What was found out meanwhile, or a sum's last bit, gives the micro-batches that are done another weight.
+            # New knowledge about the loss, or a sum's last bit, changes the weight of completed micro-batches.
             self._start_over()
         if self._sending is not None:
             self._sending.offer()
 
     def _told_apart(self) -> Sequence[int]:
-        """Return a cut in which what the loss runs over matters as it does between the parts of the window."""
+        """Return a cut on which it shows, as it does between the parts of the window, what the loss runs over."""
         samples = self._window.samples
         if not self._is_part or len(self.sizes) > 1 or samples == 1:
             return self.sizes
         return (samples - samples // 2, samples // 2)
 
     def _run_rest(self, *, aside: bool) -> None:
-        """Run the micro-batches that are not done, each forward and backward."""
+        """Run the remaining micro-batches, forward and backward."""
         while sum(self.sizes[: self._done]) < self._window.samples:
             self._plan()
             if self._norms.is_there and not self._sizing.is_learning:
-                self._norms.announce(self.sizes)  # of a cut that will be used again
+                self._norms.announce(self.sizes)  # only for a cut that will be used again
             start = sum(self.sizes[: self._done])
             rest = self.sizes[self._done :]
             if self._sizing.is_learning and not self._step.objective.mixes_pairs():
-                rest = rest[:1]  # what it shows decides on the next one
+                rest = rest[:1]  # its measurement decides the next size
             with closing(self._step.transfer.feed(self._window, rest, start)) as feed:
                 for size in rest:
                     with self._sent_on(size, aside=aside):
                         self._one(feed, size, aside=aside)
 
     def _sent_on(self, size: int, *, aside: bool) -> AbstractContextManager[None]:
-        """Return a context for the next micro-batch, in which its gradients may be sent as they come."""
+        """Return a context for the next micro-batch, in which gradients may be sent as they arrive."""
         is_last = sum(self.sizes[: self._done]) + size == self._window.samples
         if self._sending is None or not is_last or (aside and self._done):
             return nullcontext()
         return self._sending.last()
 
     def _run_whole(self, whole: WholeWindow) -> dict[str, Tensor]:
-        """Run a window whose loss is taken over all of it, unless only its update is to be tried again."""
+        """Run a window whose loss is computed over all of it, unless only its update has to be retried."""
         if self._losses_of_whole is None:
             self.sizes = self._sizing.cut(0)
             self._norms.announce(self.sizes)
@@ -299,7 +300,7 @@ class MicroBatches:
         self._done += 1
 
     def _enter(self, size: int | None) -> None:
-        """Make ready for a micro-batch; None for the loss of a whole window."""
+        """Prepare for a micro-batch; None means the loss of a whole window."""
         self.size = size
         if size is None:
             return
@@ -312,7 +313,7 @@ class MicroBatches:
             self._sizing.enter(size)
 
     def _worked_on(self) -> int:
-        """Samples that have been worked on in this window since it began (anew)."""
+        """Samples that have been processed in this window since its last (re)start."""
         return (
             min(self._entered, self._window.samples)
             if self._whole
@@ -320,7 +321,7 @@ class MicroBatches:
         )
 
     def _is_intact(self) -> bool:
-        """Whether the gradients of what is done are whole and those of the failed micro-batch can be told from them."""
+        """Whether completed gradients are whole and can be separated from those of the failed micro-batch."""
         if self._whole is not None:
             return False
         if self._done == 0 or not self._step.has_added:
@@ -346,15 +347,15 @@ class MicroBatches:
     def _weigh(self) -> list[Factors]:
         objective = self._step.objective
         if self._is_part and self._share is None:
-            # What this part alone weighs; the parts are added up by that.
+            # The weight of this part alone; parts are combined by it.
             return objective.factors(self._window, self.sizes, is_part=True)
         totals = None if self._share is None else self._share.totals
         factors = objective.factors(self._window, self.sizes, totals, is_part=self._is_part)
         if self._share is not None and self._share.multiplier != 1.0:
             factors = [one.times(self._share.multiplier) for one in factors]
         if (len(self.sizes) > 1 or self._is_part) and objective.mixes_pairs():
-            # Gradients of several losses lie in one .grad and cannot be set right one by one afterwards, so the weights
-            # of (sum, weight) pairs are learned beforehand, by a forward pass without graph.
+            # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
+            # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.
             weights = self._pair_weights()
             for name, weight in (weights if self._share is None else self._share.of_pairs(weights)).items():
                 for factor in factors:
@@ -385,7 +386,7 @@ class MicroBatches:
         return weights
 
     def _pair_weight(self) -> float | Tensor | None:
-        """Return the weight of a (sum, weight) pair against whose provisional one gradients were accumulated."""
+        """Return the total weight of a (sum, weight) pair, whose gradients were accumulated with a provisional one."""
         given = self._accumulated
         if not given.pair_weights or (self._is_part and self._share is None and len(given.losses) > 1):
             return None
@@ -398,7 +399,7 @@ class MicroBatches:
         total = sum(weights)
         if not self._is_part:
             check_weight(name, total)
-        # A device's own count may be whole, and would round the quotient to single precision.
+        # A count on the device may be an integer, and would round the quotient to single precision.
         return in_full(total) if isinstance(total, Tensor) and total.device.type != "cpu" else float(total)
 
     # --- parameters that a model itself writes in its forward pass (a momentum encoder, embeddings with max_norm) -----
@@ -409,13 +410,13 @@ class MicroBatches:
         by_version = zip(self._watched, self._versions, strict=True)
         written = dict.fromkeys(parameter for parameter, version in by_version if parameter._version != version)
         if self._sums is not None:
-            # MoCo's own code writes through .data, which moves no counter.
+            # MoCo's original code writes through .data, which does not increment version counters.
             by_sum = zip(self._frozen, self._sums, _sums(self._frozen), strict=True)
             written.update(dict.fromkeys(parameter for parameter, one, other in by_sum if not torch.equal(one, other)))
         return list(written)
 
     def _see_what_is_written(self) -> None:
-        """Keep from now on what this window has shown to be written."""
+        """From now on, keep copies of the parameters that this window has shown to be written."""
         if not self._is_first and not self._watched:
             self._seen_written = []
             return
@@ -446,15 +447,15 @@ def _sums_of(noted: Mapping[Slot, list[Any]]) -> dict[Slot, Any]:
 
 
 def _sums(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Return what tells, once and cheaply, whether parameters are still the same."""
+    """Return checksums that cheaply show whether parameters are unchanged."""
     return [_sum(parameter.detach()) for parameter in parameters]
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() or tensor.device.type == "mps":  # which has no double precision
+    if not tensor.is_floating_point() or tensor.device.type == "mps":  # MPS has no double precision
         return tensor.sum()
     if tensor.device.type != "cpu" or tensor.numel() <= _SUMMED_AT_ONCE:
         return tensor.sum(dtype=torch.float64)
-    # On the CPU a sum in another type makes a copy in that type first.
+    # On the CPU, summing in another type first makes a copy in that type.
     pieces = torch.split(tensor, max(1, _SUMMED_AT_ONCE * len(tensor) // tensor.numel()))
     return torch.stack([_sum(piece) if len(pieces) > 1 else _sum(piece[0]) for piece in pieces]).sum()

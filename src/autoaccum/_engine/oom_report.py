@@ -1,7 +1,7 @@
-"""Writes down what was on the device when memory first ran out in a call of `fit`, before it is let go.
+"""Writes a report of what was on the device when memory first ran out in a call of `fit`, before it is freed.
 
-One file a call, in a form that docs/oom-report.md describes; `_report/oom_view.py` reads it. Whatever goes wrong here
-is said once and never reaches the training, and nothing that is looked at is held on to.
+Each call writes at most one file, in the format described in docs/oom-report.md; `_report/oom_view.py` reads it. An
+error in this module is reported once and never reaches the training. Nothing that is inspected is kept alive.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 FORMAT, VERSION = "autoaccum.oom_report", 1
-# So many tensors and modules are named; the sums are over all.
+# Number of tensors and modules listed by name; totals cover all.
 _LARGEST = 20
 _MODULES = 50
-# Allocations and frees that the allocator remembers: a few steps of a large model, at several KB of host memory each
-# (torch.cuda.memory._record_memory_history says so).
+# Allocations and frees that the allocator records: a few steps of a large model, at several KB of host memory each
+# (documentation of torch.cuda.memory._record_memory_history).
 _HISTORY = 20_000
 _FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}autoaccum{os.sep}")
 
 
 class PostMortem:
-    """Looks on while it is entered, until memory has run out once.
+    """While entered, writes a report the first time memory runs out.
 
     Args:
-        folder: Where the report goes; made if need be.
+        folder: Folder for the report; created if missing.
         step: The training step.
-        notices: Where it is said what was written.
-        compiles: Whether the model is going to be compiled: then no module leaves marks.
+        notices: Reports what was written.
+        compiles: Whether the model will be compiled, in which case modules leave no marks.
 
     Raises:
-        InvalidInputError: Nothing can be written to the folder.
+        InvalidInputError: The folder is not writable.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class PostMortem:
         step: int | None = None,
         is_trial: bool = False,
     ) -> None:
-        """Write down what is alive, with memory run out and `error` caught but not let go of.
+        """Write down what is alive. Call after memory ran out, while `error` is caught but not yet released.
 
         Args:
-            error: What was raised.
-            phase: What was being done.
-            size: Samples in the micro-batch; None where none was at work.
+            error: The error that was raised.
+            phase: The phase in which it was raised.
+            size: Samples in the micro-batch; None if none was being processed.
             step: Number of the window, from 1; None outside of training.
-            is_trial: Whether the size was tried to see whether it fits. Then only a failure that no smaller size can
-                answer is worth a report.
+            is_trial: Whether this was a trial of whether the size fits. Then only a failure with one sample or less,
+                which no smaller size can avoid, is worth a report.
         """
         if not self._is_looking or (is_trial and size is not None and size > 1):
             self._places.forget()
@@ -154,9 +154,9 @@ class PostMortem:
 
 
 class _History:
-    """The CUDA allocator's own record of what was allocated where; it costs some microseconds an allocation.
+    """The CUDA allocator's own record of what was allocated where. It costs a few microseconds per allocation.
 
-    Where somebody has it recorded already, it is left as it is.
+    If recording is already enabled, it is left as it is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,10 +167,10 @@ class _History:
             )
 
     def write(self, path: Path, alive: Sequence[Alive]) -> str | None:
-        """Write the allocator's snapshot as PyTorch's memory viewer reads it, and add source lines to what is alive.
+        """Write the allocator's snapshot for PyTorch's memory viewer, and add source lines to what is alive.
 
         Returns:
-            The file's name; None where there is none. What is alive is told all the same.
+            The file's name; None if it could not be written. The report is complete without it.
         """
         try:
             snapshot = torch.cuda.memory._snapshot()
@@ -185,25 +185,25 @@ class _History:
         return path.name
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self._is_ours:
             torch.cuda.memory._record_memory_history(None)
 
 
 def check_folder_name(folder: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder as a path; whether it is there is not looked at. None stays None.
+    """Return the folder as a path, without checking whether it exists. None stays None.
 
     Raises:
-        InvalidInputError: It is no path of a folder.
+        InvalidInputError: It is not a path to a folder.
     """
     return None if folder is None else check_path("oom_report", folder, "folder for the report")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder as a path, made if need be.
+    """Return the folder as a path, creating it if missing.
 
     Raises:
-        InvalidInputError: It cannot be written to.
+        InvalidInputError: It is not writable.
     """
     path = check_path("oom_report", folder, "folder for the report")
     try:
@@ -253,7 +253,7 @@ def _software() -> dict[str, str]:
 
 
 def _lines(snapshot: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """Yield the address of each block in use and the user's line that asked for it."""
+    """Yield the address of each block in use and the line of user code that allocated it."""
     for segment in snapshot["segments"]:
         for block in segment["blocks"]:
             if block["state"] != "active_allocated":

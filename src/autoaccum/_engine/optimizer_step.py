@@ -1,8 +1,8 @@
-"""One update of the optimizer from gradients that lie ready: made whole, or not begun, or told as damage.
+"""Makes one optimizer update from complete gradients: entirely, or not at all, or reported as damage.
 
-Nothing is caught here but what the optimizer itself raises. What a step of the optimizer takes beside what it leaves is
-measured once; from then on it is asked for before the step, which so fails before it writes. The step that is measured,
-and every step that makes the optimizer's state, works on parameters of which a copy is kept in host memory.
+Catches only what the optimizer itself raises. The transient memory of an optimizer step is measured once; later steps
+reserve it first, and so fail before they write. For the measured step, and every step that creates optimizer state, a
+copy of the parameters is kept in host memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What became of an update.
+    """The outcome of an update.
 
     Attributes:
-        grad_norm: Norm of the gradient before clipping, on the device; None where it was not clipped.
-        skipped: Whether the scaler skipped it.
+        grad_norm: Norm of the gradient before clipping, on the device; None if it was not clipped.
+        skipped: Whether the scaler skipped the update.
     """
 
     grad_norm: Tensor | None
@@ -46,14 +46,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a step of the optimizer takes.
+    """The measured memory needs of an optimizer step.
 
     Attributes:
-        gradients: Parameters with a gradient when it was measured; with others the step is another one.
+        gradients: Number of parameters with a gradient when measured; with another number the step is measured again.
         held: The parameters that the optimizer held then.
-        keeps_state: Whether it leaves anything behind.
-        state_bytes: What the measured step left behind.
-        transient_bytes: What every step takes and gives back.
+        keeps_state: Whether it leaves any state behind.
+        state_bytes: Bytes that the measured step left behind.
+        transient_bytes: Bytes that every step allocates and frees.
     """
 
     gradients: int
@@ -63,18 +63,18 @@ class _Need:
     transient_bytes: int
 
     def is_of(self, gradients: int, held: Sequence[nn.Parameter]) -> bool:
-        """Whether this is what a step over these parameters takes, so many of which have a gradient."""
+        """Whether this measurement applies to a step over these parameters, with that many gradients."""
         return self.gradients == gradients and len(self.held) == len(held) and all(map(is_, self.held, held))
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What a step of the optimizer that is to come was made ready with.
+    """Preparations for the next optimizer step.
 
     Attributes:
-        gradients: Parameters with a gradient.
-        copy: Of what the optimizer will write; None where version counters have to tell.
-        is_measured: Whether what it takes is to be measured.
+        gradients: Number of parameters with a gradient.
+        copy: Copy of what the optimizer will write; None if version counters have to show what was written.
+        is_measured: Whether to measure the step.
     """
 
     gradients: int
@@ -83,19 +83,19 @@ class _Ready:
 
 
 class Updates:
-    """Makes updates of one optimizer: all at once, or in three parts where several processes update alike.
+    """Makes updates with one optimizer: in one call, or in three parts if several processes update together.
 
     Args:
         optimizer: The optimizer.
-        scaler: Its gradient scaler, if there is one.
+        scaler: Its gradient scaler, if any.
         memory: The device.
-        clip_grad_norm: Norm to which the gradient is clipped, of all parameters that the optimizer holds; None leaves
-            it. Others are not its to step: the scaler does not unscale them, and they do not count.
-        stage: Where it is noted what is being done.
+        clip_grad_norm: Maximum norm of the gradient over all parameters that the optimizer holds; None for no clipping.
+            Other parameters are neither unscaled by the scaler nor counted in the norm.
+        stage: Records the current phase.
 
     Attributes:
-        made: Updates made so far. It rises as soon as the optimizer has stepped, whatever fails after that: a window
-            for which it has risen must never be tried again.
+        made: Number of updates made. It rises as soon as the optimizer has stepped, whatever fails after that: a window
+            that has raised it must never be retried.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class Updates:
         self.made = 0
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with another optimizer from now on, of which nothing is known yet."""
+        """Step with another optimizer from now on; nothing is known about it yet."""
         self._optimizer = optimizer
         self._need = self._ready = None
 
     def make(self, correction: float | Tensor = 1.0) -> Update:
         """Make one update from the accumulated gradients.
 
-        What fails in the phase "reserve" has touched nothing, the gradients included: the update can be tried again.
+        A failure in the phase "reserve" has touched nothing, not even the gradients: the update can be retried.
 
         Args:
-            correction: What the gradients are multiplied by first.
+            correction: Factor for the gradients, applied first.
 
         Raises:
             StateDamagedError: The optimizer failed after it had begun to write.
-            UpdateCompleteError: It has stepped, and a hook that the user gave it failed.
+            UpdateCompleteError: The optimizer has stepped, and a user's hook on it failed.
         """
         try:
             self.reserve()
@@ -140,7 +140,7 @@ class Updates:
             self._ready = None
 
     def reserve(self, gradients: int | None = None) -> None:
-        """See that the optimizer's step will have what it takes, and touch nothing.
+        """Ensure that the optimizer's step will have the memory it needs, without touching anything.
 
         Args:
             gradients: How many parameters will have a gradient; None for as many as have one now.
@@ -157,13 +157,13 @@ class Updates:
         self._ready = _Ready(gradients, copy, is_measured=need is None)
 
     def prepare(self, correction: float | Tensor = 1.0) -> Tensor | None:
-        """Bring the gradients to what the optimizer is to be given.
+        """Bring the gradients into the form that the optimizer needs.
 
         Args:
-            correction: What they are multiplied by first.
+            correction: Factor for the gradients, applied first.
 
         Returns:
-            Their norm before clipping, on the device; None where they are not clipped.
+            Their norm before clipping, on the device; None if they are not clipped.
         """
         if not isinstance(correction, float) or correction != 1.0:
             self._stage.phase = Phase.UNSCALE
@@ -180,7 +180,7 @@ class Updates:
         return self._clip_grad_norm is not None
 
     def norm(self) -> Tensor | None:
-        """Return the norm of the gradients, unscaled before, on the device; None where they are not to be clipped."""
+        """Unscale the gradients and return their norm, on the device; None if they are not to be clipped."""
         if self._clip_grad_norm is None:
             return None
         if self._scaler is not None:
@@ -190,27 +190,27 @@ class Updates:
         return nn.utils.get_total_norm(self._gradients()).detach()
 
     def clip(self, norm: Tensor) -> None:
-        """Clip the gradients, of which this is the norm."""
+        """Clip the gradients, given their norm."""
         assert self._clip_grad_norm is not None
         self._stage.phase = Phase.CLIP
         nn.utils.clip_grads_with_norm_(self._held(), self._clip_grad_norm, norm)
 
     def commit(self, norm: Tensor | None) -> Update:
-        """Step the optimizer; where it fails without having written, this can be tried again.
+        """Step the optimizer; if it fails without having written, this can be retried.
 
         Args:
             norm: What `prepare` returned.
 
         Raises:
             StateDamagedError: The optimizer failed after it had begun to write.
-            UpdateCompleteError: It has stepped, and a hook that the user gave it failed; this must not be tried again.
+            UpdateCompleteError: The optimizer has stepped, and a user's hook on it failed; this must not be retried.
         """
         assert self._ready is not None
         self._stage.phase = Phase.OPTIMIZER
         ready, device = self._ready, self._memory.device.type
         watch = Transients(device) if ready.is_measured else nullcontext()
         written = _Written(self._optimizer) if ready.copy is None else ready.copy
-        # Whatever is needed after the step is made before it: from there on there is no way back.
+        # Everything needed after the step is created before it: after it there is no way back.
         update, skipped, coming = Update(norm, skipped=False), Update(norm, skipped=True), self.made + 1
         hooks = _Hooks(self._optimizer)
         is_skipped = self._guarded(written, watch, hooks)
@@ -228,7 +228,7 @@ class Updates:
         return update
 
     def _note_need(self, ready: _Ready, watch: Transients) -> None:
-        """Note what the step took; where no memory is left for that, the next step is measured instead."""
+        """Record what the step needed; if there is no memory left for that, the next step is measured instead."""
         try:
             left = bool(self._optimizer.state)
             self._need = _Need(ready.gradients, self._held(), left, watch.left_bytes(), watch.transient_bytes())
@@ -236,28 +236,28 @@ class Updates:
             self._need = None
 
     def let_go(self) -> None:
-        """Let go of what a step was made ready with."""
+        """Release the preparations for a step."""
         self._ready = None
 
     def _held(self) -> list[nn.Parameter]:
-        """Return what the optimizer holds now, which can be more than at the last update."""
+        """Return the optimizer's current parameters, possibly more than at the last update."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._held() if parameter.grad is not None]
 
     def _copy(self) -> OptimizerSnapshot | None:
-        """Copy what the optimizer will write to host memory; None where only that memory lacks."""
+        """Copy what the optimizer will write to host memory; None if only host memory is short."""
         try:
             return OptimizerSnapshot(self._optimizer, self._scaler)
         except Exception as error:
-            # Lack of host memory says nothing of a step on another device: then version counters have to tell.
+            # Lack of host memory says nothing about a step on another device: version counters have to suffice then.
             if self._memory.device.type == "cpu" or not is_oom(error):
                 raise
         return None
 
     def _guarded(self, written: _Written | OptimizerSnapshot, watch: Any, hooks: _Hooks) -> bool:
-        """Step, and take back what a failed step did; return whether the scaler skipped it."""
+        """Step, and undo what a failed step did; return whether the scaler skipped it."""
         try:
             with watch:
                 return self._step(hooks)
@@ -284,26 +284,26 @@ class Updates:
         with hooks:
             scaler.step(self._optimizer)
         if hooks.failure is not None:
-            for name in ("grad_scale", "found_inf"):  # which a fused step was given, and is to be given only once
+            for name in ("grad_scale", "found_inf"):  # a fused step received them, and may receive them only once
                 vars(self._optimizer).pop(name, None)
         scaler.update()
-        # A fused optimizer is always called and skips inside its kernel; then only the lowered scale tells.
+        # A fused optimizer is always called and skips inside its kernel; only the lowered scale shows it.
         return not hooks.stepped if before is None else scaler.get_scale() < before
 
 
 class _Hooks:
-    """Tells an optimizer's own step, which is done or not, from the hooks that the user has had follow it.
+    """Separates an optimizer's own step, which is done or not, from the user's hooks that run after it.
 
-    As a context it tells when the optimizer has stepped, and keeps what a hook raises after that. What it does
-    in its own step behind those hooks (one that is derived from another, say) is a part of the step.
+    As a context, it records when the optimizer has stepped and keeps any error that a hook raises after that. Code of a
+    derived optimizer that runs after those hooks is part of the step.
 
     Args:
         optimizer: The optimizer.
 
     Attributes:
-        are_there: Whether any hook follows its steps.
+        are_there: Whether any hooks run after its steps.
         stepped: Whether it has stepped.
-        failure: What a hook has raised.
+        failure: The error that a hook raised.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -315,11 +315,11 @@ class _Hooks:
 
     def __enter__(self) -> None:
         first = self._optimizer.register_step_post_hook(self._begin)
-        # Before the user's: what fails then is no longer the optimizer's.
+        # Before the user's hooks: what fails from there on is not the optimizer.
         hooks = getattr(self._optimizer, "_optimizer_step_post_hooks", None)
         if isinstance(hooks, OrderedDict) and first.id in hooks:
             hooks.move_to_end(first.id, last=False)
-        # Behind the last of them; those of all optimizers follow those of this one.
+        # After the last hook; global hooks run after this optimizer's own.
         has_global = bool(_global_optimizer_post_hooks)
         last = (register_optimizer_step_post_hook if has_global else self._optimizer.register_step_post_hook)(self._end)
         self._handles = (first, last)
@@ -340,15 +340,15 @@ class _Hooks:
 
 
 class _Written:
-    """What the optimizer holds before its step, to tell afterwards whether it has begun to write.
+    """The optimizer's state before its step, to determine afterwards whether it has begun to write.
 
-    Tensors' version counters tell. Fused kernels do not move them, nor do those over lists of tensors (foreach) while a
-    dispatch mode is active, so with those nothing can be proven.
+    Relies on tensors' version counters. Fused kernels do not increment them, nor do kernels over lists of tensors
+    (foreach) while a dispatch mode is active, so nothing can be proven for those.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        # Counters of steps may be kept there.
+        # Step counters may be kept there.
         self._settings = [dict(group) for group in optimizer.param_groups]
         self._parameters = [(p, p._version) for group in optimizer.param_groups for p in group["params"]]
         self._state = [
@@ -358,7 +358,7 @@ class _Written:
         ]
 
     def undo(self) -> bool:
-        """Take back state that was newly made, and settings; return whether everything is as it was."""
+        """Remove newly created state and restore settings; return whether everything is as it was."""
         if any(_moves_no_counters(group) for group in self._optimizer.param_groups):
             return False
         if any(parameter._version != version for parameter, version in self._parameters):
@@ -380,7 +380,7 @@ def _moves_no_counters(group: dict[str, Any]) -> bool:
     if _get_current_dispatch_mode() is None:
         return False
     foreach = group.get("foreach", False)
-    if foreach is None:  # the optimizer chooses, by where the parameters are
+    if foreach is None:  # the optimizer chooses, based on the parameters' device
         kinds = _get_foreach_kernels_supported_devices()
         return any(parameter.device.type in kinds for parameter in group["params"])
     return bool(foreach)

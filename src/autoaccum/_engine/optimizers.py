@@ -1,4 +1,4 @@
-"""The optimizer: taken as it is, made from a function or chosen, and checked; its learning rate scaled."""
+"""Resolves and checks the optimizer (an instance, a function or the default), and scales its learning rate."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def resolve(
     Args:
         optimizer: One; a function of the list of trainable parameters that makes one; or None for AdamW(lr=1e-3).
         modules: The model, and losses that are modules.
-        notices: Where a choice is said.
+        notices: Reports the choice.
 
     Raises:
-        InvalidInputError: No parameter needs a gradient, or the optimizer holds others than the model's.
+        InvalidInputError: No parameter needs a gradient, or the optimizer holds parameters that are not the model's.
     """
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -55,7 +55,7 @@ def check_scaling(rule: str | None, target_batch: int, base_batch: int | None) -
     """Check the arguments `lr_scaling` and `base_batch`.
 
     Raises:
-        InvalidInputError: One of them cannot be used, or means nothing without the other.
+        InvalidInputError: One of them cannot be used, or has no effect without the other.
     """
     if rule is not None:
         scaling_factor(rule, target_batch, base_batch)
@@ -67,7 +67,7 @@ def check_scaling(rule: str | None, target_batch: int, base_batch: int | None) -
 
 
 def scaling_factor(rule: str, target_batch: int, base_batch: int | None) -> float:
-    """Return what learning rates are multiplied by; arguments as for `scale_learning_rate`.
+    """Return the factor for learning rates; arguments as for `scale_learning_rate`.
 
     Raises:
         InvalidInputError: The rule is unknown or `base_batch` is missing.
@@ -89,15 +89,15 @@ def scale_learning_rate(
     notices: Notices,
     scheduler: Any = None,
 ) -> None:
-    """Multiply every group's learning rate once, for a batch that differs from the one it was chosen for.
+    """Multiply every group's learning rate once, for a batch size other than the one it was chosen for.
 
     Args:
         optimizer: Its groups are changed.
         rule: "linear" (Goyal et al. 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky 2014, arXiv:1404.5997).
-        target_batch: Samples an update.
-        base_batch: Samples an update that the learning rate was chosen for.
-        notices: Where the change is said.
-        scheduler: One that was made before this call; it goes on from the scaled rates.
+        target_batch: Samples per update.
+        base_batch: Samples per update that the learning rate was chosen for.
+        notices: Reports the change.
+        scheduler: A scheduler created before this call; it continues from the scaled rates.
 
     Raises:
         InvalidInputError: The rule is unknown or `base_batch` is missing.
@@ -106,22 +106,22 @@ def scale_learning_rate(
     for group in optimizer.param_groups:
         before = group["lr"]
         group["lr"] = before * factor
-        # Schedulers that are made after this call begin at initial_lr where there is one; the others are OneCycleLR's.
+        # Schedulers created after this call start from initial_lr if present; the others belong to OneCycleLR.
         for name in ("initial_lr", "max_lr", "min_lr"):
             if name in group:
                 group[name] = group[name] * factor
         notices.say(
             f"learning rate: {float(before):g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})"
         )
-    # Those made before keep the rates that they began with; a scheduler of schedulers keeps those in turn.
+    # Schedulers created before keep the rates they started with; a scheduler of schedulers keeps its parts'.
     for part in parts_of_scheduler(scheduler):
-        for name in ("base_lrs", "max_lrs"):  # the second are CyclicLR's
+        for name in ("base_lrs", "max_lrs"):  # the second belongs to CyclicLR
             if hasattr(part, name):
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
 
 
 def parts_of_scheduler(scheduler: Any) -> list[Any]:
-    """Return a scheduler and those that it is put together from, as SequentialLR and ChainedScheduler are."""
+    """Return a scheduler and those it is composed of, as in SequentialLR and ChainedScheduler."""
     inner = getattr(scheduler, "_schedulers", ())
     parts = inner if isinstance(inner, list | tuple) else ()
     return [scheduler, *(found for part in parts for found in parts_of_scheduler(part))]

@@ -1,7 +1,7 @@
-"""What a training step consists of at the moment: the parts of its modules, their parameters, and the optimizer's.
+"""Tracks the current parts and parameters of a training step's modules, and the optimizer's parameters.
 
-Models change between windows: a head is replaced, layers are appended or unfrozen, `add_param_group` brings parameters.
-So this looks before every window. Where nothing has changed the comparison runs without Python code of its own.
+Models change between windows: a head is replaced, layers are appended or unfrozen, `add_param_group` adds parameters.
+This module therefore checks before every window. If nothing has changed, the comparison runs at C speed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Inventory:
 
     Args:
         modules: The model, and losses that are modules.
-        optimizer: Its parameters belong to the step too, also those that are no module's; None for none.
-        is_fixed: Whether everything stays as it is now. `fully_shard` exchanges a module's parameters for others
-            during a pass, which is no change.
+        optimizer: Its parameters also belong to the step, even those that no module holds; None for no optimizer.
+        is_fixed: Whether to ignore changes. `fully_shard` swaps a module's parameters during a pass, which is not a
+            change.
 
     Attributes:
-        parameters: Each parameter once: the modules' in their order, then those that only the optimizer holds.
+        parameters: Each parameter once: the modules' in order, then those that only the optimizer holds.
     """
 
     parameters: list[nn.Parameter]
@@ -42,10 +42,10 @@ class Inventory:
         self._take_stock(optimizer)
 
     def look(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """See what there is now; return whether it is anything else than at the last look.
+        """Check for changes; return whether anything differs from the last check.
 
         Args:
-            optimizer: The one that is in use now.
+            optimizer: The optimizer in use now.
         """
         if self._is_fixed:
             return False
@@ -61,7 +61,7 @@ class Inventory:
 
     def _take_stock(self, optimizer: torch.optim.Optimizer | None) -> None:
         parts = dict.fromkeys(part for module in self._modules for part in module.modules())
-        # Views of what each part holds, which show what it holds later.
+        # Live views, which also show what each part holds later.
         self._held = [holder.values() for part in parts for holder in (part._parameters, part._modules)]
         own = (parameter for module in self._modules for parameter in module.parameters())
         self.parameters = list(dict.fromkeys(chain(own, _held_by(optimizer))))
@@ -69,7 +69,7 @@ class Inventory:
         self._are_trained = list(map(_IS_TRAINED, self.parameters))
 
     def _found(self, optimizer: torch.optim.Optimizer | None) -> list[Any]:
-        """Return all that the parts hold, in an order that only a change changes."""
+        """Return everything that the parts hold, in an order that changes only if they do."""
         return [*chain.from_iterable(self._held), *_held_by(optimizer)]
 
 

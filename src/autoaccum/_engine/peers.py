@@ -1,8 +1,8 @@
-"""What the processes of one training do together in a window, and the process that trains alone.
+"""The protocol by which the processes of one training make a window together, and its single-process implementation.
 
-A window is made in the same steps either way: each process accumulates the gradient of its part, the parts are reduced
-to the gradient of the whole window, and each process steps its optimizer. `Alone` is the first implementation of
-`Peers`; those for several ranks are in `_distributed`.
+Every window takes the same steps: each process accumulates the gradient of its part, the parts are reduced to the
+gradient of the whole window, and each process steps its optimizer. `Alone` is the first implementation of `Peers`;
+those for several ranks are in `_distributed`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 
 class SharedWeights(Protocol):
-    """What the whole window weighs, where a process has to know it before it works on its part."""
+    """Weights of the whole window, for processes that have to know them before they work on their part."""
 
     totals: Mapping[str, float]
-    # By what all losses are multiplied, where what adds up the gradients divides them.
+    # Factor for all losses, to compensate for a reduction that divides gradients.
     multiplier: float
 
     def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Return what (sum, weight) pairs weigh in the whole window, given what they weigh in this part."""
+        """Return the weights of (sum, weight) pairs in the whole window, given those in this part."""
 
 
 class Sending(Protocol):
-    """Sends a window's gradients to other processes while the last micro-batch still makes others."""
+    """Sends a window's gradients to other processes while the last micro-batch still computes the rest."""
 
     def offer(self) -> None:
-        """Called before a window's micro-batches, when what they weigh is known."""
+        """Called before a window's micro-batches, once their weights are known."""
 
     def last(self) -> AbstractContextManager[None]:
         """Return a context for the last micro-batch."""
 
     def spoil(self) -> None:
-        """Called when gradients are given up."""
+        """Called when gradients are discarded."""
 
 
 class Work(Protocol):
@@ -59,29 +59,29 @@ class Work(Protocol):
     size: int | None
 
     def start_over(self, share: SharedWeights | None = None) -> None:
-        """Put everything back as it was before the window."""
+        """Restore everything to its state before the window."""
 
 
 class Talk(Protocol):
-    """Messages between ranks, as an evaluation sends them."""
+    """Messages between ranks, as used by an evaluation."""
 
     @property
     def size(self) -> int: ...
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Return what each rank has said, by rank."""
+        """Return each rank's value, in rank order."""
 
     def exchange_tensors(self, what: str, value: Any) -> list[Any]:
-        """Return what each rank has said, with tensors in it."""
+        """Return each rank's value, which may contain tensors, in rank order."""
 
 
 class Peers(Protocol):
-    """The processes of a training, as one of them sees them.
+    """The processes of a training, from the point of view of one of them.
 
     Attributes:
         is_part: Whether other processes have other parts of the same windows.
-        is_decided: Whether the others make, or have made, the update of the present window, whatever happens here.
-        sending: Sends gradients while the last micro-batch is made; None where that is not done.
+        is_decided: Whether the others make, or have made, the current window's update, whatever happens here.
+        sending: Sends gradients during the last micro-batch; None if this is not done.
     """
 
     is_part: bool
@@ -91,43 +91,44 @@ class Peers(Protocol):
     def sending(self) -> Sending | None: ...
 
     def check_parameters(self) -> None:
-        """See that the parameters that are trained now can be.
+        """Check that the current parameters can be trained.
 
         Raises:
-            InvalidInputError: Some have come of which other processes know nothing.
+            InvalidInputError: There are new parameters that other processes do not know.
         """
 
     def begin(self, window: Window, sizing: Sizing) -> SharedWeights | None:
-        """Begin a window; return what all of it weighs, where that has to be known beforehand.
+        """Begin a window; return the weights of all of it if they have to be known beforehand.
 
         Args:
             window: This process's part.
-            sizing: How this process cuts it.
+            sizing: Cuts this process's part.
         """
 
     def prepare(self) -> None:
-        """Make ready for an attempt at the window."""
+        """Prepare for an attempt at the window."""
 
     def expected_gradients(self) -> int | None:
         """Return how many parameters will have a gradient; None for as many as have one now."""
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
-        """Reduce what all processes have to the gradient and the losses of the whole window.
+        """Reduce the parts of all processes to the gradient and the losses of the whole window.
 
         Args:
-            given: What the micro-batches of this part have given.
+            given: The results of this part's micro-batches.
             work: Those micro-batches.
-            before_update: Called with the window's losses and its samples while there still is a way back.
+            before_update: Called with the window's losses and its number of samples while the update can still be
+                abandoned.
 
         Returns:
-            The window; None where the attempt has to be made again.
+            The window; None if the attempt must be repeated.
         """
 
     def commit(self, reduced: Reduced) -> Update:
-        """Step the optimizer, as all processes do now."""
+        """Step the optimizer, which all processes do now."""
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
-        """See what a failure of this process means for the others, and raise where it ends the training.
+        """Handle the consequences of this process's failure for the others, and raise if it ends the training.
 
         Args:
             error: The failure.
@@ -156,13 +157,13 @@ class Alone:
         """Do nothing: the part is the window."""
 
     def prepare(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no other process is waiting."""
 
     def expected_gradients(self) -> None:
-        """Return None: those that are there."""
+        """Return None: as many as have one now."""
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
-        """Correct, unscale and clip the gradient, which is the whole window's already."""
+        """Correct, unscale and clip the gradient, which already is that of the whole window."""
         losses, correction = given.losses, given.correction
         if given.pair_weight is not None:
             losses = given.corrected_losses()
@@ -171,8 +172,8 @@ class Alone:
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm)
 
     def commit(self, reduced: Reduced) -> Update:
-        """Step the optimizer. Lack of memory arrives as it is: the window can be made again."""
+        """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
         return self._updates.commit(reduced.grad_norm)
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Do nothing: nobody else hears of it."""
+        """Do nothing: no other process is affected."""

@@ -1,4 +1,4 @@
-"""What a training step is doing, so that whoever catches a failure can tell."""
+"""The phases of a training step, recorded so that whoever catches a failure knows where it happened."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """A phase of a window; its value is what `MemoryEvent.phase` and reports show."""
+    """A phase of a window. Its value appears in `MemoryEvent.phase` and in reports."""
 
-    SET_ASIDE = "set aside"  # of buffers and random state, to go back to
-    WEIGH = "weigh"  # finding out what the loss runs over, and what micro-batches weigh
+    SET_ASIDE = "set aside"  # copy buffers and random state, to restore them later
+    WEIGH = "weigh"  # determine what the loss runs over and the weights of micro-batches
     TRANSFER = "transfer"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -25,10 +25,10 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Stage:
-    """Where a training step stands, shared by its parts.
+    """A training step's current phase, shared by its parts.
 
     Attributes:
-        phase: What is being done.
+        phase: The current phase.
     """
 
     phase: Phase = Phase.TRANSFER

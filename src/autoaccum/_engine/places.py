@@ -1,8 +1,8 @@
-"""Which module of a model has made a tensor, told from the marks that its forward pass leaves in autograd's graph.
+"""Determines which module of a model created a tensor, from marks that forward passes leave in autograd's graph.
 
-From `begin` to `end` every module of the model marks the graph's node behind what it returns with its own name, and the
-nodes behind what it is given with that of the module around it. A mark lives and dies with its node, so nothing is kept
-alive and nothing has to be cleared; where there is no graph there is no mark. No tensor is touched.
+From `begin` to `end`, every module marks the graph nodes behind its outputs with its own name, and the nodes behind its
+inputs with the name of the module around it. A mark lives and dies with its node, so nothing is kept alive and nothing
+has to be cleared. Without a graph there are no marks. Tensors are not touched.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 _KEY = "autoaccum"
 _PYTORCH = str(Path(torch.__file__).parent)
-# How the model itself is called, whose path is empty.
+# Name of the model itself, whose path is empty.
 MODEL = "(model)"
 
 
 class Place(NamedTuple):
-    """A module at work.
+    """A running module.
 
     Attributes:
         module: Its path in the model.
         kind: The name of its class.
-        code: Of its own forward, or, where that is PyTorch's, of the function that called it, the nearest of the
-            model's that is not PyTorch's; None where all are.
-        line: Where that begins, or where the call stands.
+        code: Code of its forward. If that is PyTorch's, code of the nearest caller in the model that is not PyTorch's;
+            None if there is none.
+        line: The line where that forward begins, or of the call.
     """
 
     module: str
@@ -47,19 +47,19 @@ class Place(NamedTuple):
 
     @property
     def source(self) -> str | None:
-        """That line, as "file.py:12"."""
+        """The line, as "file.py:12"."""
         return None if self.code is None else f"{self.code.co_filename}:{self.line}"
 
 
 class Places:
-    """Marks what modules make while it is entered.
+    """While active, marks what modules create.
 
     Args:
         modules: The model first, then losses that are modules.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = tuple(modules)  # names go by ids, which only last as long as these do
+        self._modules = tuple(modules)  # names are stored by id, which is valid only as long as these exist
         self._names: dict[int, tuple[str, str]] = {}
         self._own_code: dict[int, tuple[CodeType, int]] = {}
         for number, root in enumerate(modules):
@@ -80,32 +80,32 @@ class Places:
 
     @property
     def is_marking(self) -> bool:
-        """Whether modules mark what they make."""
+        """Whether modules currently leave marks."""
         return bool(self._handles)
 
     @property
     def at_work(self) -> tuple[Place, ...]:
-        """The modules that have begun and not ended, outermost first; after an exception, those it came through."""
+        """The modules that have begun and not ended, outermost first; after an exception, those it passed through."""
         return tuple(self._at_work)
 
     def begin(self) -> None:
-        """Begin to mark, unless the model is compiled: hooks would break its graphs."""
+        """Start marking, unless the model is compiled: hooks would break its graphs."""
         if self._can_mark:
-            # On all modules of the process, since hooks of its own would go into each copy of the model.
+            # Hooks on all modules of the process, since a module's own hooks would be copied with the model.
             self._handles = [
                 hooks.register_module_forward_pre_hook(self._enter),
                 hooks.register_module_forward_hook(self._leave, with_kwargs=True),
             ]
 
     def end(self) -> None:
-        """Stop marking; marks that are there stay with their nodes."""
+        """Stop marking; existing marks stay with their nodes."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self.forget()
 
     def forget(self) -> None:
-        """Forget the modules at work, which an exception has ended."""
+        """Forget the running modules, which an exception has ended."""
         self._at_work.clear()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -113,7 +113,7 @@ class Places:
         if name is None:
             return
         if name[0] == MODEL:
-            self._at_work.clear()  # what an exception left there that the user's own code has caught
+            self._at_work.clear()  # left over from an exception that the user's code caught
         elif self._at_work:
             _mark(args, self._at_work[-1])
         self._at_work.append(Place(*name, *(self._own_code.get(id(module)) or _caller())))
@@ -132,7 +132,7 @@ class Places:
 
 
 def mark_of(node: Any) -> Place | None:
-    """Return the module that has made what this node of autograd's graph stands for, where it was marked."""
+    """Return the module that created the result of this autograd node, if the node was marked."""
     place: Place | None = node.metadata.get(_KEY)
     return place
 
@@ -151,7 +151,7 @@ def _mark(values: Iterable[Any], place: Place) -> None:
 
 
 def _caller() -> tuple[CodeType | None, int]:
-    """Return where the model's own code called the module; None where the model has none, and we called it."""
+    """Return where the model's own code called the module; None if this library called it directly."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""In which precision the arithmetic runs: autocast, and the gradient scaler where fp16 needs one."""
+"""Arithmetic precision: autocast, and the gradient scaler that fp16 needs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Precision:
 
     Args:
         name: "fp32", "bf16" or "fp16".
-        device: Where the arithmetic runs.
-        autocasts: Whether operators are cast; False for a model whose parameters are of that type already.
+        device: The device to compute on.
+        autocasts: Whether operators are cast; False for a model whose parameters already have that type.
 
     Attributes:
         scaler: Scales the loss so that fp16 gradients do not vanish; None where none is due.
@@ -41,7 +41,7 @@ class Precision:
         self._autocast = torch.autocast(device.type, dtype=_DTYPES[name])
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)
-            # The scaler makes its two tensors at first use, and is broken for good if memory runs out between them.
+            # The scaler creates its two tensors at first use, and stays broken if memory runs out between them.
             self.scaler.scale(torch.zeros((), device=device))
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -50,7 +50,7 @@ class Precision:
 
 
 def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices) -> Precision:
-    """Make the precision that was asked for; "auto" takes what the device does well, and says so.
+    """Create the requested precision; "auto" selects the device's best and reports it.
 
     Raises:
         InvalidInputError: The name is unknown.
@@ -58,7 +58,7 @@ def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices)
     check_choice("precision", name, PRECISIONS)
     own = own_half_type(model)
     if own is not None:
-        # Casting and scaling are for fp32 parameters: a scaler refuses fp16 gradients.
+        # Casting and scaling are for fp32 parameters: a scaler rejects fp16 gradients.
         notices.say(f"precision: {own}, in which the model's parameters are already")
         return Precision(own, device, autocasts=False)
     if name == "auto":
@@ -68,7 +68,7 @@ def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices)
 
 
 def own_half_type(model: nn.Module) -> str | None:
-    """Return the half precision in which all of a model's parameters are; None where they are not."""
+    """Return the half precision that all of a model's parameters have; None if they have none in common."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return _NAMES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
@@ -76,5 +76,5 @@ def own_half_type(model: nn.Module) -> str | None:
 def _best_for(device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    # On the CPU half precision is faster only on a few processors, and fp16 is far slower on all.
+    # On the CPU, half precision is faster on only a few processors, and fp16 is far slower on all.
     return "fp32"

@@ -1,4 +1,4 @@
-"""The search for the largest micro-batch: real training steps of several sizes, without a trace."""
+"""Searches for the largest micro-batch by running real training steps of several sizes, without side effects."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def find_micro_batch(
 ) -> ProbeResult:
     """Find the largest micro-batch with which a whole training step fits.
 
-    Sizes are tried for real: forward, backward and optimizer, with gradients and optimizer state in place. Afterwards
-    parameters, buffers, gradients, optimizer state, random state and modes are bit for bit what they were; only the
-    model's device may have changed.
+    Each size is tried with a real step: forward, backward and optimizer, with gradients and optimizer state in place.
+    Afterwards parameters, buffers, gradients, optimizer state, random state and modes are bit for bit what they were;
+    only the model's device may have changed.
 
     Args:
-        model: The model; it is moved to the device and stays there.
-        batch: A batch as the loader yields it; its samples are repeated to make larger ones.
+        model: The model. It is moved to the device and stays there.
+        batch: A batch as the loader yields it. Its samples are repeated to make larger ones.
         loss: As for `fit`.
-        optimizer: As for `fit`; its state counts.
+        optimizer: As for `fit`. Its state is included.
         device: As for `fit`.
         precision: As for `fit`.
         memory_limit: As for `fit`.
         max_micro_batch: The largest size of interest; None means the batch's own length.
         forward: As for `fit`.
-        loss_scope: As for `fit`. With "window", `max_micro_batch` samples are the window over which the loss is taken.
+        loss_scope: As for `fit`. With "window", the loss is computed over a window of `max_micro_batch` samples.
 
     Returns:
         The largest size that was tried and fits, and every trial.
@@ -72,7 +72,7 @@ def find_micro_batch(
     Raises:
         InvalidInputError: An argument cannot be used.
         DoesNotFitError: Not even one sample fits.
-        DeviceLostError: The device can no longer be used by this process.
+        DeviceLostError: This process can no longer use the device.
     """
     notices = Notices()
     check_loss_scope(loss_scope)
@@ -104,26 +104,26 @@ def probe(
     loss_scope: str = "micro_batch",
     begins_with: int | None = None,
 ) -> ProbeResult:
-    """Search on a training step that is put together already; the limit holds for the search alone.
+    """Search with an assembled training step; the limit applies only during the search.
 
     Args:
         step: The training step.
         batch: Samples to repeat.
         max_micro_batch: The largest size of interest.
-        limit_bytes: In the memory backend's terms; None for what there is.
+        limit_bytes: Limit, as the memory backend counts; None for all available memory.
         on_trial: Called after each trial.
-        loss_scope: "window": the loss is taken over a window of `max_micro_batch` samples at once.
-        begins_with: A size that an earlier search has answered: if it fits, that is the answer.
+        loss_scope: "window": the loss is computed over a window of `max_micro_batch` samples at once.
+        begins_with: The result of an earlier search. If it fits, it is returned without further trials.
 
     Raises:
-        InvalidInputError: The limit cannot be set, or the loss cannot be taken over a window.
+        InvalidInputError: The limit cannot be set, or the loss cannot be computed over a window.
         DoesNotFitError: Not even one sample fits.
-        DeviceLostError: The device can no longer be used by this process.
+        DeviceLostError: This process can no longer use the device.
     """
     memory = step.memory
     modules = step.objective.modules
     whole = WholeWindow(step, Mark(modules, memory.device)) if loss_scope == "window" else None
-    # Before the limit begins: what is set aside is not the step's.
+    # Before the limit begins, since the copy is not part of the step.
     host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))
     with devices.failures_told(host, "the copy of all that a search puts back"):
         snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler)
@@ -152,7 +152,7 @@ def _search(
     confirms = begins_with is not None and begins_with <= max_micro_batch
 
     def growing() -> list[Trial]:
-        # Where an update takes more than a small micro-batch, all small ones have its peak, and no line.
+        # If an update takes more than a small micro-batch, all small ones share its peak, which gives no line.
         return [
             replace(trial, peak_bytes=running.growing_bytes[trial.size]) if trial.fits else trial for trial in trials
         ]
@@ -169,7 +169,7 @@ def _search(
         except ValueError as error:
             if size > 1 or not trials:
                 raise
-            # BatchNorm refuses a single value a channel; one sample is tried only because two ran out of memory.
+            # BatchNorm rejects a single value per channel; one sample is tried only because two ran out of memory.
             reason = f"one sample alone is refused: {error}"
             raise DoesNotFitError(does_not_fit_text(step, limit_bytes, reason)) from error
         on_trial(trials[-1])
@@ -188,13 +188,13 @@ def _search(
 
 
 def _keeps_two_numbers(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer keeps two numbers for each parameter, as Adam and those after it do."""
+    """Whether an optimizer keeps two numbers for each parameter, as Adam and its variants do."""
     kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
     return isinstance(optimizer, kinds)
 
 
 def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str = "") -> str:
-    """Say what was asked, what was found and what to try where not even one sample fits."""
+    """Return an error message for when not even one sample fits: what was asked, what was found and what to try."""
     reading = step.memory.reading()
     allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
     found = f" ({message})" if message else ""

@@ -1,7 +1,7 @@
-"""What happens to a window when memory runs out, and when it is given up.
+"""Recovers a window after memory ran out, or abandons it.
 
-Memory ran out: what has to be done again is put back (`put_back`), the caches are released, and the rest of the window
-is cut smaller (`cut_smaller`). Everything else ends the window, with model, optimizer and random state as they were
+If memory ran out, the part to be repeated is restored (`put_back`), the caches are released, and the rest of the window
+is cut smaller (`cut_smaller`). Any other error ends the window, with model, optimizer and random state as they were
 before it (`give_up`).
 """
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from autoaccum._sizing.controller import Sizing
     from autoaccum._sizing.headroom import Headroom
 
-# So often what the loss runs over is asked for; it takes many small steps, of which each can fail.
+# Attempts at finding out what the loss runs over; it takes many small steps, and each can fail.
 _TRIES_TO_WEIGH = 4
 _TRIES = 2
 
-# What fails in these phases where no micro-batch is at work.
+# What to report as failed in these phases if no micro-batch was being processed.
 _WITHOUT_SIZE = {
     Phase.RESERVE: "memory for the optimizer's step",
     Phase.WEIGH: "finding out what the loss runs over",
@@ -46,13 +46,13 @@ class Recovery:
         step: The training step.
         work: The micro-batches of the window.
         sizing: Cuts the window.
-        room: What room windows leave.
-        events: Told when memory runs out.
+        room: Tracks how much memory windows leave free.
+        events: Notified when memory runs out.
         norms: The step's BatchNorm layers.
 
     Attributes:
-        lacks: Where memory ran out in the present window, trials left out.
-        has_lost_parameters: Whether a window that was given up has left parameters changed, which its error says.
+        lacks: Out-of-memory events in the current window, without trials.
+        has_lost_parameters: Whether an abandoned window has left parameters changed, as its error states.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Recovery:
         self._has_failed = False
 
     def put_back(self, error: Exception) -> MemoryEvent:
-        """Put back what has to be done again; call this where the error was caught.
+        """Restore what has to be repeated. Call from the handler that caught the error.
 
         Returns:
-            What happened, once the error holds nothing any more.
+            What happened, once the error no longer keeps anything alive.
 
         Raises:
-            Exception: The error itself, unless it is lack of memory that a smaller cut can mend.
+            Exception: The error itself, unless it is lack of memory that a smaller cut can resolve.
         """
         step, work = self._step, self._work
         if not (_oom.is_oom(error) or _oom.is_too_large(error)) or _oom.is_device_lost(error):
@@ -105,11 +105,11 @@ class Recovery:
         Call this after the handler of the error: inside it the traceback still pins the activations.
 
         Raises:
-            DoesNotFitError: There is no smaller cut, or a smaller cut is no help.
+            DoesNotFitError: There is no smaller cut, or a smaller cut does not help.
         """
         self._step.memory.release()
         self._has_failed = True
-        if event.size is None or not self._sizing.is_learning:  # a trial may fail: it is no lack of memory to speak of
+        if event.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(event)
             self._events.ran_out(event)
         if event.size is None:
@@ -119,14 +119,14 @@ class Recovery:
         self._room.follow(self._sizing.plan)
 
     def _refuse_to_try_for_ever(self, event: MemoryEvent) -> None:
-        """Give up what lacks memory again while no micro-batch is at work.
+        """Give up if memory runs out repeatedly while no micro-batch is being processed.
 
-        Unscaling, clipping and the optimizer do not depend on the cut, so they are tried once more, with the caches
-        released.
+        Unscaling, clipping and the optimizer do not depend on the cut, so they are retried only once, after the caches
+        are released.
         """
         tries = _TRIES_TO_WEIGH if event.phase == Phase.WEIGH else _TRIES
         in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.lacks))
-        # What another rank lacks ends its own tries, and so this training.
+        # If another rank lacks memory, its own limit on attempts ends this training too.
         if event.phase != Phase.ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:
             what = _WITHOUT_SIZE.get(Phase(event.phase), f"the {event.phase} step")
             raise DoesNotFitError(
@@ -135,10 +135,10 @@ class Recovery:
             )
 
     def give_up(self, error: BaseException, window: Window) -> None:
-        """Put everything back as it was before the window, and note on the error what it does not say.
+        """Restore everything to its state before the window, and add notes to the error on what it does not say itself.
 
         Raises:
-            DeviceLostError: The device can no longer be used by this process.
+            DeviceLostError: This process can no longer use the device.
             DoesNotFitError: Not even one sample at a time fits.
         """
         if _oom.is_device_lost(error):
@@ -153,10 +153,10 @@ class Recovery:
             self._explain(error, window)
 
     def _explain(self, error: ValueError, window: Window) -> None:
-        """Explain BatchNorm's refusal of a single value per channel.
+        """Explain BatchNorm's rejection of a single value per channel.
 
         Raises:
-            DoesNotFitError: A single sample was taken only because more ran out of memory.
+            DoesNotFitError: A single sample was used only because more ran out of memory.
         """
         if self._has_failed and self._work.size == 1:
             reason = f"one sample alone is refused: {error}"

@@ -1,12 +1,12 @@
-"""One window in, exactly one optimizer update out; or an error, with everything as it was before the window.
+"""Turns one window into exactly one optimizer update, or raises an error and leaves everything as it was before.
 
-`WindowRunner.step` is the life of a window; `_engine/recovery.py` has what happens in it when memory runs out. Once the
-optimizer has stepped there is no way back: what fails then is raised as `UpdateCompleteError`, and the window must not
-be made again.
+`WindowRunner.step` runs a window from start to finish; `_engine/recovery.py` handles running out of memory in it. Once
+the optimizer has stepped there is no way back: later failures are raised as `UpdateCompleteError`, and the window must
+not be repeated.
 
-The cut may change under way when memory runs out; the gradient does not. Only buffers and random state are copied for
-this (and the optimizer's state, once, before its first step), and nothing waits for the device that a hand-written loop
-would not wait for.
+If memory runs out the cut may change, but the gradient does not. To make this possible, only buffers and random state
+are copied (and once, before its first step, the optimizer's state), and there are no waits for the device that a
+hand-written loop would not have.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ if TYPE_CHECKING:
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
 
-# What can be set on a runner; everything else would be ignored in silence.
+# The attributes that can be set on a runner; setting any other would have no effect.
 _SETTABLE = ("plan", "optimizer")
 
 
 class Commit(Protocol):
-    """What has to move with every update."""
+    """Whatever must move with every update."""
 
     def prepare(self, samples: int) -> None:
-        """Take what memory that needs, while the update can still be given up; called again for another attempt.
+        """Allocate the memory that moving needs, while the update can still be abandoned; called again on a retry.
 
         Args:
             samples: Samples of the window, over all processes.
         """
 
     def update_made(self, *, skipped: bool) -> None:
-        """Move; called as soon as the update is made, before an interrupt that waited for it is let through.
+        """Move; called as soon as the update is made, before a pending interrupt is delivered.
 
         Args:
-            skipped: Whether the scaler skipped it.
+            skipped: Whether the scaler skipped the update.
         """
 
 
 class NothingMoves:
-    """The `Commit` of a loop of the user's own, in which nothing moves with an update."""
+    """The `Commit` for a user's own loop, in which nothing moves with an update."""
 
     def prepare(self, samples: int) -> None:
         """Do nothing."""
@@ -87,15 +87,15 @@ class NothingMoves:
 
 @dataclass(slots=True)
 class _Now:
-    """Where a runner is.
+    """The state of a runner.
 
     Attributes:
-        made_before: Updates that were made before the present window.
+        made_before: Number of updates made before the current window.
         number: The number of its update.
-        has_moved: Whether all that moves with the update has moved.
+        has_moved: Whether everything that moves with the update has moved.
         is_at_work: Whether a window has begun and not ended.
-        is_checked: Whether the loss and the gradients of an earlier window were seen to be usable.
-        checks_finite: Whether the first loss is still to be seen to be finite.
+        is_checked: Whether an earlier window has shown that the loss and the gradients are usable.
+        checks_finite: Whether the first loss still has to be checked for being finite.
     """
 
     made_before: int
@@ -112,9 +112,9 @@ class WindowRunner:
     Args:
         step: The training step.
         sizing: Cuts the windows.
-        events: Counts windows, and tells of lack of memory.
-        notices: Where choices made for the user are said.
-        peers: The processes that make the windows together; None for this one alone.
+        events: Counts windows and reports out-of-memory errors.
+        notices: Reports choices made on the user's behalf.
+        peers: The processes that make the windows together; None if this one is alone.
         commit: Moves with every update.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
@@ -143,7 +143,7 @@ class WindowRunner:
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms, peers=self._peers)
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
-        # A loss that is not finite is refused in the first window only: later it may be the training's own doing.
+        # A loss that is not finite is an error only in the first window: later it may result from the training itself.
         self._now = _Now(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
         drop_old_gradients(step, notices)
 
@@ -154,11 +154,11 @@ class WindowRunner:
             part: The window, or this process's part of it, which may be empty.
 
         Returns:
-            What was done; None where no process has a sample of the window.
+            What was done; None if no process has a sample of the window.
 
         Raises:
-            RankFailedError: Another process cannot go on.
-            AutoaccumError: As `Runner.step`.
+            RankFailedError: Another process cannot continue.
+            AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
         now, work, peers, recovery = self._now, self._work, self._peers, self._recovery
@@ -197,53 +197,53 @@ class WindowRunner:
 
     @property
     def _is_made(self) -> bool:
-        """Whether the update of the present window is made."""
+        """Whether the update of the current window is made."""
         return self._step.updates.made != self._now.made_before
 
     @property
     def is_past_return(self) -> bool:
-        """Whether the update of the window that was begun last is made, here or by other processes."""
+        """Whether the update of the most recent window is made, here or by other processes."""
         return self._is_made or self._peers.is_decided
 
     @property
     def windows_done(self) -> int:
-        """Windows that have become an update so far."""
+        """Number of windows that have become an update."""
         return self._events.windows
 
     @property
     def oom_events(self) -> int:
-        """How often memory has run out so far."""
+        """Number of times memory has run out."""
         return self._events.oom_events
 
     @property
     def has_lost_parameters(self) -> bool:
-        """Whether a window that was given up has left parameters changed, which its error says."""
+        """Whether an abandoned window has left parameters changed, as its error states."""
         return self._recovery.has_lost_parameters
 
     @property
     def cutting(self) -> Cutting:
-        """How windows are cut now."""
+        """How windows are currently cut."""
         return self._sizing.cutting
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; it shrinks when memory runs out, and grows back."""
+        """The current plan. It shrinks when memory runs out, and grows back."""
         return self._sizing.plan
 
     @property
     def fastest(self) -> Plan | None:
-        """The plan that autotuning has chosen; None before, or where there is none."""
+        """The plan chosen by autotuning; None before that, or without autotuning."""
         return self._sizing.fastest
 
     @property
     def is_learning(self) -> bool:
-        """Whether the present windows are trials."""
+        """Whether current windows are trials."""
         return self._sizing.is_learning
 
     # --- the steps of a window ----------------------------------------------------------------------------------------
 
     def _begin(self, part: Window) -> None:
-        """See which parameters there are in this window, that none has a gradient yet, and how it is cut."""
+        """Prepare for a window: check its parameters, drop old gradients, and choose its cut."""
         step = self._step
         if step.look():
             self._peers.check_parameters()
@@ -260,7 +260,7 @@ class WindowRunner:
         self._now.is_at_work = True
 
     def _before_update(self, losses: dict[str, Tensor], samples: int) -> None:
-        """Refuse an update that cannot be wanted, and make ready what moves with it, while there is a way back."""
+        """Reject an unusable update, and prepare what moves with it, while there is a way back."""
         if not self._now.is_checked:
             if self._now.checks_finite:
                 _check_finite(losses)
@@ -270,7 +270,7 @@ class WindowRunner:
         self._move.prepare(samples)
 
     def _update(self, reduced: Reduced) -> Update:
-        """Step the optimizer, and move all that moves with it."""
+        """Step the optimizer, and move everything that moves with it."""
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         with signals.held():
             update = self._peers.commit(reduced)
@@ -281,13 +281,13 @@ class WindowRunner:
         return update
 
     def _end(self) -> None:
-        """Let go of the window."""
+        """Release the window."""
         self._now.is_at_work = False
         self._step.updates.let_go()
         self._work.end()
 
     def _report(self, part: Window, reduced: Reduced, update: Update, started: float) -> StepReport:
-        """Choose the sizes of the next window by how memory is doing, and return what was done in this one."""
+        """Choose the next window's sizes based on memory use, and return a report on this one."""
         sizing, work = self._sizing, self._work
         if part.samples:
             is_learning = sizing.is_learning
@@ -313,8 +313,8 @@ class WindowRunner:
         )
 
     def _tell_that_it_is_made(self, error: BaseException) -> None:
-        """Raise what failed after the update as an error that says that the update is made, where it does not."""
-        self._events.windows = self._now.number  # an assignment alone: whatever else fails, this window counts as done
+        """Raise a failure after the update as an error which states that the update is made, unless it already does."""
+        self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
@@ -324,10 +324,10 @@ class WindowRunner:
         try:
             raise said from (error.__cause__ if isinstance(error, UpdateCompleteError) else error)
         finally:
-            del said  # else it and this frame, which holds the runner, would hold each other
+            del said  # otherwise it and this frame, which holds the runner, would hold each other
 
     def _takes_gradients_aside(self) -> bool:
-        """Whether a micro-batch's gradients are taken aside, so that where it fails only it is done again."""
+        """Whether a micro-batch's gradients are collected separately, so that only it is repeated if it fails."""
         if not self._sizing.is_troubled:
             return False
         if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self._step.parameters):
@@ -336,7 +336,7 @@ class WindowRunner:
         return self._room.is_free(sum(p.numel() * p.element_size() for p in trained))
 
     def _say_what_stays(self) -> None:
-        """Say, once, that parameters which need a gradient are not the optimizer's, where they may have come since."""
+        """Report once any parameters that need a gradient but are not in the optimizer; they may be new."""
         held = {parameter for group in self._step.optimizer.param_groups for parameter in group["params"]}
         if left := sum(p.requires_grad and p not in held for p in self._step.parameters):
             self._notices.say(
@@ -347,16 +347,16 @@ class WindowRunner:
 
 
 class Runner(WindowRunner):
-    """Trains window by window, for a loop of one's own.
+    """Trains window by window, in a loop of your own.
 
         runner = autoaccum.Runner(model, optimizer, autoaccum.plan(100, 37), loss=loss)
         for window in autoaccum.windows(loader, 100):
             report = runner.step(window)
 
     Args:
-        model: The model; it is moved to the device and stays there. Submodules keep their modes.
+        model: The model. It is moved to the device and stays there. Submodules keep their modes.
         optimizer: As for `fit`.
-        plan: How a window is cut; it shrinks when memory runs out.
+        plan: How a window is cut. It shrinks when memory runs out.
         loss: As for `fit`.
         device: As for `fit`.
         precision: As for `fit`.
@@ -365,13 +365,13 @@ class Runner(WindowRunner):
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
-        callbacks: Told when memory runs out and when the plan changes.
-        notices: Where choices made for the user are said; None for stderr.
+        callbacks: Called when memory runs out and when the plan changes.
+        notices: Reports choices made on your behalf; None for stderr.
 
-    Between two windows the model may change: which parameters there are, and which of them need a gradient, is looked
-    at as each window begins. Its update is made from its own gradients: those that others have left in `.grad` before
-    it (a backward pass of your own, another Runner whose loss goes through this one's model) are dropped, which is said
-    once. Of the arguments, only `plan` and `optimizer` can be set afterwards.
+    The model may change between two windows: each window begins by checking which parameters exist and which of them
+    need a gradient. A window's update uses only its own gradients. Any that were left in `.grad` before it (by a
+    backward pass of your own, or by another Runner whose loss passes through this one's model) are dropped, which is
+    reported once. Of the arguments, only `plan` and `optimizer` can be set afterwards.
 
     Raises:
         InvalidInputError: An argument cannot be used.
@@ -422,7 +422,7 @@ class Runner(WindowRunner):
         """Set `plan` or `optimizer`.
 
         Raises:
-            InvalidInputError: It is something else, which would be ignored.
+            InvalidInputError: The attribute is another one, which would have no effect.
         """
         if not name.startswith("_") and name not in _SETTABLE:
             raise InvalidInputError(
@@ -433,7 +433,7 @@ class Runner(WindowRunner):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, also where it was made here. Between two windows another one can be set, or what makes one."""
+        """The optimizer, even if created here. Can be set between two windows, to an optimizer or a function."""
         return self._step.optimizer
 
     @optimizer.setter
@@ -445,7 +445,7 @@ class Runner(WindowRunner):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; it shrinks when memory runs out, and grows back, at most to the one that was set."""
+        """The current plan. It shrinks when memory runs out, and grows back up to the plan that was set."""
         return self._sizing.plan
 
     @plan.setter
@@ -461,16 +461,17 @@ class Runner(WindowRunner):
                 a list of batches). It need not have the plan's number of samples.
 
         Returns:
-            What was done; `report.loss` waits for the device when it is read.
+            What was done. Reading `report.loss` waits for the device.
 
         Raises:
-            InvalidInputError: The window or what the loss returns cannot be used.
+            InvalidInputError: The window or the loss's return value cannot be used.
             DoesNotFitError: Not even one sample at a time fits.
-            DeviceLostError: The device can no longer be used by this process.
+            DeviceLostError: This process can no longer use the device.
             StateDamagedError: The optimizer failed after it had begun to write.
-            UpdateCompleteError: The optimizer has stepped, and what follows failed, be it a hook of the optimizer's or
-                memory that ran out: the update is made, and this window must not be given again. Other errors of
-                callbacks, and interrupts, that come after the update arrive as they are, with a note that says so.
+            UpdateCompleteError: The optimizer has stepped, and something after it failed, such as a hook of the
+                optimizer, or memory ran out: the update is made, and this window must not be passed again. Other
+                errors of callbacks, and interrupts, that come after the update are raised unchanged, with a note
+                that says so.
         """
         report = super().step(as_window(window))
         assert report is not None
@@ -480,7 +481,7 @@ class Runner(WindowRunner):
         """Return the mean loss over a loader's samples, each counted once, without touching the training.
 
         Raises:
-            InvalidInputError: The loader gives nothing, or the model gives no loss in evaluation mode.
+            InvalidInputError: The loader yields nothing, or the model returns no loss in evaluation mode.
             DoesNotFitError: Not even one sample at a time fits.
         """
         check_iterable("loader", loader)

@@ -1,6 +1,6 @@
-"""The smallest part of training: one micro-batch forward and backward, on a model, loss and optimizer put together.
+"""The smallest unit of training: one micro-batch forward and backward, with model, loss and optimizer assembled.
 
-Nothing is caught here. `phase` says what was being done when something failed, so that whoever catches it can tell.
+Nothing is caught here. `phase` records what was being done when something failed, for whoever catches it.
 """
 
 from __future__ import annotations
@@ -41,45 +41,45 @@ _GRADIENT = attrgetter("grad")
 
 
 class Passes(Protocol):
-    """Told of each pass through a model that talks to other processes in it; they begin theirs at the same time."""
+    """Notified of each pass through a model that communicates in it, so that all processes begin passes together."""
 
     def begin_pass(self) -> None:
         """Wait until all are ready for the next pass, forward and backward.
 
         Raises:
-            torch.OutOfMemoryError: One of them lacks memory for it.
+            torch.OutOfMemoryError: One of them lacks memory for the pass.
         """
 
     def begin_evaluation_pass(self) -> None:
-        """Wait until all are ready for the next forward pass of an evaluation, which some make with nothing."""
+        """Wait until all are ready for the next forward pass of an evaluation, which ranks without data join too."""
 
     def end_pass(self) -> None:
-        """Note that this process has got through."""
+        """Record that this process has completed the pass."""
 
     def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
-        """Make the forward passes that others still have to make, in evaluation mode and without gradients."""
+        """Run the forward passes that others still have to make, in evaluation mode and without gradients."""
 
     def evaluation_failed(self, error: Exception, size: int | None) -> None:
-        """See what a failure with so many samples means for the others, who may wait for this process in a pass."""
+        """Handle what a failure with `size` samples means for others that may wait for this process in a pass."""
 
 
 class Witness(Protocol):
-    """Is shown the first lack of memory, while the frames in which it happened are still there."""
+    """Called on the first lack of memory, while the frames in which it happened still exist."""
 
     def see(
         self, error: BaseException, *, phase: str, size: int | None, step: int | None = None, is_trial: bool = False
     ) -> None:
-        """Look at what is alive."""
+        """Inspect what is alive."""
 
 
 @dataclass(slots=True)
 class Accumulated:
-    """What the micro-batches of a window have given so far.
+    """Results of a window's micro-batches so far.
 
     Attributes:
         losses: By name, what each micro-batch adds to the window's loss, on the device.
         pair_weights: By name, the weights of (sum, weight) pairs so far.
-        reported: What is reported beside the losses, as `reported.note` has it.
+        reported: Values reported in addition to the losses, as recorded by `reported.note`.
     """
 
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Accumulated:
     reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
 
     def add(self, other: Accumulated) -> None:
-        """Add what a further micro-batch has given."""
+        """Add the results of a further micro-batch."""
         for name, values in other.losses.items():
             self.losses.setdefault(name, []).extend(values)
         for name, weights in other.pair_weights.items():
@@ -97,20 +97,20 @@ class Accumulated:
 
 
 class GradientStep:
-    """A model, what to minimise and a precision on one device: all that a gradient takes.
+    """A model, an objective and a precision on one device: everything needed to compute a gradient.
 
     Args:
         objective: How a batch becomes loss terms.
-        precision: In which the forward pass runs.
+        precision: Precision of the forward pass.
         memory: The device.
 
     Attributes:
         parameters: Every parameter of the objective's modules, as of the last `look`.
         has_added: Whether gradients may have been added to since this was last set to False.
-        sources_left: Losses with forward passes of their own that the present micro-batch has yet to go through.
-        stage: Says what is being done.
-        witness: Is shown the first lack of memory before it is let go of; None where nobody asked.
-        passes: Is told of each pass; None where the model talks to nobody in it.
+        sources_left: Losses with their own forward passes that the current micro-batch has yet to run.
+        stage: Records the current phase.
+        witness: Called on the first lack of memory, before anything is freed; None if not requested.
+        passes: Notified of each pass; None if the model does not communicate in passes.
     """
 
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend) -> None:
@@ -132,25 +132,25 @@ class GradientStep:
 
     @property
     def phase(self) -> Phase:
-        """What is being done."""
+        """The current phase."""
         return self.stage.phase
 
     def look(self) -> bool:
-        """See which parameters there are now; return whether anything has changed since the last look."""
+        """Check the current parameters; return whether anything has changed since the last check."""
         has_changed = self._inventory.look()
         self.parameters = self._inventory.parameters
         return has_changed
 
     def clear_gradients(self) -> None:
-        """Let every gradient go, those of parameters that the optimizer does not hold included."""
+        """Release every gradient, including those of parameters that the optimizer does not hold."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def abandon(self) -> None:
-        """Forget a window that has not become an update: its gradients, and how far the scaler had come with them."""
+        """Discard a window that did not become an update: its gradients, and the scaler's progress with them."""
         self.clear_gradients()
         if self.precision.scaler is not None:
-            # Without a public way: otherwise the next unscale_() is refused as the second one.
+            # There is no public way: otherwise the next unscale_() is rejected as the second one.
             self.precision.scaler._per_optimizer_states.clear()
 
     def holds_gradients(self) -> bool:
@@ -160,17 +160,16 @@ class GradientStep:
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.
 
-        Several losses with forward passes of their own are run one after the other, so that one graph is alive at a
-        time.
+        Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
 
         Args:
             batch: The micro-batch, on the device.
             samples: Its number of samples.
-            factors: What its losses are multiplied by.
-            into: Where its losses are noted.
+            factors: Factors for its losses.
+            into: Where its losses are recorded.
 
         Raises:
-            InvalidInputError: What came out is no loss, or has no graph.
+            InvalidInputError: The result is not a loss, or has no graph.
         """
         if self.passes is not None:
             self.passes.begin_pass()
@@ -182,7 +181,7 @@ class GradientStep:
             self.passes.end_pass()
 
     def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
-        """Run one forward pass and the backward pass of what came out."""
+        """Run one forward pass and the backward pass of its result."""
         scaler = self.precision.scaler
         self.stage.phase = Phase.FORWARD
         with self.precision.autocast():
@@ -210,35 +209,35 @@ class GradientStep:
         (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
 
     def _weighted(self, term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
-        """Return what a term adds to the window's loss; None where nothing in it counts."""
+        """Return what a term adds to the window's loss; None if nothing in it counts."""
         factor = factors.named.get(term.name, factors.usual)
         if term.over is Over.PAIR and term.name not in factors.named:
             assert term.weight is not None
             if factors.alone:
                 check_weight(term.name, term.weight)
                 return term.value / term.weight
-            # The window's weight is known only when all of it has been seen: until then one that is near enough.
+            # The window's weight is known only at its end: until then, use a close estimate.
             into.pair_weights.setdefault(term.name, []).append(term.weight)
             factor = factors.provisional
         if factor == 0.0:
-            # The mean over nothing is not a number. Where others wait for the backward pass it is made all the same.
+            # The mean over nothing is NaN. If others wait for the backward pass, it runs nevertheless.
             return None if self.passes is None else term.value.nan_to_num() * 0.0
         return term.value if factor == 1.0 else term.value * factor
 
 
 class TrainingStep(GradientStep):
-    """What a gradient takes, and an optimizer.
+    """Everything needed to compute a gradient, and an optimizer.
 
     Args:
         objective: As for `GradientStep`.
-        optimizer: Made from the parameters of the objective's modules.
+        optimizer: Created from the parameters of the objective's modules.
         precision: As for `GradientStep`.
         memory: As for `GradientStep`.
-        clip_grad_norm: Norm to which the window's gradient is clipped; None leaves it.
+        clip_grad_norm: Maximum norm of the window's gradient; None for no clipping.
 
     Attributes:
         parameters: Every parameter of the objective's modules and of the optimizer, as of the last `look`.
-        updates: Makes updates from the gradients that accumulate here.
+        updates: Makes updates from the gradients accumulated here.
     """
 
     def __init__(
@@ -259,7 +258,7 @@ class TrainingStep(GradientStep):
         return Inventory(modules, self.optimizer, is_fixed=is_sharded(modules))
 
     def look(self) -> bool:
-        """See which parameters there are now; return whether anything has changed since the last look."""
+        """Check the current parameters; return whether anything has changed since the last check."""
         has_changed = self._inventory.look(self.optimizer)
         self.parameters = self._inventory.parameters
         return has_changed
@@ -271,7 +270,7 @@ class TrainingStep(GradientStep):
 
 
 def check_weight(name: str, weight: float | Tensor) -> None:
-    """Refuse a (sum, weight) pair of a window in which nothing counts, where that is known without asking the device.
+    """Reject a window's (sum, weight) pair if its weight is 0 and this can be seen without waiting for the device.
 
     Raises:
         InvalidInputError: The weight is 0.
@@ -296,11 +295,12 @@ def assemble(
     notices: Notices,
     is_one_of_several: bool = False,
 ) -> TrainingStep:
-    """Check what `fit`, `find_micro_batch` and `Runner` have in common, move the model and put a step together.
+    """Check the arguments common to `fit`, `find_micro_batch` and `Runner`, move the model and assemble a step.
 
     Raises:
         InvalidInputError: An argument cannot be used.
-        DoesNotFitError: The model itself, or what is made beside it, does not fit on the device; it is where it was.
+        DoesNotFitError: The model, or what is created along with it, does not fit on the device. The model is not
+            moved.
     """
     check_clip(clip_grad_norm)
     check_model(model)
@@ -328,11 +328,11 @@ def assemble_without_optimizer(
     loss_reduction: str | None,
     notices: Notices,
 ) -> GradientStep:
-    """Check and move the model as `assemble` does, and put together what a gradient takes.
+    """Check and move the model as `assemble` does, and assemble what a gradient needs.
 
     Raises:
         InvalidInputError: An argument cannot be used.
-        DoesNotFitError: As `assemble`.
+        DoesNotFitError: As for `assemble`.
     """
     check_model(model)
     with devices.failures_told(memory, "what a gradient needs beside the model"):
@@ -344,10 +344,10 @@ def assemble_without_optimizer(
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no model, or one that has no values to train.
+    """Reject anything that is not a model, or a model without values to train.
 
     Raises:
-        InvalidInputError: It is no module, or its parameters are not there yet.
+        InvalidInputError: It is not a module, or its parameters do not exist yet.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model={shown(model)} is no torch.nn.Module; pass one, made and not its class")
@@ -365,17 +365,17 @@ def check_model(model: object) -> None:
 
 
 def check_clip(clip_grad_norm: object) -> None:
-    """Check the norm to clip to.
+    """Check the argument `clip_grad_norm`.
 
     Raises:
-        InvalidInputError: It is no positive number.
+        InvalidInputError: It is not a positive number.
     """
     if clip_grad_norm is not None:
         check_positive_number("clip_grad_norm", clip_grad_norm)
 
 
 def drop_old_gradients(step: GradientStep, notices: Notices) -> None:
-    """Let go of gradients that are there before a window, whoever has left them, and say so: they belong to none."""
+    """Drop gradients that exist before a window, whatever their source, and report it: they belong to no window."""
     if step.holds_gradients():
         notices.say(
             "gradients that were there before a window are dropped (.grad was not None; of two Runners, as for a GAN, "
@@ -393,7 +393,7 @@ def _move(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None,
         for module in homes:
             module.to(memory.device)
         if optimizer is not None and optimizer.state:
-            # Casts state that was made on the old device to where its parameters are now.
+            # Moves state created on the old device to the parameters' new device.
             optimizer.load_state_dict(optimizer.state_dict())
     except Exception as error:
         if not is_oom(error):

@@ -1,4 +1,4 @@
-"""One real training step of one size: does it fit, what does it take, how long does it last?"""
+"""Runs one real training step of one size, to determine whether it fits, its peak memory and its duration."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 class Trials:
-    """Runs trials of a training step; what they change is put back by whoever made a snapshot before.
+    """Runs trials of a training step. The caller must take a snapshot before, and restore it after.
 
-    A trial meets the memory of a step in the middle of training: gradients and optimizer state are there before it
-    begins, what a failure would have to put back is set aside, and the next micro-batch is on its way.
+    A trial reproduces the memory use of a step in the middle of training: gradients and optimizer state exist before it
+    begins, the state to restore after a failure is copied, and the next micro-batch is being transferred.
 
     Args:
         step: The training step to try.
         batch: Its samples are repeated to make a micro-batch of any size.
-        whole: What runs a window whose loss is taken over all of it; None where every micro-batch has a loss.
+        whole: Runs a window whose loss is computed over all of it; None if every micro-batch has its own loss.
         samples: Samples in such a window.
 
     Attributes:
-        held_bytes: What is held between trials, in the terms of their peaks; None where that is not counted.
-        reachable_bytes: What a peak may come to, in the same terms.
-        growing_bytes: By size that fits, the peak of the part of its step that grows with it: all but the update.
+        held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
+        reachable_bytes: The highest possible peak, counted the same way.
+        growing_bytes: For each size that fits, the peak of the part of its step that grows with it: all but the update.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class Trials:
 
         Args:
             size: Samples in the micro-batch.
-            expected_bytes: The peak to which it is likely to come; where that cannot be had the step is not begun, and
-                does not fit.
+            expected_bytes: Expected peak. If that much is not available, the step is not run and does not fit.
 
         Returns:
-            What came of it. Errors that are not lack of memory arrive as they are.
+            The trial's result. Errors other than lack of memory pass through unchanged.
         """
         memory = self._step.memory
         memory.reset_peak()
@@ -74,7 +73,7 @@ class Trials:
         try:
             memory.ensure(expected_bytes - (self.held_bytes or 0))
             if self._with_gradient is None:
-                # The first step makes what later ones find: gradients and the optimizer's state.
+                # The first step creates what later ones find: gradients and the optimizer's state.
                 self._one_step(size)
                 self._with_gradient = [p for p in self._step.parameters if p.grad is not None]
                 memory.synchronize()
@@ -83,7 +82,7 @@ class Trials:
             self._one_step(size)
             memory.synchronize()
         except Exception as error:
-            # An optimizer that memory failed half-way has harmed nothing here: everything is put back in the end.
+            # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
             if not (is_oom(error) or is_too_large(error) or half_way):
                 raise
@@ -102,7 +101,7 @@ class Trials:
         memory.reset_peak()
         self.held_bytes = memory.peak_bytes()
         if self.held_bytes is not None:
-            # On the host the limit counts what is mapped, and the peak what was touched.
+            # On the host, the limit counts mapped memory, and the peak touched memory.
             self.reachable_bytes = self.held_bytes + memory.reading().free_bytes
         return Trial(size, fits, peak, elapsed_s)
 
@@ -121,24 +120,25 @@ class Trials:
             self._step.updates.make()
 
     def one_micro_batch(self, size: int) -> None:
-        """Run forward and backward of one size, the next micro-batch on its way; catches nothing."""
-        # A copy, as a transfer makes one: a model that changes its input must not change the user's batch.
+        """Run forward and backward of one size while the next micro-batch is being transferred; catches nothing."""
+        # A copy, as a transfer makes: a model that modifies its input must not modify the user's batch.
         batch = copied(repeated(self._batch, size))
         with closing(self._step.transfer.feed(Window([batch, batch]), [size, size])) as feed:
             self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
 
 
 def _window_of(batch: Any, samples: int) -> Window:
-    """Return a window of the batch's samples over and over, without a copy of them."""
+    """Return a window that repeats the batch's samples, without copying them."""
     whole, rest = divmod(samples, count(batch))
     return Window([batch] * whole + ([repeated(batch, rest)] if rest else []))
 
 
 @contextmanager
 def standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the optimizer do all its work, but stay where it is: trials that drift can diverge.
+    """Let the optimizer do all its work without changing the parameters: trials that drift can diverge.
 
-    Hooks that a user has hung on it (an average of the weights) are no part of the step and would count the trials.
+    The user's hooks on it (such as an average of the weights) are disabled: they are not part of the step, and would
+    count the trials.
     """
     hooks: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     kept = [dict(table) for table in hooks]

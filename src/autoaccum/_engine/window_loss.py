@@ -1,12 +1,12 @@
-"""Losses that compare the samples of a batch with each other: taken over the whole window, in one micro-batch's memory.
+"""Losses that compare the samples of a batch with each other, over a whole window in the memory of one micro-batch.
 
-A contrastive loss has no parts that could be added up: every sample stands against every other one. So the model's
-outputs (representations) are made first, for all micro-batches and without graphs; the loss and its gradient with
-respect to them are taken over the whole window; then each micro-batch goes forward once more, with the random state
-that it had, and backward with its rows of that gradient. By the chain rule this is the whole batch's gradient
+A contrastive loss is not a sum over parts of a batch: every sample is compared with every other. The model's outputs
+(representations) are therefore computed first, for all micro-batches and without graphs; then the loss and its gradient
+with respect to them, over the whole window; then each micro-batch runs forward once more, with the random state that it
+had, and backward from its rows of that gradient. By the chain rule this gives the whole batch's gradient
 (gradient caching: Gao, Zhang, Han and Callan 2021, arXiv:2101.06983).
 
-Nothing is caught here. Whoever calls undoes a window that fails, and begins it again.
+Nothing is caught here. The caller undoes a window that fails, and restarts it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 LOSS_SCOPES = ("micro_batch", "window")
 
-# How far the second forward pass may be from the first, as a part of it: kernels that add in another order stay far
-# below, another dropout mask or another noise goes far beyond.
+# Tolerance between the second forward pass and the first, relative to the first: kernels that add in another order stay
+# far below, another dropout mask or other noise goes far beyond.
 _SAME = 1e-2
-# What a loss is multiplied by that is taken over all of a window.
+# Factors for a loss computed over a whole window.
 _ALL_AT_ONCE = Factors(1.0, 1.0, alone=True)
 
 
@@ -55,13 +55,13 @@ def check_loss_scope(value: object) -> None:
 
 
 class WindowLoss:
-    """A loss over the whole window, for outputs that are made part by part.
+    """A loss over the whole window, for outputs that are computed part by part.
 
     Args:
-        step: The training step; it is only asked, never changed.
+        step: The training step. It is only read.
 
     Raises:
-        InvalidInputError: The loss is none that takes outputs.
+        InvalidInputError: The loss does not take outputs.
     """
 
     def __init__(self, step: GradientStep) -> None:
@@ -78,7 +78,7 @@ class WindowLoss:
         """Return the representations of one micro-batch that is on the device.
 
         Raises:
-            InvalidInputError: What the model returned are no representations.
+            InvalidInputError: The model did not return representations.
         """
         with self._step.precision.autocast():
             outputs = self._step.objective.outputs(batch)
@@ -91,7 +91,7 @@ class WindowLoss:
             return self._step.objective.terms_of(outputs, batch, samples)
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """Return the representations of all micro-batches as if they were of one.
+        """Join the representations of all micro-batches as if they came from one.
 
         Raises:
             InvalidInputError: They cannot be joined.
@@ -106,11 +106,11 @@ class WindowLoss:
         return window.joined()
 
     def batch(self, window: Window) -> Any:
-        """Return what the loss sees of a window, on the device, without the memory of what it does not look at.
+        """Return the window's batch for the loss, on the device, without using memory for what the loss does not read.
 
-        Of (inputs, targets) these are the targets, None in place of the inputs. Of a mapping the items are joined and
-        moved when the loss asks for them; what cannot be joined (padded to unequal lengths) is left out. Anything else
-        is joined and moved whole, or the `Window` itself where it cannot be joined.
+        For (inputs, targets) pairs, these are the targets, with None in place of the inputs. For mappings, items are
+        joined and moved when the loss reads them; those that cannot be joined (padded to unequal lengths) are left out.
+        Anything else is joined and moved whole; if it cannot be joined, the `Window` itself is returned.
 
         Raises:
             InvalidInputError: The targets cannot be joined.
@@ -135,13 +135,13 @@ class WholeWindow:
 
     Args:
         step: The training step.
-        mark: Taken at the beginning of each window by whoever calls.
+        mark: Taken by the caller at the beginning of each window.
 
     Attributes:
-        reported: What the last window's loss has reported beside its total, as `reported.note` has it.
+        reported: Values that the last window's loss reported in addition to its total, as recorded by `reported.note`.
 
     Raises:
-        InvalidInputError: The loss is none that takes outputs.
+        InvalidInputError: The loss does not take outputs.
     """
 
     def __init__(self, step: GradientStep, mark: Mark) -> None:
@@ -154,17 +154,17 @@ class WholeWindow:
         self._random = RandomState(device, modules)
         self._compared = False
         self.reported: dict[reported.Slot, list[Any]] = {}
-        # Every micro-batch is run twice from the same data, which a model may change in place.
+        # Every micro-batch runs twice on the same data, which a model may modify in place.
         step.transfer.copy_always()
 
     def run(self, window: Window, sizes: Sequence[int], *, entering: Callable[[int | None], None]) -> dict[str, Tensor]:
-        """Leave the gradient of the window's loss in `.grad`, scaled where there is a scaler.
+        """Accumulate the gradient of the window's loss in `.grad`, scaled if there is a scaler.
 
-        Afterwards buffers and random state are what one pass over the micro-batches and the loss have made of them.
+        Afterwards buffers and random state are as after one pass over the micro-batches and the loss.
 
         Args:
             window: The samples.
-            sizes: How they are cut.
+            sizes: Sizes of its micro-batches.
             entering: Called before each micro-batch, twice in all, with its size, and with None before the loss of the
                 whole window.
 
@@ -188,8 +188,8 @@ class WholeWindow:
         losses = self._of_whole(joined, window)
         self._after_loss.take()
         self._at_start.put_back()
-        # An autocast of the user's around it all keeps casts of the weights. Those made so far have no graph where
-        # torch is older than its pull request 165068.
+        # If the user wraps everything in autocast, casts of the weights are cached. Before PyTorch's pull request
+        # 165068, those made under no_grad have no graph.
         torch.clear_autocast_cache()
         with closing(feed(window, sizes)) as batches:
             for size, state in zip(sizes, states, strict=True):
@@ -204,11 +204,11 @@ class WholeWindow:
         return losses
 
     def rehearse(self, window: Window, size: int) -> None:
-        """Meet all the memory of a window cut in `size`, but work on one micro-batch only.
+        """Use all the memory that a window cut in `size` needs, but process only one micro-batch.
 
         Args:
-            window: As many samples as a window has, of which the first are worked on. The other micro-batches'
-                representations are this one's, repeated.
+            window: A window of the usual length. Only its first samples are processed; their representations are
+                repeated in place of the other micro-batches'.
             size: Samples in the micro-batch.
         """
         feed = self._step.transfer.feed
@@ -216,7 +216,7 @@ class WholeWindow:
             with closing(feed(window, [window.samples])) as batches:
                 self._at_once(batches, window.samples, _ignored)
             return
-        sizes = [size, min(size, window.samples - size)]  # the second is on its way while the first is used
+        sizes = [size, min(size, window.samples - size)]  # the second is transferred while the first is used
         states: list[tuple[Any, ...]] = []
         with closing(feed(window, sizes)) as batches:
             part = self._look(batches, size, _ignored, states)
@@ -228,7 +228,7 @@ class WholeWindow:
             self._pass_back(batches, size, _ignored, states[0], joined)
 
     def _at_once(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> dict[str, Tensor]:
-        """Run a window that is one micro-batch: the whole batch needs no second pass."""
+        """Run a window that is a single micro-batch, which needs no second pass."""
         batch = self._begin(batches, size, entering)
         return self._backward(self._loss.terms(self._loss.outputs(batch, size), batch, size), size)
 
@@ -239,16 +239,16 @@ class WholeWindow:
         entering: Callable[[int | None], None],
         states: list[tuple[Any, ...]],
     ) -> Any:
-        """Return a micro-batch's representations without graph, and note the random state that it began with."""
+        """Return a micro-batch's representations without a graph, and record its initial random state."""
         batch = self._begin(batches, size, entering)
         self._random.take()
         states.append(self._random.taken)
         with torch.no_grad():
-            # Copies: an output may be a view of a whole layer, and keep it, or be written to by the next forward pass.
+            # Copies: an output may be a view that keeps a whole layer alive, or be overwritten by the next pass.
             return map_tensors(Tensor.clone, self._loss.outputs(batch, size))
 
     def _of_whole(self, joined: _Representations, window: Window) -> dict[str, Tensor]:
-        """Take the loss over the window, and its gradient with respect to the representations."""
+        """Compute the window's loss, and its gradient with respect to the representations."""
         terms = self._loss.terms(joined.for_loss(), self._loss.batch(window), window.samples)
         return self._backward(terms, window.samples)
 
@@ -260,7 +260,7 @@ class WholeWindow:
         state: tuple[Any, ...],
         joined: _Representations,
     ) -> None:
-        """Run a micro-batch again, now with its graph, and backward with its rows of the gradient."""
+        """Run a micro-batch again, with its graph this time, and backward from its rows of the gradient."""
         batch = self._begin(batches, size, entering)
         self._random.assume(state)
         self._random.put_back()
@@ -271,7 +271,7 @@ class WholeWindow:
         self._step.has_added = True
         if shares:
             torch.autograd.backward([output for output, _ in shares], [share for _, share in shares])
-        # Activation checkpointing runs forward passes again in there, and moves buffers that the next one may look at.
+        # Activation checkpointing repeats forward passes there, and updates buffers that the next pass may read.
         self._after_forward.put_back()
 
     def _begin(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> Any:
@@ -296,10 +296,10 @@ class WholeWindow:
 
 
 class _Representations:
-    """The window's representations, to be given to the loss and then asked, row by row, for their gradient.
+    """The window's representations, which are passed to the loss and then supply their gradient row by row.
 
     Args:
-        joined: What the model returned, for the whole window.
+        joined: The model's return value, for the whole window.
     """
 
     def __init__(self, joined: Any) -> None:
@@ -308,19 +308,19 @@ class _Representations:
         self._start = 0
 
     def for_loss(self) -> Any:
-        """Return them with their graph; copies, which the loss may change in place as it may a model's outputs."""
+        """Return them with their graph; as copies, since the loss may modify them in place like a model's outputs."""
         return map_tensors(Tensor.clone, self._joined)
 
     def next_shares(self, outputs: Sequence[Tensor], size: int, *, compare: bool) -> list[tuple[Tensor, Tensor]]:
-        """Return the next micro-batch's outputs that have a gradient to be passed on, each with its part of it.
+        """Return the next micro-batch's outputs that need a gradient, each with its share of the gradient.
 
         Args:
-            outputs: The micro-batch's outputs, made again.
+            outputs: The micro-batch's recomputed outputs.
             size: Its samples.
-            compare: Whether to look if they are what they were the first time; waits for the device.
+            compare: Whether to check that they equal the first ones; waits for the device.
 
         Raises:
-            InvalidInputError: They are not.
+            InvalidInputError: They differ.
         """
         start, self._start = self._start, self._start + size
         if len(outputs) != len(self._tensors):
@@ -331,7 +331,7 @@ class _Representations:
             if output.dim():
                 gradient = None if gradient is None else gradient[start : start + size]
             elif start:
-                gradient = None  # of what all micro-batches share, which the first has passed on
+                gradient = None  # shared by all micro-batches; the first has passed it on
             if compare:
                 _check_same(output.detach(), whole.detach()[start : start + size] if output.dim() else whole.detach())
             if gradient is not None and output.requires_grad:
@@ -340,7 +340,7 @@ class _Representations:
 
 
 class _WholeMapping(Mapping[str, Any]):
-    """The mappings of a window as one, each item joined and moved to the device when it is asked for."""
+    """The mappings of a window as one; each item is joined and moved to the device when it is read."""
 
     def __init__(self, parts: Sequence[tuple[Any, int]], transfer: Transfer) -> None:
         self._parts = parts
@@ -357,7 +357,7 @@ class _WholeMapping(Mapping[str, Any]):
         return self._there[name]
 
     def __getattr__(self, name: str) -> Any:
-        # Some mappings (a Transformers BatchEncoding) give their items as attributes too.
+        # Some mappings (a Transformers BatchEncoding) also expose their items as attributes.
         if name.startswith("_") or name not in self._names:
             raise AttributeError(name)
         return self[name]
@@ -379,7 +379,7 @@ class _WholeMapping(Mapping[str, Any]):
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """Return the tensors in what a model returned, in the order of its nesting."""
+    """Return the tensors in a model's return value, in order of nesting."""
     found: list[Tensor] = []
     map_tensors(found.append, outputs)
     return found
@@ -428,7 +428,7 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 def _value(term: Term) -> Tensor:
-    """Return the loss of the window: all of it is there, so nothing has to be weighed."""
+    """Return the window's loss; it covers all samples, so no weighting is needed."""
     if term.over is not Over.PAIR:
         return term.value
     assert term.weight is not None
@@ -437,7 +437,7 @@ def _value(term: Term) -> Tensor:
 
 
 def _counted(parts: Sequence[tuple[Any, int]]) -> Window:
-    """Return parts of batches as a window; paired with a count, since they may hold no tensor (a list of names)."""
+    """Return parts of batches as a window; paired with a count, since they may contain no tensor (a list of names)."""
     return Window([(part, torch.empty(samples, 0)) for part, samples in parts])
 
 
@@ -446,7 +446,7 @@ def _can_be_joined(parts: Sequence[tuple[Any, int]]) -> bool:
 
 
 def _joined(parts: Sequence[tuple[Any, int]], transfer: Transfer) -> Any:
-    # A copy where joining makes none: the loss may change what it is given, and a window may have to begin again.
+    # A copy if joining makes none: the loss may modify what it is given, and the window may be restarted.
     return transfer.place(copied(parts[0][0]) if len(parts) == 1 else _counted(parts).joined()[0])
 
 
