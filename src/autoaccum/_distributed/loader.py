@@ -62,7 +62,7 @@ class ShardedLoader:
 
     Attributes:
         reached: Number of windows in this epoch that the loader's workers may already have been asked for.
-        generator: The generator of `loader`, whose state is part of a position.
+        generator: The generator of `loader`. Its state, and those of the samplers' generators, belong to a position.
         sampler: The sampler of `loader`, which is notified of epochs.
         batch_sampler: The batch sampler of `loader`, which is notified of epochs.
     """

@@ -1,4 +1,4 @@
-"""Evaluates on validation data: mean loss and metrics, with every sample counted once and its own micro-batch size."""
+"""Evaluates on validation data: mean loss and metrics over every sample once, in micro-batches of their own size."""
 
 from __future__ import annotations
 
