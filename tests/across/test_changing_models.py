@@ -277,9 +277,9 @@ def test_optimizer_that_is_set_is_scaled_and_taken_back_like_the_first(monkeypat
     ("name", "value", "text"),
     [
         ("optimizer", None, "runner.optimizer cannot be set to None"),
-        ("optimizer", 3, "optimizer=3 is no torch.optim.Optimizer"),
+        ("optimizer", 3, "optimizer=3 is neither a torch.optim.Optimizer"),
         ("optimizer", torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "1 of them not the model's"),
-        ("plan", 7, "plan=7 is no autoaccum.Plan"),
+        ("plan", 7, "plan=7 is not an autoaccum.Plan"),
         ("oom_events", 0, "runner.oom_events cannot be set"),
         ("model", nn.Linear(2, 2), "runner.model cannot be set"),
         ("clip_grad_norm", 1.0, "only plan and optimizer can"),

@@ -296,7 +296,7 @@ def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, 
         ({"fallback": ("checkpoint",)}, "fallback=.* is not for a model"),
         ({"compile": True}, "compile= is not for a model"),
         ({"probe": "before"}, "probe='before' is not for a model"),
-        ({"loss": "several"}, "several losses of which some are .sum, weight. pairs cannot be weighed"),
+        ({"loss": "several"}, "several losses, some of them .sum, weight. pairs, cannot be weighted"),
         ({"last_layer_is_whole": True}, "parameter '3.weight' is trained and on every rank whole"),
     ],
 )

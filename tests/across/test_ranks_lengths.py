@@ -50,13 +50,13 @@ def test_data_of_one_length_are_trained_on_in_silence(crew, kind):
 def test_order_of_its_own_on_every_rank_is_refused_where_it_is_known(crew):
     answers = crew.answers("rank_lengths:train", "own_order", (50, 50), size=2)
 
-    assert_refused(answers, "the loader of rank 1 goes through its samples in another order than that of rank 0")
+    assert_refused(answers, "the loader of rank 1 yields its samples in a different order than that of rank 0")
 
 
 def test_order_of_its_own_on_every_rank_is_printed_where_it_shows(crew):
     answers = crew.run("rank_lengths:train", "shuffled", (50, 50), size=2)
 
-    assert answers[0][1].count("the targets of a window are others on ranks 1 than on rank 0") == 1
+    assert answers[0][1].count("the targets of a window differ between rank 0 and ranks 1") == 1
 
 
 @pytest.mark.parametrize("kind", ["unsized", "stream"])
@@ -69,7 +69,7 @@ def test_validation_data_without_a_length_that_end_early_end_all_ranks(crew, kin
 def test_validation_order_of_its_own_on_every_rank_is_refused(crew):
     answers = crew.answers("rank_lengths:evaluate", "own_order", (20, 20), size=2)
 
-    assert_refused(answers, "the val_loader of rank 1 goes through its samples in another order")
+    assert_refused(answers, "the val_loader of rank 1 yields its samples in a different order")
 
 
 def test_data_of_another_length_are_no_data_to_go_on_with(crew, tmp_path):

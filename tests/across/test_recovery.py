@@ -358,7 +358,7 @@ def test_parameters_that_the_model_writes_in_the_first_window_of_all_are_told_as
     model, runner = momentum_runner(write)
     model.arm(forward=3)
 
-    with pytest.raises(autoaccum.StateDamagedError, match="1 of its parameters in its forward pass"):
+    with pytest.raises(autoaccum.StateDamagedError, match=r"forward\(\) had modified 1 of the model's parameters"):
         runner.step(window(0))
 
 

@@ -111,7 +111,7 @@ def test_nothing_to_train_is_refused_with_the_remedy(modules, notices):
 
 @pytest.mark.parametrize("wrong", ["adam", 1e-3, lambda parameters: None, lambda parameters: parameters])
 def test_what_is_no_optimizer_is_refused(wrong, model, notices):
-    with pytest.raises(InvalidInputError, match=r"no torch\.optim\.Optimizer, nor a function"):
+    with pytest.raises(InvalidInputError, match=r"neither a torch\.optim\.Optimizer nor a function"):
         resolve(wrong, [model], notices)
 
 

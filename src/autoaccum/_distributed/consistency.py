@@ -61,8 +61,8 @@ def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm):
                 raise InvalidInputError(
-                    f"layer {name!r} is a SyncBatchNorm, which waits for all ranks in every forward pass; ranks cut "
-                    "their windows each as it can, so use BatchNorm (its statistics are averaged after every window) "
+                    f"layer {name!r} is a SyncBatchNorm, which waits for all ranks in every forward pass; each rank "
+                    "cuts its windows by itself, so use BatchNorm (its statistics are averaged after every window) "
                     "or GroupNorm"
                 )
             if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
@@ -82,7 +82,7 @@ def begin_alike(ranks: Ranks, step: TrainingStep, notices: Notices) -> None:
     if failure is not None:
         raise failure
     if any(failed):
-        raise InvalidInputError("the weights of rank 0 could not be taken over by every rank")
+        raise InvalidInputError("the weights of rank 0 could not be copied to every rank")
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     notices.say(f"the model's weights differed on ranks {', '.join(map(str, others))}; all begin with those of rank 0")
 

@@ -193,8 +193,8 @@ class DataParallel:
             weighs_only_then = self._weighs_only_then()
             if weighs_only_then:
                 self._say(
-                    "overlap=True has no effect with a loss that is a (sum, weight) pair: what the parts of a window "
-                    "weigh shows only when they have been worked on"
+                    "overlap=True has no effect with a loss that is a (sum, weight) pair: the weights of a window's "
+                    "parts are known only after the forward pass"
                 )
             self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
@@ -406,7 +406,7 @@ class DataParallel:
                 raise outcome.failure
             outcome.failure = None
             self._step.memory.release()
-        raise DoesNotFitError("some rank has no memory left to find out what its part of a window weighs")
+        raise DoesNotFitError("a rank has no memory left to compute the weight of its part of a window")
 
     def _weighs_only_then(self) -> bool:
         """Whether the weights of the parts are known only after the parts are computed."""
@@ -507,9 +507,9 @@ def trained(step: TrainingStep) -> list[nn.Parameter]:
 def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
     """Return the error for a rank that lacks memory when the others have begun to make an update."""
     return StartAgainError(
-        f"rank {rank} ran out of memory ({first_line(error)}) where the others make update {number}, and it cannot "
+        f"rank {rank} ran out of memory ({first_line(error)}) while the others make update {number}, and it cannot "
         "make it after them; every process has to be started again, as torchrun does with --max-restarts, and goes on "
-        "from the last checkpoint where fit has a checkpoint="
+        "from the last checkpoint if fit has a checkpoint="
     )
 
 

@@ -208,14 +208,14 @@ class ShardedDataParallel(DataParallel):
                 raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
             text = (
                 f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.phase}: "
-                f"{first_line(error)}) where the others wait for it; every process has to be started again, as "
-                "torchrun does with --max-restarts, and goes on in a smaller cut where fit has a checkpoint="
+                f"{first_line(error)}) while the others wait for it; every process has to be started again, as "
+                "torchrun does with --max-restarts, and goes on in a smaller cut if fit has a checkpoint="
             )
             reason_file.write(Reason(OUT_OF_MEMORY, size, self.ranks.rank, text))
             raise StartAgainError(text, size) from error
         if _is_of_the_network(error):
             raise RankFailedError(
-                f"another process of this training is gone, or has not answered in time ({first_line(error)}); its own "
+                f"another process of this training is gone, or did not answer in time ({first_line(error)}); its own "
                 "output says why"
             ) from error
 
@@ -313,8 +313,8 @@ class ShardedDataParallel(DataParallel):
     def _share_of(self, window: Window) -> Share:
         if self._step.objective.mixes_pairs():
             raise InvalidInputError(
-                "several losses of which some are (sum, weight) pairs cannot be weighed in a model that fully_shard "
-                "has spread over ranks; return one loss, or means"
+                "several losses, some of them (sum, weight) pairs, cannot be weighted in a model that fully_shard has "
+                "sharded; return one loss, or means"
             )
         said = self._weights_of_all(window)
         totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}

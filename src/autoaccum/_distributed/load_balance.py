@@ -31,8 +31,8 @@ def check_shares(shares: object, *, shard: object) -> None:
     check_choice("shares", shares, SHARES)
     if shares == "speed" and not shard:
         raise InvalidInputError(
-            "shares='speed' needs shard=True: where every rank's loader gives that rank's own samples, their number is "
-            "fixed by the loader"
+            "shares='speed' needs shard=True: otherwise every rank's loader yields that rank's own samples, and "
+            "fixes their number"
         )
 
 

@@ -62,7 +62,7 @@ class ShardedLoader:
 
     Attributes:
         reached: Number of windows in this epoch that the loader's workers may already have been asked for.
-        generator: The generator of `loader`, whose state is part of a position.
+        generator: The generator of `loader`. Its state, and those of the samplers' generators, belong to a position.
         sampler: The sampler of `loader`, which is notified of epochs.
         batch_sampler: The batch sampler of `loader`, which is notified of epochs.
     """
@@ -259,7 +259,7 @@ def _check_order(ranks: Ranks, name: str, batches: Sequence[Sequence[Any]]) -> N
     for rank, (_, theirs) in enumerate(said):
         if theirs != said[0][1]:
             raise InvalidInputError(
-                f"the {name} of rank {rank} goes through its samples in another order than that of rank 0, so that "
+                f"the {name} of rank {rank} yields its samples in a different order than that of rank 0, so that "
                 "some would be used twice and others never; with shard=True a sampler has to draw from torch's, "
                 "Python's or NumPy's generator, or from its attribute generator=, and over the same data on all ranks"
             )
@@ -269,8 +269,8 @@ def _refuse_others(name: str, said: Sequence[str]) -> None:
     for rank, one in enumerate(said):
         if one != said[0]:
             raise InvalidInputError(
-                f"the {name} of rank {rank} has {one}, and that of rank 0 {said[0]}; with shard=True every rank's has "
-                "to give all of the data, of which each takes its part"
+                f"the {name} of rank {rank} has {one}, and that of rank 0 {said[0]}; with shard=True every rank's "
+                "loader must give all of the data, and each rank takes its part"
             )
 
 

@@ -205,12 +205,12 @@ class Ranks:
             moments = {moment for _, _, moment, _ in heads}
             self.stood_together = len(moments) == 1 and -1 not in moments
             who = "; ".join(f"rank {rank}: {pickle.loads(text)}" for rank, text in failures.items())  # noqa: S301
-            raise RankFailedError(f"this training cannot go on, since another process of it has failed ({who})")
+            raise RankFailedError(f"this training cannot continue, since another of its processes has failed ({who})")
         topics = [name.rstrip(b"\0").decode() for name, *_ in heads]
         if len(set(topics)) > 1:
             who = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(topics))
             raise RankFailedError(
-                f"the processes of this training are out of step ({who}); give all the same arguments"
+                f"the processes of this training are out of step ({who}); start all of them with the same arguments"
             )
         return [pickle.loads(text) for text in texts]  # noqa: S301 - sent by this training's own processes
 
@@ -244,7 +244,7 @@ class Ranks:
                 yield
         except (RuntimeError, ValueError) as error:  # the second if the group is gone
             raise RankFailedError(
-                f"another process of this training is gone, or has not answered in time ({first_line(error)}); its own "
+                f"another process of this training is gone, or did not answer in time ({first_line(error)}); its own "
                 "output says why"
             ) from error
         except MemoryError as error:
@@ -253,8 +253,8 @@ class Ranks:
     def _out_of_memory(self, error: MemoryError) -> RankFailedError:
         """Return the error for an exchange that fails here: others may have received it, so it is never repeated."""
         return RankFailedError(
-            f"rank {self.rank} ran out of memory in what it exchanges with the others ({first_line(error)}); start "
-            "all processes again, with a smaller cut or more memory"
+            f"rank {self.rank} ran out of memory while exchanging a message with the others ({first_line(error)}); "
+            "start all processes again, with a smaller cut or more memory"
         )
 
 
@@ -359,6 +359,6 @@ def _set_up(device: torch.device) -> None:
         store.wait([f"met/{other}" for other in range(size)], limit)
     except (RuntimeError, ValueError) as error:
         raise RankFailedError(
-            f"the other processes of this training were not met ({first_line(error)}); they must be started with the "
-            "same MASTER_ADDR and MASTER_PORT, each with a RANK of its own"
+            f"the other processes of this training could not be reached ({first_line(error)}); they must be started "
+            "with the same MASTER_ADDR and MASTER_PORT, each with a RANK of its own"
         ) from error

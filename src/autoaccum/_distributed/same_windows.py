@@ -57,12 +57,12 @@ class GoneThrough:
                 has, others = (f"{n} samples" if n else "no sample" for n in (samples, sizes[0]))
                 raise InvalidInputError(
                     f"the loader of rank {rank} has {has} left for a window, and that of rank 0 {others}; with "
-                    "shard=True every rank's has to give all of the data, of which each takes its part"
+                    "shard=True every rank's loader must give all of the data, and each rank takes its part"
                 )
         if len(set(notes)) > 1:
             others = ", ".join(str(rank) for rank, note in enumerate(notes) if note != notes[0])
             self._notices.say(
-                f"shard=True: the targets of a window are others on ranks {others} than on rank 0. Every rank's loader "
+                f"shard=True: the targets of a window differ between rank 0 and ranks {others}. Every rank's loader "
                 "has to give the same samples in the same order; if it shuffles, seed it alike on all ranks, or some "
                 "samples are used twice and others never",
                 key="other targets",

@@ -38,8 +38,8 @@ _REST = {
 }
 _NEXT = {
     True: "go on with the next window",
-    False: "do not make this window again; mend what failed, and go on from the last checkpoint, or "
-    "anew where there is none",
+    False: "do not make this window again; fix what failed, and resume from the last checkpoint, or "
+    "start over if there is none",
 }
 
 

@@ -37,7 +37,7 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
         InvalidInputError: The device is unknown or missing, or `model` is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidInputError(f"model={shown(model)} is no torch.nn.Module; pass one, made and not its class")
+        raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; pass an instance, not a class")
     if isinstance(device, MemoryBackend):
         existing(device.device)
         return device

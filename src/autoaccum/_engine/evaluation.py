@@ -1,4 +1,4 @@
-"""Evaluates on validation data: mean loss and metrics, with every sample counted once and its own micro-batch size."""
+"""Evaluates on validation data: mean loss and metrics over every sample once, in micro-batches of their own size."""
 
 from __future__ import annotations
 
@@ -391,8 +391,8 @@ class _Averaged:
             value = value.mean()
         elif not isinstance(value, Tensor | Number):
             raise InvalidInputError(
-                f"metrics: metric {self._name!r} returned {shown(value)}, which is no number; return one, or a tensor "
-                "with a value for each sample"
+                f"metrics: metric {self._name!r} returned {shown(value)}, which is not a number; return one, or a "
+                "tensor with a value for each sample"
             )
         self._sum = self._sum + value * samples
         self._samples += samples
@@ -460,8 +460,8 @@ class _Stateful:
         if not _is_torchmetrics(self._metric):
             if not hasattr(self._metric, "merge_state"):
                 raise InvalidInputError(
-                    f"metric {self._name!r}, a {type(self._metric).__name__}, keeps a count of its own, and how those "
-                    f"of {size} ranks are put together is not known; pass a torchmetrics object or a callable of "
+                    f"metric {self._name!r}, a {type(self._metric).__name__}, keeps a count of its own, and it is not "
+                    f"known how to combine those of {size} ranks; pass a torchmetrics object or a callable of "
                     "(outputs, targets), which is averaged over the samples, or give it merge_state(others)"
                 )
             return
@@ -534,7 +534,7 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise InvalidInputError(
             f"metric {name!r} gave a tensor of shape {tuple(value.shape)}, but a metric is one number; average it, or "
-            "have it by name (torchmetrics.ClasswiseWrapper)"
+            "return its values by name (torchmetrics.ClasswiseWrapper)"
         )
     return float(value)
 
@@ -545,9 +545,9 @@ def _kept(value: Any) -> Any:
 
 def _cannot_be_put_back(name: str, metric: Any, why: str) -> DoesNotFitError:
     return DoesNotFitError(
-        f"metric {name!r}, a {type(metric).__name__}, ran out of memory while it was counting ({why}), and it holds "
-        "too much, or something of an unknown kind, to be put back to before; let it keep what it gathers in lists of "
-        "numbers or on the host, or give the val_loader smaller batches"
+        f"metric {name!r}, a {type(metric).__name__}, ran out of memory while it was counting ({why}), and its state "
+        "is too large, or of an unknown kind, to be restored; let it accumulate values in lists of numbers or on the "
+        "host, or give the val_loader smaller batches"
     )
 
 
@@ -572,7 +572,7 @@ def check_metrics(metrics: object) -> None:
     """
     for name, metric in _named(metrics).items():  # type: ignore[arg-type]
         if not isinstance(name, str):
-            raise InvalidInputError(f"metrics={shown(metrics)} has the name {shown(name)}; names are texts")
+            raise InvalidInputError(f"metrics={shown(metrics)} has the name {shown(name)}; names must be strings")
         _check_metric(name, metric)
 
 

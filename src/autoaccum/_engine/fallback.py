@@ -52,7 +52,7 @@ def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, 
             raise InvalidInputError(f"fallback={shown(name)} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
     if "offload" in names and memory.is_host:
         raise InvalidInputError(
-            f"fallback='offload' moves activations to the host's memory, where on {memory.name} they are already; "
+            f"fallback='offload' moves activations to host memory, and on {memory.name} they already are there; "
             "choose 'checkpoint'"
         )
     if names and compiles:
@@ -64,7 +64,9 @@ def _names(fallback: Sequence[str] | str | None) -> tuple[str, ...]:
     if fallback is None or isinstance(fallback, str):
         return () if fallback is None else (fallback,)
     if not isinstance(fallback, list | tuple):
-        raise InvalidInputError(f"fallback={shown(fallback)} is no name and no list of names, such as ['checkpoint']")
+        raise InvalidInputError(
+            f"fallback={shown(fallback)} is neither a name nor a list of names, such as ['checkpoint']"
+        )
     return tuple(fallback)
 
 
@@ -226,7 +228,7 @@ def _checkpointed(before: _Before, forward: Callable[..., Any], *args: Any, **kw
     )
     if _looks_of((*args, *kwargs.values())) != given:
         raise InvalidInputError(
-            f"a {before.name} changes in place what it is given, so it cannot be computed again from the same; leave "
+            f"a {before.name} changes its inputs in place, so it cannot be recomputed from them; leave "
             "fallback='checkpoint' out, or let the block work on a copy"
         )
     return outputs

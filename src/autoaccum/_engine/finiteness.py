@@ -203,7 +203,7 @@ class Finiteness:
         return _not_finite({name: tensor for name, tensor in self._held() if name not in self._exempt})
 
     def tell_refusal(self, names: list[str], step: int, newest: object) -> None:
-        """Report that no checkpoint is written, once until the next one is."""
+        """Report that no checkpoint is written, once until one is written."""
         listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         kept = "there is none yet" if newest is None else f"the last finite one stays: {newest}"
         self._notices.say(

@@ -392,8 +392,8 @@ class MicroBatches:
             return None
         if len(given.losses) > 1:
             raise InvalidInputError(
-                f"losses {', '.join(map(repr, given.losses))}: a (sum, weight) pair beside other losses whose weight "
-                "is not known beforehand"
+                f"losses {', '.join(map(repr, given.losses))}: a (sum, weight) pair cannot be combined with other "
+                "losses if its weight is not known before the backward pass"
             )
         ((name, weights),) = given.pair_weights.items()
         total = sum(weights)
@@ -433,8 +433,8 @@ class MicroBatches:
     def _refuse_written_parameters(self) -> None:
         if written := self._written():
             raise StateDamagedError(
-                f"memory ran out in the first window in which the model has written {len(written)} of its parameters "
-                "in its forward pass; load them again, and begin with a smaller micro_batch"
+                f"memory ran out after forward() had modified {len(written)} of the model's parameters for the first "
+                "time, and they cannot be restored; reload them, and begin with a smaller micro_batch"
             )
 
 

@@ -95,8 +95,8 @@ class PostMortem:
             phase: The phase in which it was raised.
             size: Samples in the micro-batch; None if none was being processed.
             step: Number of the window, from 1; None outside of training.
-            is_trial: Whether this was a trial of whether the size fits. Then only a failure with one sample or less,
-                which no smaller size can avoid, is worth a report.
+            is_trial: Whether this was a trial of whether the size fits. Then only a failure that no smaller size can
+                avoid is worth a report.
         """
         if not self._is_looking or (is_trial and size is not None and size > 1):
             self._places.forget()

@@ -133,7 +133,8 @@ def _called(maker: MakesOptimizer, trainable: list[nn.Parameter]) -> torch.optim
     made = maker(trainable) if callable(maker) else maker
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidInputError(
-            f"optimizer={shown(maker)} is no torch.optim.Optimizer, nor a function of the parameters that returns one"
+            f"optimizer={shown(maker)} is neither a torch.optim.Optimizer nor a function of the parameters that "
+            "returns one"
         )
     return made
 

@@ -426,8 +426,8 @@ class Runner(WindowRunner):
         """
         if not name.startswith("_") and name not in _SETTABLE:
             raise InvalidInputError(
-                f"runner.{name} cannot be set, only {' and '.join(_SETTABLE)} can; make another Runner with what it is "
-                "to be"
+                f"runner.{name} cannot be set, only {' and '.join(_SETTABLE)} can; create another Runner with the "
+                "value you need"
             )
         super().__setattr__(name, value)
 
@@ -506,4 +506,4 @@ def _check_finite(losses: dict[str, Tensor]) -> None:
 
 def _check_plan(plan: object) -> None:
     if not isinstance(plan, Plan):
-        raise InvalidInputError(f"plan={shown(plan)} is no autoaccum.Plan; autoaccum.plan(target, limit) makes one")
+        raise InvalidInputError(f"plan={shown(plan)} is not an autoaccum.Plan; autoaccum.plan(target, limit) makes one")

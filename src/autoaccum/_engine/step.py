@@ -304,7 +304,7 @@ def assemble(
     """
     check_clip(clip_grad_norm)
     check_model(model)
-    with devices.failures_told(memory, "what a training needs beside the model"):
+    with devices.failures_told(memory, "what training needs in addition to the model"):
         objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
         if not is_one_of_several:
             refuse_sharded(objective.modules)
@@ -335,7 +335,7 @@ def assemble_without_optimizer(
         DoesNotFitError: As for `assemble`.
     """
     check_model(model)
-    with devices.failures_told(memory, "what a gradient needs beside the model"):
+    with devices.failures_told(memory, "what a gradient needs in addition to the model"):
         objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
         refuse_sharded(objective.modules)
         how = precision.resolve(precision_name, memory.device, model, notices)
@@ -350,7 +350,7 @@ def check_model(model: object) -> None:
         InvalidInputError: It is not a module, or its parameters do not exist yet.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidInputError(f"model={shown(model)} is no torch.nn.Module; pass one, made and not its class")
+        raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; pass an instance, not a class")
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(value):
             raise InvalidInputError(
