@@ -1,6 +1,6 @@
-"""What a user can hang on to a call of `fit`: one small protocol, and two loggers that use it.
+"""The base class of callbacks, which observe a call of `fit`.
 
-Callbacks are called on the training thread, between windows. Whatever one raises ends the call and arrives unchanged.
+Callbacks run on the training thread, between windows. An exception from a callback ends the call and arrives unchanged.
 """
 
 from __future__ import annotations
@@ -17,47 +17,48 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base of all callbacks; every method does nothing, so override what you need."""
+    """Base class of callbacks. Every method does nothing by default; override the ones you need."""
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
-        """`fit` has checked its arguments; None means that the number is not known (or, for epochs, not set)."""
+        """Called after `fit` has checked its arguments; a number is None if it is unknown or not set."""
 
     def on_trial(self, trial: Trial) -> None:
-        """The probe has tried one size."""
+        """Called after the probe has tried a micro-batch size."""
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """A plan was made and holds from window `step` on; `probe` is set where a probe led to it."""
+        """Called when a new plan takes effect, from window `step` on; `probe` is set if a probe led to the plan."""
 
     def on_step(self, report: StepReport, *, epoch: int) -> None:
-        """A window is done; reading `report.loss` waits for the device."""
+        """Called after each window; reading `report.loss` waits for the device."""
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Memory ran out in window `step`; what failed was undone, and the window goes on in a smaller cut."""
+        """Called when memory ran out in window `step`; the failure was undone and the window continues, cut smaller."""
 
     def on_epoch_end(self, epoch: int) -> None:
-        """An epoch's windows are done; epochs count from 1."""
+        """Called after the last window of an epoch; epochs count from 1."""
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
-        """The validation data has been gone through after epoch `epoch`."""
+        """Called after the evaluation that follows epoch `epoch`."""
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:
-        """A checkpoint of the state after window `step` was written."""
+        """Called after a checkpoint of the state after window `step` was written."""
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
-        """Training goes on, in epoch `epoch`, from the checkpoint of window `step`: what was told beyond is void.
+        """Called when training resumes in epoch `epoch` from the checkpoint of window `step`.
 
-        This comes at the beginning of a call that resumes, and where a call goes back to its last checkpoint.
+        Earlier reports on later windows are void. This happens at the start of a call that resumes, and when a call
+        goes back to its last checkpoint.
         """
 
     def on_fit_end(self, result: FitResult | None) -> None:
-        """`fit` is about to return `result`, or to raise (then it is None). Always called once after `on_fit_start`."""
+        """Called once after every `on_fit_start`, before `fit` returns `result` or raises (`result` is then None)."""
 
 
 def check_callbacks(callbacks: object) -> None:
     """Check the argument `callbacks`.
 
     Raises:
-        InvalidInputError: It is no list (or tuple) of callbacks.
+        InvalidInputError: It is not a list or tuple of callbacks.
     """
     if isinstance(callbacks, Callback):
         raise InvalidInputError(f"callbacks={shown(callbacks)} is a single callback; pass [it]")

@@ -1,47 +1,48 @@
-"""The exceptions that autoaccum raises itself.
+"""The exceptions that autoaccum raises.
 
-Every message says what was asked, what was found and what to try next. An exception from the user's own model,
-loss, loader or callback is never wrapped: it arrives as it was raised. The exception is what fails after the optimizer
-has stepped, where whoever catches it has to know that the update is made: `UpdateCompleteError`, raised from it.
+Every message says what was asked, what was found and what to try next. Exceptions from the user's own model, loss,
+loader or callbacks propagate unchanged, except after the optimizer has stepped: `UpdateCompleteError`, raised from the
+original exception, tells the caller that the update is made.
 """
 
 
 class AutoaccumError(Exception):
-    """Base of every error that autoaccum raises itself."""
+    """Base class of all exceptions that autoaccum raises."""
 
 
 class InvalidInputError(AutoaccumError, ValueError):
-    """An argument, a batch or a recipe cannot be used; nothing was changed."""
+    """An argument, a batch or a recipe is invalid; nothing was changed."""
 
 
 class DeviceMissingError(InvalidInputError):
-    """The device that was asked for is not there; nothing was changed."""
+    """The requested device does not exist; nothing was changed."""
 
 
 class DoesNotFitError(AutoaccumError):
-    """Not even the smallest micro-batch fits in the memory there is; everything is as it was before the call."""
+    """Not even the smallest micro-batch fits in memory; everything is as it was before the call."""
 
 
 class DeviceLostError(AutoaccumError):
-    """The device reported an error after which this process can no longer use it; start a new process."""
+    """The device failed and this process can no longer use it; start a new process."""
 
 
 class StateDamagedError(AutoaccumError):
-    """The optimizer failed after it had begun to write, so the parameters are part old, part new.
+    """The optimizer failed while writing, so some parameters are updated and others are not.
 
-    Training must not go on from here: load a checkpoint. With `checkpoint=`, `fit` goes back to its last one by itself.
+    Training must not continue from this state; load a checkpoint. With `checkpoint=`, `fit` goes back to its last
+    checkpoint by itself.
     """
 
 
 class UpdateCompleteError(AutoaccumError):
-    """The optimizer has stepped, and something that follows the update failed; `__cause__` is what failed.
+    """The optimizer has stepped, but something that follows the update failed; `__cause__` is the original exception.
 
-    It may be an optimizer's hook, the scheduler, or memory that ran out in either or in what the library notes after an
-    update. The window must not be given again: its update is made. Where the message says that what moves with the
-    update has not all moved, no checkpoint is written of this moment, and the last one is where to go on from.
+    An optimizer hook or the scheduler failed, or memory ran out in either of them or in the library's own bookkeeping
+    after an update. Do not train on the window again: its update is made. If the message says that not all state has
+    moved with the update, no checkpoint of this state is written; resume from the last one.
 
     Attributes:
-        step: The update that was made, counted as `StepReport.step`; None only where no runner has made it.
+        step: Number of the update that was made, as in `StepReport.step`; None if no runner made it.
     """
 
     def __init__(self, message: str, step: int | None = None) -> None:
@@ -50,31 +51,32 @@ class UpdateCompleteError(AutoaccumError):
 
 
 class NotFiniteError(AutoaccumError):
-    """A window's loss or gradient was NaN or infinite, and `on_nan="stop"` asked to stop there.
+    """A window's loss or gradient norm was NaN or infinite, with `on_nan="stop"`.
 
-    With `checkpoint=`, the last checkpoint whose parameters are finite is kept.
+    With `checkpoint=`, the last checkpoint with finite parameters is kept.
     """
 
 
 class CheckpointError(AutoaccumError):
-    """A checkpoint cannot be written or read, or belongs to something else; the message says if anything changed."""
+    """A checkpoint cannot be written or read, or belongs to another run; the message says whether anything changed."""
 
 
 class CheckpointInUseError(CheckpointError):
-    """Another process, which the message names, trains with this checkpoint folder; nothing there was changed.
+    """Another process, named in the message, trains with this checkpoint folder; nothing in the folder was changed.
 
-    Either it was there first and is alive, or it has taken the folder over from this one, which was suspended too long.
+    Either that process was first and is alive, or it took the folder over while this one was suspended for too long.
     """
 
 
 class StartAgainError(AutoaccumError):
-    """Memory ran out where this process cannot go on, nor can the others of its training: all have to start again.
+    """Memory ran out at a point from which no process of the training can continue; all of them must be restarted.
 
-    From a checkpoint, `fit` goes on in a smaller cut. Uncaught, it ends `autoaccum` with exit code 75 (EX_TEMPFAIL).
+    When restarted from a checkpoint, `fit` cuts windows smaller. Uncaught, this error ends the `autoaccum` command with
+    exit code 75 (EX_TEMPFAIL).
 
     Attributes:
-        micro_batch: Samples of the micro-batch that did not fit; None where it was none.
-        exit_code: What a script of your own may end with, so that others can tell: 75.
+        micro_batch: Size of the micro-batch that did not fit; None if no micro-batch was running.
+        exit_code: The exit code that your own script should use for this error: 75.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
@@ -85,4 +87,4 @@ class StartAgainError(AutoaccumError):
 
 
 class RankFailedError(AutoaccumError):
-    """Another process of the same distributed job failed, so this one cannot go on either."""
+    """Another process of the same distributed job failed, so this one cannot continue."""
