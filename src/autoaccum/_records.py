@@ -255,7 +255,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """Result of `fit`. After a resume, counts cover the whole run and sequences cover this call.
+    """Result of `fit`. After a resume, counts cover the whole run; `history` and `evaluations` cover this call.
 
     Attributes:
         steps: Number of windows completed in the whole run, including those that the scaler skipped.

@@ -1,4 +1,4 @@
-"""The lifecycle of one call of `fit`, one after the other: what is known of sizes in, a runner that cuts by it out."""
+"""Makes the runner of one call of `fit`, and rebuilds it after a fallback, a resume or a rollback."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class _Noting(Callback):
-    """Notes what becomes of plans: a callback apart from the lifecycle, which hold it and whose lifecycle call it.
+    """Records plans as they change. It is a callback of its own, apart from the lifecycle, which owns and calls it.
 
     Args:
-        finding: Keeps what was found for the next run.
-        compiling: Compiles the model when sizes are known; None where that is not asked for.
+        finding: Keeps plans for the next run.
+        compiling: Compiles the model once sizes are known; None without `compile`.
 
     Attributes:
-        plans: Every plan so far, each with the step from which on it holds.
+        plans: All plans so far, each with the step from which it is in force.
     """
 
     def __init__(self, finding: Finding, compiling: Compiling | None) -> None:
@@ -44,40 +44,40 @@ class _Noting(Callback):
         self._compiling = compiling
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """Note the plan."""
+        """Record the plan, and compile the model if a probe led to it."""
         self.plans.append((step, plan))
         if probe is not None:
             self._finding.note(probe)
             self.compile()
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
-        """Forget a plan that does not hold."""
+        """Delete the cached plan, which does not fit."""
         self._finding.forget()
 
     def compile(self) -> None:
-        """Compile the model, now that the sizes are known."""
+        """Compile the model if `compile` was given."""
         if self._compiling is not None:
             self._compiling.begin()
 
 
 class PlanLifecycle:
-    """Makes a runner to begin with, and another where a step is to take less memory, or training goes back.
+    """Makes the first runner, and a new one after a fallback or when training goes back to an earlier moment.
 
     Args:
         step: The training step.
-        progress: Where training stands; it moves with every update.
-        callbacks: Told what happens.
-        notices: Where choices made for the user are said.
-        finding: Finds how windows are to be cut.
-        fallbacks: Make a step take less memory where not even one sample fits.
-        compiling: Compiles the model when sizes are known; None where that is not asked for.
+        progress: Tracks the moment; it advances with every update.
+        callbacks: Callbacks to notify.
+        notices: Reports choices made for the user.
+        finding: Finds the plan by which to cut windows.
+        fallbacks: Reduce the memory of a step if not even one sample fits.
+        compiling: Compiles the model once sizes are known; None without `compile`.
         world: The processes of this training.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
 
     Attributes:
-        callbacks: All that are told, first the one that notes the plans.
-        current: The runner in force, from `begin` on.
+        callbacks: All callbacks, the one that records the plans first.
+        current: The current runner; set by `begin`.
     """
 
     current: WindowRunner
@@ -108,22 +108,22 @@ class PlanLifecycle:
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
         self._earlier_oom_events = 0
-        self._fastest: Plan | None = None  # that was noted already
+        self._fastest: Plan | None = None  # once it has been recorded
 
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
-        """Every plan, each with the step from which on it held."""
+        """All plans, each with the step from which it was in force."""
         return tuple(self._noting.plans) or ((self._progress.moment.windows + 1, self.current.plan),)
 
     @property
     def oom_events(self) -> int:
-        """How often memory has run out, in earlier calls too."""
+        """Number of times memory ran out, including earlier calls."""
         return self._earlier_oom_events + self.current.oom_events
 
     # --- the plan to begin with ---------------------------------------------------------------------------------------
 
     def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
-        """Return how windows are cut at first, and by what that was found where that was done beforehand.
+        """Return the initial cut, and the probe's result if there was a probe before training.
 
         Args:
             first: This process's part of the first window.
@@ -137,10 +137,10 @@ class PlanLifecycle:
         return Cutting(plan, plan, None if probed is None else probed.bytes_per_sample), probed
 
     def take_up(self, kept: Kept | None) -> Cutting:
-        """Return how windows are cut from now on.
+        """Return how windows are cut after a resume.
 
         Args:
-            kept: What a checkpoint of an earlier call says of that; None where other processes wrote it.
+            kept: The cut and plans stored in the checkpoint; None if other processes wrote it.
         """
         if kept is None:
             return Cutting.of(self._finding.plan())
@@ -154,7 +154,7 @@ class PlanLifecycle:
         return replace(kept.cutting, plan=plan, grows_to=self._finding.within_cap(kept.cutting.grows_to))
 
     def begin(self, cutting: Cutting) -> None:
-        """Make the runner that cuts windows so."""
+        """Make the runner that cuts windows by `cutting`."""
         step, windows_done = self._step, self._progress.moment.windows
         wanted = self._finding.wanted(self._progress.windows_ahead, cutting)
         events = Events(self.callbacks, windows=windows_done)
@@ -170,7 +170,7 @@ class PlanLifecycle:
         )
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:
-        """Tell of the plan that training begins with, unless the first windows are to find a better one."""
+        """Notify callbacks of the initial plan, unless the first windows are to find a better one."""
         if self.current.is_learning:
             return
         self._noting.compile()
@@ -193,25 +193,25 @@ class PlanLifecycle:
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def step(self, part: Window) -> StepReport | None:
-        """Make the update of a window, with less memory for a step where not even one sample fits.
+        """Make the update of a window, applying fallbacks if not even one sample fits.
 
         Args:
             part: The window, or this process's part of it.
 
         Returns:
-            What was done; None where no process has a sample of it.
+            The window's report; None if no process has any of its samples.
         """
         try:
             report = self.current.step(part)
         except DoesNotFitError as error:
-            # Of an update that is made, here or by the others, there is nothing left to try with less memory.
+            # Once the update is made, here or on other ranks, no fallback can help.
             if self.current.is_past_return or not self._falls_back(error):
                 raise
             _oom.let_go(error)
         else:
             self._note_fastest()
             return report
-        # After the handler: inside it the traceback still pins the activations.
+        # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
         self._earlier_oom_events += self.current.oom_events
         plan, is_timed = self._finding.plan(), self.current.cutting.is_timed
@@ -219,7 +219,7 @@ class PlanLifecycle:
         return self.step(part)
 
     def _note_fastest(self) -> None:
-        """Note the plan that autotuning has chosen, once."""
+        """Record the plan that autotuning has chosen, once."""
         fastest = self.current.fastest
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
@@ -228,11 +228,11 @@ class PlanLifecycle:
 
     @property
     def kept(self) -> Kept:
-        """How windows are cut now, for a checkpoint."""
+        """The present cut and all plans, as a checkpoint stores them."""
         return Kept(self.current.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events)
 
     def begin_anew(self) -> None:
-        """Make another runner that cuts as the present one does, where training has gone back to an earlier moment."""
+        """Make a new runner with the present cut, after training has gone back to an earlier moment."""
         former = self.current.cutting
         self._earlier_oom_events += self.current.oom_events
         next_step = self._progress.moment.windows + 1
@@ -242,13 +242,13 @@ class PlanLifecycle:
         self.begin(former)
 
     def end(self) -> None:
-        """Give the model back as it was written."""
+        """Undo compilation and fallbacks, so that the model is as the user wrote it."""
         if self._compiling is not None:
             self._compiling.end()
         self._fallbacks.end()
 
     def _falls_back(self, error: DoesNotFitError) -> bool:
-        """Make a step take less memory; return whether there was a way left."""
+        """Apply the next fallback; return whether there was one."""
         in_force = tuple(self._fallbacks.ways)
         has_fallen_back = self._fallbacks.next()
         if self._fallbacks.found_no_blocks:
@@ -260,9 +260,9 @@ class PlanLifecycle:
             error.add_note(f"autoaccum: in force already: {'; '.join(in_force)}")
         return has_fallen_back
 
-    # --- what is noted ------------------------------------------------------------------------------------------------
+    # --- records of plans ---------------------------------------------------------------------------------------------
 
     def _noted(self, plan: Plan) -> Plan:
-        """Note a plan that holds from the next window on, and return it."""
+        """Record a plan that takes effect with the next window, and return it."""
         self._noting.plans.append((self._progress.moment.windows + 1, plan))
         return plan

@@ -1,8 +1,8 @@
-"""Where a training stands: a loader's epochs in, windows and the moment after each of them out.
+"""Iterates over windows and tracks the moment to resume from.
 
-The moment is the one after the last whole window. What moves with an update moves inside it, while interrupts are held
-back (`update_made`); what follows an epoch moves together at its end. That state is what a checkpoint holds, and where
-a run that goes on begins.
+The moment is the state after the last whole window. Everything that changes with an update changes inside the update,
+while interrupts are held back (`update_made`); everything that changes with an epoch changes together at its end. A
+checkpoint holds this state, and a resumed run begins from it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on, and for how long.
+    """The training data and how long to train on it.
 
     Attributes:
         loader: As for `fit`.
-        target_batch: Samples a window, on all processes together.
-        last_window: What becomes of a shorter last one.
-        epochs: Epochs after which to stop; None for no such end.
-        max_steps: Windows after which to stop; None for no such end.
-        steps_per_epoch: Windows that an epoch has, where that is known.
+        target_batch: Number of samples per window, over all processes.
+        last_window: As for `fit`.
+        epochs: Number of epochs after which to stop; None for no such limit.
+        max_steps: Number of windows after which to stop; None for no such limit.
+        steps_per_epoch: Number of windows per epoch; None if unknown.
     """
 
     loader: Iterable[Any]
@@ -51,18 +51,18 @@ class Data:
 
 
 class TrainingProgress:
-    """Goes through a loader's epochs, window by window.
+    """Iterates over a loader's epochs, window by window.
 
     Args:
-        data: What is trained on.
-        schedule: Moves with updates.
-        memory: Its limit is lifted while a loader starts its workers.
-        random: The generators whose states belong to a moment; None where there is no way back to one.
+        data: The training data.
+        schedule: Steps the learning-rate scheduler.
+        memory: The memory backend; its limit is lifted while a loader starts its workers.
+        random: The generators whose states belong to a moment; None if training cannot go back to one.
         world: The processes of this training.
 
     Attributes:
         moment: The moment after the last whole window.
-        is_whole: Whether model, optimizer and scheduler are those of the moment: not while an update is being made.
+        is_whole: Whether model, optimizer and scheduler are in the state of the moment; False during an update.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class TrainingProgress:
         self._first: Window | None = None
         self._coming: Position = self.moment.position
         self._next = self.moment
-        self._has_begun = False  # the epoch, as far as other processes are asked
+        self._has_begun = False  # whether other processes were asked about this epoch
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether training has reached its end."""
         windows, position = self.moment.windows, self.moment.position
         if self._data.epochs is not None and position.epoch > self._data.epochs:
             return True
@@ -100,7 +100,7 @@ class TrainingProgress:
 
     @property
     def windows_ahead(self) -> int | None:
-        """Windows that are to come, where that is known."""
+        """Number of windows still to come; None if unknown."""
         if self._data.max_steps is not None:
             return self._data.max_steps - self.moment.windows
         if self._data.steps_per_epoch is None or self._data.epochs is None:
@@ -108,17 +108,17 @@ class TrainingProgress:
         return self._data.steps_per_epoch * self._data.epochs - self.moment.windows
 
     def close(self) -> None:
-        """Let go of the epoch's windows, and so of the processes that load them."""
+        """Release the epoch's windows and with them the processes that load them."""
         self._windows = self._first = None
         self._track.close()
 
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def first_part(self) -> Window:
-        """Return this process's part of the first window, which is still to come.
+        """Return this process's part of the first window; `next_window` will return this window again.
 
         Raises:
-            InvalidInputError: The loader gives nothing.
+            InvalidInputError: The loader is empty.
         """
         self._first = first = self._first_window()
         self._world.look_at(first)
@@ -127,26 +127,26 @@ class TrainingProgress:
     def next_window(self) -> Window | None:
         """Return the next window; None at the end of the epoch or of the training.
 
-        An error of the loader arrives as it is: it is never the step's.
+        Errors of the loader propagate unchanged; they are never treated as failures of a step.
         """
         windows = self._begin_epoch() if self._windows is None else self._windows
         if self.moment.windows == self._data.max_steps:
             return None
         first, self._first = self._first, None
         if first is None:
-            with self._memory.lifted():  # a data set may start processes for a sample
+            with self._memory.lifted():  # a data set may start processes to load a sample
                 first = next(windows, None)
         return self._world.at_end if first is None else first
 
     def has_nothing(self, window: Window | None) -> bool:
-        """Whether an epoch has begun that has no window, this being the first."""
+        """Whether the epoch has no windows at all, given its first one; asked once per epoch."""
         if self._has_begun:
             return False
         self._has_begun = True
         return not self._world.has_anything(window)
 
     def part_to_make(self, window: Window) -> Window | None:
-        """Return this process's part of a window of which an update is to be made; None where it is to be left out."""
+        """Return this process's part of a window to train on; None if the window is left out."""
         self._coming = self._track.after(window)
         part = self._world.part(window)
         return None if self._world.is_to_be_dropped(part) else part
@@ -165,7 +165,7 @@ class TrainingProgress:
         return first
 
     def _begin_epoch(self) -> Iterator[Window]:
-        # Worker processes are started here, and would inherit the limit.
+        # Worker processes start here and would inherit the limit.
         with self._memory.lifted():
             batches = self._track.begin(self.moment.position.epoch)
         self._has_begun = False
@@ -178,22 +178,22 @@ class TrainingProgress:
     # --- the moment ---------------------------------------------------------------------------------------------------
 
     def prepare(self, samples: int) -> None:
-        """Make the moment that an update leads to, while it can still be given up: later there may be no memory.
+        """Make the moment that follows an update beforehand, while the update can still be undone if memory runs out.
 
         Args:
-            samples: Samples of the window, over all processes.
+            samples: Number of samples in the window, over all processes.
         """
         now = self.moment
         self._next = Moment(now.windows + 1, now.samples + samples, self._coming, now.random)
 
     def update_made(self, *, skipped: bool) -> None:
-        """Move everything that moves with an update; interrupts are held back meanwhile.
+        """Advance everything that moves with an update, while interrupts are held back.
 
-        Only the user's scheduler can fail here. What an optimizer or a scheduler may have drawn is read last; where no
-        memory is left for that, the moment is not whole before `after_callbacks` has read it.
+        Only the user's scheduler can fail here. The random state is read last, since an optimizer or a scheduler may
+        draw from it; if no memory is left for that, the moment is not whole until `after_callbacks` has read it.
 
         Args:
-            skipped: Whether the scaler skipped it.
+            skipped: Whether the gradient scaler skipped the update.
         """
         self.is_whole = False
         self._schedule.after_update(skipped=skipped)
@@ -202,15 +202,15 @@ class TrainingProgress:
         self.is_whole = self._has_noted_random_state()
 
     def after_callbacks(self) -> None:
-        """Note what callbacks have drawn: the next window begins from there, whenever this moment is written."""
+        """Read the random state after callbacks, which may draw from it, so that the next window resumes from there."""
         if not self._has_noted_random_state():
-            # Once more, after the handler: inside it the traceback still pins what the update took.
+            # Once more, after the handler: inside it, the traceback still pins the update's memory.
             self._memory.release()
             self._note_random_state()
         self.is_whole = True
 
     def _has_noted_random_state(self) -> bool:
-        """Note the random state; return False where no memory is left for that."""
+        """Read the random state; return False if no memory is left for that."""
         try:
             self._note_random_state()
         except Exception as error:
@@ -225,10 +225,10 @@ class TrainingProgress:
             self.moment = replace(self.moment, random=self._random_states())
 
     def end_epoch(self, evaluation: Evaluation | None) -> None:
-        """Move everything that moves after an epoch's last window, or the last window of all.
+        """Advance everything that moves after an epoch's last window, or after the last window of all.
 
         Args:
-            evaluation: Of this epoch, where there is one.
+            evaluation: The epoch's evaluation, if any.
 
         Raises:
             UpdateCompleteError: The scheduler failed.
@@ -242,7 +242,7 @@ class TrainingProgress:
                 self._schedule.after_epoch()
         except Exception as error:
             raise afterwards.told(error, self.moment.windows, has_moved=False) from error
-        if self.moment.windows == self._data.max_steps:  # there may be more of this epoch
+        if self.moment.windows == self._data.max_steps:  # the epoch may have more windows
             position = replace(position, closed=True)
         else:
             position, self._windows = self._track.at_start(position.epoch + 1), None
@@ -251,7 +251,7 @@ class TrainingProgress:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Put the loader and the random state where they are now, if the block raises."""
+        """Restore the present state of the loader and of the random generators if the block raises."""
         moment, random, undo = self.moment, self._random_states(), self._track.undo()
         try:
             yield
@@ -262,10 +262,10 @@ class TrainingProgress:
             raise
 
     def go_to(self, moment: Moment) -> None:
-        """Put the loader and the random state where they were at a moment.
+        """Restore the loader and the random state of a moment.
 
         Raises:
-            CheckpointError: The loader is another one.
+            CheckpointError: The loader is not the one of that moment.
         """
         self.moment, self._windows, self._first = moment, None, None
         position, before = moment.position, self._random_states()
@@ -282,17 +282,17 @@ class TrainingProgress:
         self.put_random_state_back()
 
     def put_random_state_back(self) -> None:
-        """Set the random state to that of the moment."""
+        """Restore the random state of the moment."""
         self._set_random(self.moment.random)
 
     def taken_over(self, moment: Moment) -> Moment:
-        """Return where this training stands at a moment of other processes.
+        """Return the moment at which this training resumes from a moment of other processes.
 
         Raises:
-            CheckpointError: The loader is another one.
+            CheckpointError: The loader is not the one of that moment.
         """
         position = self._world.position_of(moment.position)
-        # The order of the epochs to come is drawn on the first rank.
+        # Only rank 0 keeps the random state: it draws the order of the coming epochs.
         return replace(
             moment, position=position, random=moment.random if self._world.decides else self._random_states()
         )
