@@ -1,4 +1,4 @@
-"""Where the first plan of a run comes from: the user, an earlier run, a probe beforehand, or the first windows."""
+"""Finds the first plan of a run: set by the user, cached by an earlier run, probed, or learned in the first windows."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from autoaccum._records import Plan, ProbeResult, Trial
     from autoaccum._sizing.controller import Cutting
 
-# To be timed, cuts take windows; where there are few, the largest that fits has to do. Where it is not known how many
-# there will be, so many go before.
+# Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
+# is unknown, timing waits for this many first.
 _WINDOWS_WORTH_TIMING = 40
 _WINDOWS_BEFORE_TIMING = 10
 
 
 class Finding:
-    """Finds how windows are to be cut in one call of `fit`.
+    """Finds the plan by which to cut windows in one call of `fit`.
 
     Args:
         step: The training step.
-        target_batch: Samples a window.
-        micro_batch: As for `fit`, and so are the next two.
-        probe: How sizes are found where `micro_batch` is "auto".
-        strategy: How windows are cut; None for "fastest" where sizes are found out, else "balanced".
-        cache: Where plans are kept; None where they are not.
-        limit_bytes: Memory to stay within, in the memory backend's terms.
+        target_batch: Number of samples per window.
+        micro_batch: As for `fit`.
+        probe: As for `fit`.
+        strategy: As for `fit`.
+        cache: Keeps plans between runs; None to keep none.
+        limit_bytes: Memory limit, as the memory backend counts it.
         loss_scope: As for `fit`.
         forward: As for `fit`.
-        cap: The most samples at once, whatever is asked or found; None where nothing says so.
-        grows_from: The size to begin with where a size that does not fit would end the process: then nothing is tried,
-            and sizes grow by what smaller ones show. None where failures can be survived.
+        cap: Upper bound on the micro-batch, set or found; None for no bound.
+        grows_from: The initial size if a size that does not fit would end the process. Nothing is then tried, and sizes
+            grow by extrapolation from smaller ones. None if the process survives running out of memory.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Finding:
         grows_from: int | None = None,
     ) -> None:
         self.asked = micro_batch
-        # One that no window reaches is none.
+        # A cap that no window reaches has no effect.
         self._cap = None if cap is None or cap >= target_batch else cap
         self._step = step
         self._target_batch = target_batch
         self._is_auto = micro_batch == "auto"
-        # A loss over the whole window has to know the whole cut beforehand.
+        # A loss over the whole window needs to know the whole cut beforehand.
         self._probe = "before" if probe == "inline" and loss_scope == "window" else probe
         self._grows_from = grows_from
         if grows_from is not None:
@@ -81,11 +81,11 @@ class Finding:
         self._remembered: Remembered | None = None
 
     def begin(self, first: Window, on_trial: Callable[[Trial], None]) -> ProbeResult | None:
-        """Look for an earlier run of the same job, and search beforehand where that was asked for.
+        """Look up an earlier run of the same job in the cache, and run the probe if `probe` is "before".
 
         Args:
             first: The first window.
-            on_trial: Told of each trial.
+            on_trial: Called with each trial.
 
         Raises:
             DoesNotFitError: Not even one sample fits.
@@ -122,49 +122,49 @@ class Finding:
         return found
 
     def begin_anew(self) -> None:
-        """Find out by the windows to come, since a step takes another memory now; earlier runs say nothing of it."""
+        """Search again in the coming windows, without the cache: after a fallback, a step takes less memory."""
         self._cache = self._remembered = None
         if self._loss_scope != "window" and self._probe == "before":
             self._probe = "inline"
 
     def plan(self, probed: ProbeResult | None = None) -> Plan:
-        """Return the plan to begin with; where the first windows are to teach a better one, it is that of no cut."""
+        """Return the initial plan; a single micro-batch per window if the first windows are to find a better plan."""
         target = self._target_batch
         found = self._grows_from or target if probed is None else probed.micro_batch
         most = self.asked if isinstance(self.asked, int) else found
         most = most if self._cap is None else min(most, self._cap)
-        # The fastest is found by whole windows: a single trial of each size says little on a machine that others use.
+        # Only whole windows are timed: on a shared machine, a single trial per size says little.
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
         return plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of)
 
     @property
     def most_asked(self) -> int | None:
-        """The most samples at once that the user allows; None where that is left to the library."""
+        """The largest micro-batch that the user allows; None for no bound."""
         asked = [most for most in (self.asked, self._cap) if isinstance(most, int)]
         return min(asked, default=None)
 
     @property
     def grows_to(self) -> int | None:
-        """The largest size that is wanted, where sizes grow by what smaller ones show; None where they do not."""
+        """The largest size to grow to, if sizes grow by extrapolation from smaller ones; else None."""
         if self._grows_from is None or not self._is_auto:
             return None
         return self._target_batch if self._cap is None else self._cap
 
     def within_cap(self, earlier: Plan) -> Plan:
-        """Return the plan of an earlier run, or one that the cap allows where that does not."""
+        """Return the plan of an earlier run if the cap allows it, else a plan within the cap."""
         return earlier if self._cap is None or earlier.micro_batch <= self._cap else self.plan()
 
     def wanted(self, windows_ahead: int | None, cutting: Cutting) -> SizingOptions:
-        """Return what is asked of the cut from now on.
+        """Return the options for choosing sizes from now on.
 
         Args:
-            windows_ahead: Windows that are to come, where that is known.
-            cutting: How windows are cut at first.
+            windows_ahead: Number of windows still to come; None if unknown.
+            cutting: The initial cut.
         """
         remembered = self._remembered
         line = None
         if remembered is not None and remembered.bytes_per_sample:
-            line = Line(0.0, remembered.bytes_per_sample)  # what was held then is not what is held now
+            line = Line(0.0, remembered.bytes_per_sample)  # the fixed part differs between runs
         fastest = None if remembered is None else remembered.fastest
         times_after = None
         if (
@@ -186,23 +186,23 @@ class Finding:
             most=self._cap,
         )
 
-    # --- what is kept for the next run --------------------------------------------------------------------------------
+    # --- the cache ----------------------------------------------------------------------------------------------------
 
     def note(self, found: ProbeResult) -> None:
-        """Keep what a search has found."""
+        """Cache the result of a search."""
         before = self._remembered
         if before is not None and found.micro_batch <= before.micro_batch and all(trial.fits for trial in found.trials):
-            return  # confirmed, by as much of it as an even cut takes
+            return  # the cached size is confirmed; an even cut may use a little less
         self._keep(Remembered(found.micro_batch, found.fixed_bytes, found.bytes_per_sample))
 
     def note_fastest(self, fastest: Plan) -> None:
-        """Keep what the clock has chosen."""
+        """Cache the plan that autotuning has chosen."""
         if self._remembered is not None and fastest.micro_batch <= self._remembered.micro_batch:
             found = self._remembered
             self._keep(Remembered(found.micro_batch, found.fixed_bytes, found.bytes_per_sample, fastest.micro_batch))
 
     def forget(self) -> None:
-        """Forget what has turned out not to fit."""
+        """Delete the cached plan, which has turned out not to fit."""
         if self._cache is not None and self._key is not None:
             self._cache.forget(self._key)
             self._key = None
@@ -215,7 +215,7 @@ class Finding:
 
 
 def _largest_batch(window: Window) -> Any:
-    """Return the samples of a window that are largest, and of those as many as stand in one batch."""
+    """Return the window's largest samples by bytes: the whole group of them that came in one batch."""
     sizes, costs = window.groups(), window.sample_bytes()
     largest = max(range(len(sizes)), key=lambda group: (costs[group], sizes[group]))
     begin = sum(sizes[:largest])

@@ -1,6 +1,6 @@
-"""Calls callbacks and loaders outside of the memory limit, which is the training step's.
+"""Calls callbacks and loaders with the memory limit lifted, since the limit is for the training step.
 
-A process that they start would inherit the limit. What they hold themselves still counts when the next step begins.
+A process that they start would inherit the limit. Memory that they hold still counts when the next step begins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Outside(Callback):
 
     Args:
         callback: The callback.
-        memory: Whose limit is lifted.
+        memory: The memory backend whose limit is lifted.
     """
 
     def __init__(self, callback: Callback, memory: MemoryBackend) -> None:
@@ -41,7 +41,7 @@ for _event in [name for name in vars(Callback) if name.startswith("on_")]:
 
 
 def drawn(batches: Iterator[Any], memory: MemoryBackend) -> Iterator[Any]:
-    """Yield what a loader gives, with the limit lifted while it works."""
+    """Yield a loader's batches, lifting the limit while the loader works."""
     while True:
         with memory.lifted():
             try:

@@ -1,6 +1,6 @@
-"""Undoes what a call of `fit` changed if it fails before its first update: seeds, learning rates, new folders.
+"""Restores seeds, learning rates and folders if a call of `fit` fails before its first update.
 
-A refused call can then be corrected and repeated as if it had not been made. The runner puts back parameters, buffers,
+A refused call can then be corrected and repeated as if it had never been made. The runner restores parameters, buffers,
 gradients and optimizer state.
 """
 
@@ -26,15 +26,15 @@ class _CountsWindows(Protocol):
 
 
 class Untouched:
-    """A context that puts back what was there when it was entered, unless a window was done in it.
+    """A context manager that restores the state at its entry if it exits with an error before a window is done.
 
     Args:
-        device: Its random state is kept beside the host's.
-        folders: Removed again where they are made in the context and still empty, with those above that were made.
-        loaders: The random generators of their own are put back too.
+        device: The device whose random state is restored, as is the host's.
+        folders: Folders to remove if they were made inside the context and are still empty, including any parents made.
+        loaders: Loaders whose own random generators are restored.
 
     Attributes:
-        training: Counts the windows that are done; None before it exists.
+        training: Counts the windows that are done; None before the training exists.
     """
 
     def __init__(self, device: torch.device, folders: Iterable[Path | None], loaders: Iterable[Any]) -> None:
@@ -64,15 +64,15 @@ class Untouched:
         for scheduler, rates in self._base_rates:
             scheduler.base_lrs = rates
         for folder in self._folders:
-            with contextlib.suppress(OSError):  # it was not made, or holds something
+            with contextlib.suppress(OSError):  # the folder was not made, or is not empty
                 folder.rmdir()
 
     def keep_rates(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        """Keep the optimizer's settings and the rates from which a scheduler starts.
+        """Keep the optimizer's settings and a scheduler's base learning rates, to restore them.
 
         Args:
-            optimizer: Its groups are read.
-            scheduler: One, or a function that makes one, or None.
+            optimizer: The optimizer whose parameter groups are read.
+            scheduler: A scheduler, a function that makes one, or None.
         """
         self._groups = [(group, _settings(group)) for group in optimizer.param_groups]
         parts = (scheduler, *getattr(scheduler, "_schedulers", ()))
@@ -80,15 +80,15 @@ class Untouched:
 
 
 def _missing(folder: Path) -> list[Path]:
-    """Return a folder and those above it that are not there, the deepest first."""
+    """Return those of a folder and its parents that do not exist, the deepest first."""
     try:
         return [one for one in (folder, *folder.parents) if not one.exists()]
-    except OSError:  # a name that is too long, a folder that may not be looked into: nothing can be made there
+    except OSError:  # the name is too long or a parent is not accessible, so nothing can be made there
         return []
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters; rates that are tensors are written in place, so copied."""
+    """Return a parameter group without its parameters; tensors are copied, since rates may change in place."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()

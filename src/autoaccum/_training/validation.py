@@ -1,4 +1,4 @@
-"""Evaluates on validation data in the middle of a training, and leaves the training as it was."""
+"""Evaluates on validation data during training without affecting the training."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """Evaluates in the middle of a training.
+    """Evaluates during training.
 
     Args:
         step: The training step.
-        val_loader: The validation data as the user gave it.
+        val_loader: The validation data, as passed by the user.
         metrics: As for `fit`.
-        on_oom: Called when memory has run out.
+        on_oom: Called when memory runs out.
         loss_scope: As for `fit`.
-        part: This process's part of it.
-        ranks: The processes that evaluate together; None where this is the only one.
-        random: The generators that are put back afterwards.
-        is_kept: Whether a checkpoint of the state before may be written in the middle of an evaluation.
+        part: This process's part of the validation data.
+        ranks: The ranks that evaluate together; None for a single process.
+        random: The generators to restore afterwards.
+        is_kept: Whether a failing evaluation may be followed by a checkpoint of the state before it.
 
     Raises:
         InvalidInputError: A metric cannot be used.
@@ -60,17 +60,18 @@ class Validation:
         self._is_kept = is_kept
 
     def try_out(self, most: int | None) -> None:
-        """Evaluate a few samples, so that a failing evaluation is known before the first update.
+        """Evaluate a few samples to detect a failing evaluation before the first update.
 
-        The training is not affected. Skipped for a loader that can be read only once, for one that ranks share, and for
-        a model whose forward pass other ranks would have to join.
+        The training is not affected. Skipped for loaders that can be read only once, for loaders that ranks share, and
+        for models whose forward pass needs the other ranks.
 
         Args:
-            most: The most samples at once that the user allows, if the user says so.
+            most: The largest micro-batch that the user allows; None for no bound.
 
         Raises:
-            InvalidInputError: There is no sample, a metric gives no number, or the model no loss in evaluation mode.
-            DeviceLostError: The device can no longer be used by this process.
+            InvalidInputError: There are no samples, a metric does not return a number, or the model returns no loss in
+                evaluation mode.
+            DeviceLostError: This process can no longer use the device.
         """
         if self._step.passes is not None or self._part is not self._val_loader:
             return
@@ -96,12 +97,12 @@ class Validation:
             self._random.put_back()
 
     def run(self, trained_size: int) -> Evaluation:
-        """Evaluate; where that fails and checkpoints are kept, put back what it has moved.
+        """Evaluate and restore the random state; on failure, also restore buffers if checkpoints are written.
 
         Args:
-            trained_size: Samples in a micro-batch of the training, to begin with.
+            trained_size: The micro-batch of the training, with which the evaluation begins.
         """
-        # A loader draws a seed for its workers, and a model may draw in evaluation mode too.
+        # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
         self._random.take()
         before = self._random.taken
         mark = None
