@@ -101,7 +101,7 @@ def test_plan_from_a_list_is_equal_to_one_from_a_tuple():
     ("target", "sizes", "text"),
     [
         (100, (50, 49), r"sum to 99, but target_batch=100; autoaccum\.plan\(100"),
-        (100, (), "hold no sample, but target_batch=100"),
+        (100, (), "contains no samples, but target_batch=100"),
         (100, (100, 0), "each of micro_batches must be at least 1, got 0"),
         (100, (101, -1), "at least 1, got -1"),
         (100, (50.0, 50.0), "whole number, got 50.0"),

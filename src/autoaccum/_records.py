@@ -1,7 +1,6 @@
-"""What the parts tell each other and the user: frozen records, all quantities with their unit in the name.
+"""Frozen records that the parts of the library exchange and return to the user. Every quantity names its unit.
 
-Nothing here computes anything on a device. `StepReport` may hold numbers that are still on the device; they wait for
-it only when they are read.
+Nothing here computes on a device. `StepReport` may hold numbers that are still on the device; only reading them waits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class _HasItem(Protocol):
 
 
 class DeviceScalar:
-    """A number that may still be on its way from the device; `read()` waits for it once and keeps the float."""
+    """A number that may still be on the device; the first `read()` waits for it and keeps the float."""
 
     __slots__ = ("_value",)
 
@@ -31,7 +30,7 @@ class DeviceScalar:
         self._value = value
 
     def read(self) -> float:
-        """Return the number, waiting for the device the first time."""
+        """Return the number; the first call waits for the device."""
         if not isinstance(self._value, float):
             value = self._value
             self._value = float(value if isinstance(value, int) else value.item())
@@ -39,7 +38,7 @@ class DeviceScalar:
 
     @property
     def value(self) -> Any:
-        """The number as it is: a float, or a tensor that may still be on the device. This does not wait."""
+        """The number without waiting: a float, or a tensor that may still be on the device."""
         return self._value
 
     def __repr__(self) -> str:
@@ -48,14 +47,14 @@ class DeviceScalar:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What a memory backend sees at one moment, in bytes.
+    """A reading of a device's memory at one moment, in bytes.
 
     Attributes:
         total_bytes: Size of the device's memory.
-        free_bytes: What this process could still take now, by the tightest limit in force.
-        used_bytes: What this process holds now, in the terms in which the backend's limit counts.
-        others_bytes: What other processes hold; None where that cannot be told.
-        limit_bytes: The limit in force from `memory_limit`, in the same terms as `used_bytes`; None without one.
+        free_bytes: Memory that this process can still take, by the tightest limit in force.
+        used_bytes: Memory that this process holds, counted as the backend's limit counts.
+        others_bytes: Memory that other processes hold; None if unknown.
+        limit_bytes: The limit set by `memory_limit`, counted as `used_bytes`; None without one.
     """
 
     total_bytes: int
@@ -70,9 +69,9 @@ class Neighbour:
     """Another process on the same device.
 
     Attributes:
-        pid: Its number.
-        name: Its name; "?" where that is not told.
-        used_bytes: What it holds there; None where that is not told.
+        pid: Process ID.
+        name: Process name; "?" if unknown.
+        used_bytes: Memory that it holds on the device; None if unknown.
     """
 
     pid: int
@@ -82,14 +81,14 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One training step of one size, tried for real.
+    """One training step that was run to see whether a micro-batch size fits.
 
     Attributes:
-        size: Samples in the micro-batch.
-        fits: Whether the step ended without running out of memory.
-        peak_bytes: Highest memory use during the step, in the terms of the limit; None where it did not fit or
-            where the device does not count.
-        elapsed_s: Seconds the step took, the device waited for.
+        size: Number of samples in the micro-batch.
+        fits: Whether the step ran without running out of memory.
+        peak_bytes: Peak memory during the step, counted as the limit counts; None if the step did not fit or the device
+            does not report it.
+        elapsed_s: Duration of the step in seconds, including the device's work.
     """
 
     size: int
@@ -100,14 +99,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the search for the largest micro-batch found.
+    """Result of the search for the largest micro-batch that fits.
 
     Attributes:
         micro_batch: The largest size that was tried and fits.
-        trials: Every trial, in the order in which they ran.
-        limit_bytes: The limit that held during the trials; None without one.
+        trials: All trials in the order in which they ran.
+        limit_bytes: The limit in force during the trials; None without one.
         fixed_bytes: Memory that does not depend on the micro-batch (from a line through the peaks); None if unknown.
-        bytes_per_sample: Memory that each further sample takes; None if unknown.
+        bytes_per_sample: Memory per additional sample; None if unknown.
     """
 
     micro_batch: int
@@ -122,11 +121,11 @@ class Plan:
     """How a window of `target_batch` samples is cut into micro-batches.
 
     Attributes:
-        target_batch: Samples an optimizer update is made from.
+        target_batch: Number of samples per optimizer update.
         micro_batches: Sizes of the micro-batches in order; they sum to `target_batch`.
 
     Raises:
-        InvalidInputError: The sizes are not positive whole numbers or do not sum to `target_batch`.
+        InvalidInputError: The sizes are not positive integers or do not sum to `target_batch`.
     """
 
     target_batch: int
@@ -138,11 +137,11 @@ class Plan:
             object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
         except TypeError:
             raise InvalidInputError(
-                f"micro_batches={shown(self.micro_batches)} is no sequence of sizes; autoaccum.plan(target_batch, "
+                f"micro_batches={shown(self.micro_batches)} is not a sequence of sizes; autoaccum.plan(target_batch, "
                 "max_micro_batch) makes one from the largest size"
             ) from None
         if not self.micro_batches:
-            raise InvalidInputError(f"micro_batches=() hold no sample, but target_batch={self.target_batch}")
+            raise InvalidInputError(f"micro_batches=() contains no samples, but target_batch={self.target_batch}")
         for size in self.micro_batches:
             check_positive_int("each of micro_batches", size)
         if sum(self.micro_batches) != self.target_batch:
@@ -158,32 +157,32 @@ class Plan:
 
     @property
     def accum_steps(self) -> int:
-        """The number of micro-batches, and so of backward passes, an update takes."""
+        """The number of micro-batches per update."""
         return len(self.micro_batches)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one window did: exactly one optimizer update, or one that the scaler skipped.
+    """Report on one window, which made exactly one optimizer update or one that the gradient scaler skipped.
 
     Attributes:
         step: Number of the window, from 1.
-        samples: Samples in the window.
+        samples: Number of samples in the window.
         micro_batches: Sizes of the micro-batches that the update was made from, in order.
-        oom_events: How often memory ran out during this window.
-        elapsed_s: Seconds from the window's arrival to the update; the device may still be at work.
-        peak_bytes: Highest memory use with the plan in force, in the terms of the limit; None if not counted.
+        oom_events: Number of times memory ran out during this window.
+        elapsed_s: Seconds from the window's arrival to the update; the device may still be working.
+        peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.
         skipped: Whether the gradient scaler skipped the update because a gradient overflowed.
-        recomputed_samples: Samples that had to be worked on again because memory ran out: all of a micro-batch that
-            failed, however early, and what else of the window was thrown away with it. Those that failed twice count
-            twice, so it can be more than `samples`.
-        loss: The loss of the whole window, all terms added. This and the next two wait for the device when they are
+        recomputed_samples: Number of samples that had to be recomputed because memory ran out: all of a micro-batch
+            that failed, however early, and everything else in the window that was discarded with it. Samples that
+            failed twice count twice, so this can exceed `samples`.
+        loss: Loss of the whole window, the sum of all terms. This and the next two attributes wait for the device when
             first read.
-        losses: By name, what the loss returned: the terms of `loss`, and what is only reported.
+        losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
         grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm`.
-        device_losses: The terms of `loss` by name, maybe still on the device; and so the next two.
+        device_losses: The terms of `loss` by name. These and the next two attributes may still be on the device.
         device_grad_norm: As `grad_norm`.
-        device_reported: What is only reported, by name.
+        device_reported: The values that are only reported, by name.
     """
 
     step: int
@@ -200,33 +199,33 @@ class StepReport:
 
     @property
     def loss(self) -> float:
-        """The loss of the whole window, all terms added; waits for the device when it is first read."""
+        """Loss of the whole window, the sum of all terms; waits for the device when first read."""
         return sum(scalar.read() for scalar in self.device_losses.values())
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """What the loss returned, by name, over the whole window: the terms of `loss`, and what is only reported.
+        """Everything the loss returned over the whole window, by name: the terms of `loss` and reported values.
 
-        Waits for the device when it is first read.
+        Waits for the device when first read.
         """
         scalars = {**self.device_losses, **self.device_reported}
         return MappingProxyType({name: scalar.read() for name, scalar in scalars.items()})
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the window's gradient before clipping; None where it was not asked for by `clip_grad_norm`."""
+        """Norm of the window's gradient before clipping; None without `clip_grad_norm`."""
         return None if self.device_grad_norm is None else self.device_grad_norm.read()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """Memory ran out once.
+    """A single occasion on which memory ran out.
 
     Attributes:
-        phase: What was being done: "set aside" (of buffers), "weigh" (finding out what the loss
-            runs over), "transfer", "forward", "backward", "reserve" (of what the optimizer's step will take),
-            "unscale", "clip", "optimizer" or "evaluate"; "on another rank" where that had to be done there.
-        size: Samples in the micro-batch; None where no micro-batch was at work.
+        phase: The operation that failed: "set aside" (copying buffers), "weigh" (determining what the loss averages
+            over), "transfer", "forward", "backward", "reserve" (reserving memory for the optimizer's step), "unscale",
+            "clip", "optimizer" or "evaluate"; "on another rank" if it failed there.
+        size: Number of samples in the micro-batch; None if no micro-batch was running.
         message: The first line of the device's own message.
     """
 
@@ -237,14 +236,14 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found, every sample counted once.
+    """Result of an evaluation, in which every sample counts once.
 
     Attributes:
-        loss: Mean loss over the samples (or over whatever the loss's mean runs over).
+        loss: Mean loss over the samples (or over whatever the loss averages over).
         metrics: The metrics by name.
-        samples: Samples seen.
-        elapsed_s: Seconds it took.
-        losses: What the loss returned, by name: the terms of `loss`, and what is only reported.
+        samples: Number of samples evaluated.
+        elapsed_s: Duration in seconds.
+        losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
     """
 
     loss: float
@@ -256,20 +255,20 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """What `fit` did. Where it went on from a checkpoint, numbers count the whole run and lists hold this call's part.
+    """Result of `fit`. After a resume, counts cover the whole run; `history` and `evaluations` cover this call.
 
     Attributes:
-        steps: Windows done in the whole run, those that the scaler skipped included.
-        samples: Samples used in the whole run.
-        history: A report for each window of this call; empty where a checkpoint was found finished.
+        steps: Number of windows completed in the whole run, including those that the scaler skipped.
+        samples: Number of samples used in the whole run.
+        history: One report per window of this call; empty if the run was already finished.
         plan: The plan in force at the end.
-        plans: Every plan of the whole run, each with the step from which it held.
-        oom_events: How often memory ran out while training, in the whole run. A number here; the JSON that `autoaccum
-            fit` prints has a list under this name, an entry for each event of the call.
-        evaluations: One for each epoch that ended in this call, where there was a `val_loader`.
-        elapsed_s: Seconds the whole call took.
-        resumed_from: Windows that were done when this call began, where it went on from a checkpoint; else None.
-        checkpoint: The newest checkpoint of the run; None where none were asked for.
+        plans: All plans of the whole run, each with the step from which it was in force.
+        oom_events: Number of times memory ran out during training, in the whole run. In the JSON that `autoaccum fit`
+            prints, this name holds a list instead, with one entry per event of the call.
+        evaluations: One evaluation per epoch that ended in this call; empty without a `val_loader`.
+        elapsed_s: Duration of the call in seconds.
+        resumed_from: Number of windows already completed when this call resumed from a checkpoint; else None.
+        checkpoint: Path of the run's newest checkpoint; None without `checkpoint`.
     """
 
     steps: int
@@ -285,5 +284,5 @@ class FitResult:
 
     @property
     def last_loss(self) -> float | None:
-        """The loss of the last window of this call; None where there was none to do."""
+        """The loss of this call's last window; None if the call had no windows to train."""
         return self.history[-1].loss if self.history else None

@@ -64,7 +64,7 @@ def test_validation_loader_that_is_shared_out_already_is_refused(crew):
 
     for answer in answers:
         assert isinstance(answer, autoaccum.InvalidInputError), answer
-        assert "every rank's val_loader gives, and this one's DistributedSampler does so already" in str(answer)
+        assert "every rank's val_loader, but this one's DistributedSampler already does" in str(answer)
 
 
 # --- metrics that count for themselves --------------------------------------------------------------------------------

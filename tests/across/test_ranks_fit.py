@@ -140,7 +140,7 @@ def test_same_samples_on_every_rank_are_noticed_and_said_once_unless_they_are_sh
 def test_first_rank_says_what_part_of_a_window_its_plans_are_of(crew):
     spoken = crew.run("rank_training:said", size=2, shard=True)
 
-    assert spoken[0].count("2 ranks: of each window of 16 samples 8 are this rank's; plans and cuts are of those")
+    assert spoken[0].count("2 ranks: this rank takes 8 samples of each window of 16; plans and cuts count only those")
     assert "2 ranks" not in spoken[1]
 
 

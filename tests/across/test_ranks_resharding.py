@@ -95,8 +95,8 @@ def refusals(crew, folder, size, **arguments):
         ((1, True), (2, False), ["by 1 process in the middle", "each with a loader of its own; pass shard=True"]),
         ((2, True), (2, False), ["by 2 processes in the middle", "each with a loader of its own; pass shard=True"]),
         ((2, False), (1, True), ["each with a loader of its own (shard=False)", "this one process; go on with 2"]),
-        ((2, False), (3, True), ["each with a loader of its own (shard=False)", "these 3, which share one out"]),
-        ((2, False), (2, True), ["each with a loader of its own (shard=False)", "these 2, which share one out"]),
+        ((2, False), (3, True), ["each with a loader of its own (shard=False)", "these 3, which share one loader"]),
+        ((2, False), (2, True), ["each with a loader of its own (shard=False)", "these 2, which share one loader"]),
     ],
 )
 def test_checkpoint_within_an_epoch_that_cannot_be_shared_out_anew_says_what_to_do(crew, tmp_path, before, after, says):

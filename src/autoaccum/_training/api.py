@@ -1,4 +1,4 @@
-"""The main job, as users call it: arguments checked, put together and handed to the loop in `loop.py`."""
+"""Defines `fit`, the main entry point: checks its arguments, assembles the training and runs the loop in `loop.py`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult
 
-# What torch.manual_seed takes.
+# The range that torch.manual_seed accepts.
 _SEEDS = (-(2**63), 2**64 - 1)
 
 
@@ -107,108 +107,116 @@ def fit(
     overlap: bool = False,
     on_nan: str = "warn",
 ) -> FitResult:
-    """Train with updates of `target_batch` samples, whatever the device can hold at once.
+    """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
-    Finds the largest micro-batch that fits, plans how to cut each window of `target_batch` samples, and trains with the
-    gradient of the whole window. When memory runs out, the micro-batch that failed is undone and the rest of its window
-    is cut smaller; once memory is free again, micro-batches grow back.
+    Finds the largest micro-batch that fits, plans how to cut each window of `target_batch` samples into micro-batches,
+    and makes one optimizer update with the gradient of the whole window. When memory runs out, `fit` undoes the
+    micro-batch that failed and cuts the rest of its window into smaller ones; micro-batches grow back once memory is
+    free again.
 
     Args:
-        model: The model, trained in place. It is moved to the device and stays there; its submodules keep the modes
-            (training or evaluation) that they have.
-        loader: Any iterable of batches, of whatever size. A batch is (inputs, targets), which calls `model(inputs)`; a
-            mapping, which calls `model(**batch)`; or anything else, which calls `model(batch)`.
-        target_batch: Samples an update is made from.
-        loss: A callable of (outputs, targets), or of (outputs, batch) where a batch is no pair, that returns a scalar,
-            a vector of per-sample losses, a (sum, weight) pair, or a mapping of those; or a list of callables of
-            (model, batch), each run and back-propagated by itself. None: the model's own loss, else cross entropy for
-            whole-number targets and mean squared error for floating ones. Of a mapping, also a model's, an entry "loss"
-            is the total and the others are only reported; without it, the entries with a gradient are added up and
-            detached ones are reported (docs/recipes.md).
-        optimizer: An optimizer over the model's parameters, or a function of them that makes one. None: AdamW(lr=1e-3).
-        scheduler: A learning-rate scheduler over the optimizer in use, or a function of it that makes one.
-            ReduceLROnPlateau moves with each evaluation's loss.
-        scheduler_interval: "step": the scheduler moves after every update; "epoch": after every epoch.
-        epochs: Times to go through the loader. None: 1, or as many as `max_steps` takes.
-        max_steps: Windows after which to stop.
-        device: A device, its name, or a memory backend that stands for one. None: where the model is if that is an
-            accelerator, else the accelerator, else the CPU.
-        precision: "fp32", "bf16" or "fp16" by autocast, with a gradient scaler for fp16. "auto": bf16 or fp16 on CUDA
-            by what the card does well, fp32 elsewhere.
-        micro_batch: Most samples at once, or "auto" to find out. The environment variable AUTOACCUM_MAX_MICRO_BATCH,
-            as `autoaccum run` sets it, bounds both.
-        probe: How that is found out. "inline": by the first windows of the training itself, whose micro-batches begin
-            small and grow; "before": by trials that leave no trace, before training (always so with
-            loss_scope="window"); "off": not at all, training begins without a cut and cuts when memory runs out.
-        strategy: How windows are cut. "balanced": in the fewest micro-batches; "uniform": in equal ones; "greedy": in
-            the largest and a rest; "fastest": as is fastest by the clock, found out in the first windows of a long
-            training. None: "fastest" where `micro_batch` is "auto", else "balanced". With a fixed `micro_batch` and
-            "balanced" two runs cut alike, whatever memory and clock say.
-        cache: Whether what was found is kept for the next run of the same job, where one micro-batch confirms it
-            (in the user's cache directory, or AUTOACCUM_CACHE_DIR).
-        compile: Whether the model is compiled by torch.compile, or a mapping of arguments for that. It is compiled once
-            its cut is known, which then is "uniform" unless `strategy` says otherwise: a graph for each size. After the
-            call the model is as it was written. Not with a `memory_limit` on the host, which the compiler would meet.
-        memory_limit: Bytes, a text such as "12GiB", or a fraction. On a card it is of the whole device; on the host it
-            is what may be taken beyond what the process holds now. None: what is free.
-        clip_grad_norm: Norm to which the gradient of the whole window is clipped, over all that the optimizer holds;
-            infinity only measures it.
-        last_window: "step": a shorter last window of an epoch makes an update of its own; "drop": it is left out.
+        model: The model to train, in place. `fit` moves it to the device and leaves it there; its submodules keep their
+            training or evaluation modes.
+        loader: Any iterable of batches, of any size. A pair (inputs, targets) calls `model(inputs)`, a mapping calls
+            `model(**batch)`, and anything else calls `model(batch)`.
+        target_batch: Number of samples per optimizer update.
+        loss: A callable of (outputs, targets), or of (outputs, batch) if a batch is not a pair, that returns a scalar,
+            a vector of per-sample losses, a (sum, weight) pair, or a mapping of these; or a list of callables of
+            (model, batch), each run and back-propagated separately. None: the model's own loss, else cross entropy for
+            integer targets and mean squared error for floating-point ones. In a mapping, including one that the model
+            returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
+            gradient are summed and detached ones are only reported (docs/recipes.md).
+        optimizer: An optimizer over the model's parameters, or a function of them that returns one. None:
+            AdamW(lr=1e-3).
+        scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
+            ReduceLROnPlateau steps on the loss of each evaluation.
+        scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
+        epochs: Number of passes over the loader. None: 1, or as many as `max_steps` takes.
+        max_steps: Number of windows after which training stops.
+        device: A device, its name, or a memory backend that stands for one. None: the model's device if that is an
+            accelerator, else the available accelerator, else the CPU.
+        precision: "fp32", or "bf16" or "fp16" with autocast and, for fp16, a gradient scaler. "auto": on CUDA, bf16 or
+            fp16, whichever the card supports well; fp32 elsewhere.
+        micro_batch: Maximum number of samples at once, or "auto" to find it. The environment variable
+            AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both.
+        probe: How to find the micro-batch. "inline": in the first windows of the training itself, whose micro-batches
+            start small and grow; "before": with trials before training that leave no trace (loss_scope="window" uses it
+            in place of "inline"); "off": not at all; training starts with whole windows and cuts them when memory runs
+            out.
+        strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "greedy":
+            into the largest ones and a remainder; "fastest": into the ones that run fastest, timed in the first windows
+            of a long training. None: "fastest" if `micro_batch` is "auto", else "balanced". With a fixed `micro_batch`
+            and "balanced", two runs cut alike, regardless of memory and timing.
+        cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
+            micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
+        compile: Whether to compile the model with torch.compile, or a mapping of arguments to it. Compilation waits
+            until the cut is known, and `strategy` then defaults to "uniform", since each size has its own graph. When
+            `fit` returns, the model is uncompiled again. Cannot be combined with a `memory_limit` on the host, which
+            would apply to the compiler as well.
+        memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
+            limits what the process takes beyond what it holds at the call. None: all free memory.
+        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer; infinity
+            measures the norm without clipping.
+        last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
-        val_loader: Evaluated after each epoch; a few samples also before the first update, without a trace, to find out
-            whether that can be done.
-        metrics: For the evaluation: callables of (outputs, targets) averaged over samples, or torchmetrics objects.
-        forward: A callable of (model, batch) that returns the outputs, in place of the conventions for batches.
-        loss_reduction: "mean" or "sum", for a loss of which this should not be found out.
-        loss_scope: "micro_batch": the loss is taken of each micro-batch, and they are weighed; "window": of the model's
-            outputs for the whole window at once, for losses that compare samples with each other (docs/contrastive.md).
-        batchnorm: "keep": BatchNorm's running statistics move with every micro-batch by the layer's own momentum;
-            "rescale": over a window they move as far as with one batch (docs/batchnorm.md).
-        fallback: What to do, in this order, where not even one sample fits. "checkpoint": activation checkpointing of
-            the model's repeated blocks; "offload": what backward needs waits in the host's memory. Gradients stay what
-            they are, updates take longer; after the call the model is as it was written.
-        callbacks: Told what happens.
-        progress: "auto": a bar on a terminal, lines elsewhere; "bar", "lines", or False for nothing, not even what was
-            chosen. On stderr.
-        seed: Seeds torch's, Python's and NumPy's generators first.
-        checkpoint: A folder for checkpoints, of this run alone. One is written at the end, at SIGTERM (which then takes
-            its effect), at SIGUSR1, where anything else ends the call early, and as often as the next two say. The
-            newest two are kept.
-        checkpoint_steps: Windows from one checkpoint to the next.
-        checkpoint_minutes: Minutes from one checkpoint to the next; None for no such interval.
-        resume: "auto": go on from the folder's newest checkpoint, or start anew where there is none. True: there must
-            be one. False: start anew; those that are there are replaced by the first new one.
-        oom_report: A folder. When memory first runs out, a file is written there that tells what was alive, and where
-            it was made (docs/oom-report.md). Until then every module leaves marks, about 10 µs in each forward pass.
-        shard: Under torchrun: whether every rank's loader gives all samples, of which each rank is to take its part of
-            every window, and val_loader likewise. False: each rank's loaders give that rank's own
-            (DistributedSampler). docs/ranks.md.
-        shares: Of a window, with `shard`: "equal"; "speed": as fast as each rank has been.
-        overlap: On several ranks: whether gradients are added up while the last backward pass of a window still makes
-            others, which takes memory for a second set of them. docs/ranks.md.
-        on_nan: What to do where a window's loss, or its gradient's norm, is NaN or infinite. "warn": say so on stderr
-            once, also with progress=False; "stop": raise NotFiniteError, on all ranks; "ignore": nothing. But for
-            "ignore", no checkpoint is written of parameters that are no longer finite, and the last finite one is kept.
+        val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
+            before the first update, without a trace.
+        metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
+            objects.
+        forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
+        loss_reduction: "mean" or "sum": the reduction of the loss. None: detect it.
+        loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
+            the model's outputs for the whole window, for losses that compare samples with each other
+            (docs/contrastive.md).
+        batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
+            momentum; "rescale": over a window, they move as far as with one batch (docs/batchnorm.md).
+        fallback: What to do, in this order, if not even one sample fits. "checkpoint": activation checkpointing of the
+            model's repeated blocks; "offload": keep what backward needs in host memory. Gradients stay the same and
+            updates take longer; when `fit` returns, the model is as it was.
+        callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
+        progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
+            silences notices of what `fit` chose. Printed on stderr.
+        seed: Seed for the random generators of torch, Python and NumPy. Rank r uses `seed + r`.
+        checkpoint: A folder for the checkpoints of this run and no other. `fit` writes one at the end, on SIGTERM
+            (which then takes effect), on SIGUSR1, when an error ends the call early, and at the intervals of the next
+            two arguments. The newest two are kept.
+        checkpoint_steps: Number of windows between checkpoints.
+        checkpoint_minutes: Minutes between checkpoints; None disables this interval.
+        resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
+            require one. False: start from the beginning; the first new checkpoint replaces those in the folder.
+        oom_report: A folder. When memory first runs out, `fit` writes a file there that lists what was alive and where
+            it was allocated (docs/oom-report.md). Until then, every module marks the outputs of its forward pass, which
+            takes about 10 µs each time.
+        shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
+            window and of the validation data. False: each rank's loaders give only its own samples
+            (DistributedSampler); see docs/ranks.md.
+        shares: How to divide a window among ranks with `shard`: "equal", or "speed" for shares proportional to each
+            rank's speed so far.
+        overlap: On several ranks, whether to overlap the all-reduce with a window's last backward pass, which takes
+            memory for a second set of gradients (docs/ranks.md).
+        on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
+            once, even with progress=False; "stop": raise NotFiniteError on all ranks; "ignore": nothing. Unless it is
+            "ignore", no checkpoint of non-finite parameters is written, and the last finite one is kept.
 
     Returns:
-        What was done. The model is trained in place.
+        A summary of the run. The model itself is trained in place.
 
     Raises:
         InvalidInputError: An argument, a batch or a loss cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
-        DeviceLostError: The device can no longer be used by this process.
-        StateDamagedError: The optimizer failed after it had begun to write, and there is no checkpoint to go back to,
-            or it failed there again.
-        UpdateCompleteError: The scheduler or a hook of the optimizer failed after an update, or memory ran out there;
-            the update is made, and where the scheduler has not moved no checkpoint of that moment is written.
-        StartAgainError: Memory ran out in a model that is spread over ranks (docs/fsdp.md), or on one rank while the
+        DeviceLostError: This process can no longer use the device.
+        StateDamagedError: The optimizer failed while it was writing, and there is no checkpoint to go back to, or it
+            failed again after going back.
+        UpdateCompleteError: The scheduler or an optimizer hook failed, or memory ran out, after an update; the update
+            is made. If the scheduler has not stepped, no checkpoint of that state is written.
+        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/fsdp.md), or on one rank while the
             others made an update.
-        CheckpointError: A checkpoint cannot be written, cannot be read, or is of something else; then the model is as
-            it was.
-        CheckpointInUseError: Another process trains with the checkpoint folder, or has taken it over while this one was
+        CheckpointError: A checkpoint cannot be written or read, or belongs to another run; in these cases the model is
+            unchanged.
+        CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
             suspended.
-        RankFailedError: Another process of this training has failed.
+        RankFailedError: Another process of this training failed.
         NotFiniteError: A window was not finite, and on_nan="stop".
     """
     started = time.perf_counter()
@@ -225,7 +233,7 @@ def fit(
     check_shares(shares, shard=shard)
     check_overlap(overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module  # its own first forward pass would wait for all ranks
+        model = model.module  # DDP's own first forward pass would wait for all ranks
     rank = own_rank()
     shown = progress_for(progress) if rank == 0 else OtherRank(rank, silent=progress is False)
     notices = Notices(silent=progress is False or rank > 0)
@@ -354,16 +362,16 @@ def _ranks_of(
     hindrance: str,
     notices: Notices,
 ) -> SeveralRanks:
-    """Begin a training with other processes: alike, and from the same weights.
+    """Set up training on several ranks: check that they agree, and broadcast the weights.
 
     Raises:
-        InvalidInputError: Something differs, or cannot be done by several.
+        InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
     """
     refuse_what_talks(step.objective.modules)
     if loss_scope != "micro_batch":
         raise InvalidInputError(
-            f"loss_scope={loss_scope!r} takes the loss over all of a window at once, of which each of {ranks.size} "
-            "ranks holds a part; train in one process"
+            f"loss_scope={loss_scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
+            "ranks holds only a part of it; train in one process"
         )
     check_alike(ranks, step, arguments)
     begin_alike(ranks, step, notices)
@@ -418,7 +426,7 @@ def _check_data(loader: Any, val_loader: Any, metrics: Any, epochs: int | None) 
     check_metrics(metrics)
     if val_loader is None:
         if metrics is not None:
-            raise InvalidInputError("metrics= are for the evaluation of a val_loader=, and there is none; pass both")
+            raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
         return
     check_iterable("val_loader", val_loader)
     if can_be_read_once(val_loader) and (val_loader is loader or (epochs or 1) > 1):
@@ -433,21 +441,21 @@ def check_seed(seed: int | None) -> None:
     """Check the argument `seed`.
 
     Raises:
-        InvalidInputError: It is no whole number that torch's generators take.
+        InvalidInputError: It is not an integer that torch's generators accept.
     """
     if seed is not None:
         check_whole_number("seed", seed, *_SEEDS)
 
 
 def _seed(seed: int) -> None:
-    seed = seed if seed <= _SEEDS[1] else seed - 2**64  # the number of a rank may lead beyond the last one
+    seed = seed if seed <= _SEEDS[1] else seed - 2**64  # adding the rank may exceed the maximum
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's global generator
 
 
 def _steps_per_epoch(loader: Iterable[Any], target_batch: int, last_window: str) -> int | None:
-    """Return the number of windows an epoch has, where the loader lets it be known beforehand."""
+    """Return the number of windows per epoch, or None if the loader does not tell it beforehand."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return None
     try:

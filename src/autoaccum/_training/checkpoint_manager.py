@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from autoaccum._training.progress import TrainingProgress
 
 
-# Names that ranks tell each other of what is not finite.
+# The most names of non-finite tensors that ranks exchange.
 _NAMED = 8
 
 
 class CheckpointManager:
-    """Writes checkpoints of where a training stands, and goes back to them.
+    """Writes checkpoints of a training's state and restores them.
 
     Args:
         saver: Writes and finds files.
-        contents: What a checkpoint holds.
-        progress: Where training stands.
-        lifecycle: Cut its windows.
+        contents: Collects and restores what a checkpoint holds.
+        progress: Tracks the moment.
+        lifecycle: Holds the plans and the callbacks.
         world: The processes of this training.
-        memory: Its limit is lifted for files.
+        memory: The memory backend; its limit is lifted while files are read and written.
         notices: Reports choices made for the user.
-        finiteness: Knows whether what a checkpoint is to hold is finite.
+        finiteness: Checks whether the state is finite.
 
     Attributes:
         saver: Writes and finds files.
-        contents: What a checkpoint holds.
+        contents: Collects and restores what a checkpoint holds.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class CheckpointManager:
         self._finiteness = finiteness
 
     def find(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the checkpoint to begin with, its path and what is in it; None for a fresh start.
+        """Return the path and content of the checkpoint to resume from; None for a fresh start.
 
-        The folder is this training's from then on, until `end`.
+        Takes the lease on the folder, which this training holds until `end`.
 
         Raises:
             CheckpointInUseError: Another process trains with this folder.
@@ -83,40 +83,40 @@ class CheckpointManager:
         """Check that a checkpoint can be written, before the first one is due.
 
         Raises:
-            InvalidInputError: It holds what no file can.
+            InvalidInputError: The state holds something that cannot be stored in a file.
         """
-        # No part of what training takes.
+        # The copy is not part of the memory that training takes.
         with self._memory.lifted():
             kept = self.contents.take(self._progress.moment, self._lifecycle.kept, None)
             check_that_it_can_be_kept(without_tensors(kept))
 
     def write(self) -> Path | None:
-        """Write a checkpoint of the present moment and return its path; None where it would not be finite.
+        """Write a checkpoint of the present moment and return its path; None if the state is not finite.
 
         Raises:
-            CheckpointError: It could not be written, or the folder is another process's by now; those before it are as
-                they were.
+            CheckpointError: It could not be written, or another process has taken over the folder; earlier checkpoints
+                are unchanged.
         """
-        # Half of it is worth nothing, so interrupts wait.
+        # Half a checkpoint is useless, so interrupts wait.
         with signals.held(), self._memory.lifted():
             if self._is_refused():
                 return None
             return self._world.write(self.saver, self.contents, self._progress.moment, self._lifecycle.kept)
 
     def _is_refused(self) -> bool:
-        """Whether some process holds what is no longer finite: then the last checkpoint is worth more than this one."""
+        """Whether any process holds non-finite state, in which case the last checkpoint is worth more than this one."""
         of_all = self._world.of_all("finite", self._finiteness.damage()[:_NAMED])
         damage: list[str] = next((names for names in of_all if names), [])
         if not damage:
             return False
-        self.saver.check_folder()  # as writing one would: a process that was taken over from does not go on
+        self.saver.check_folder()  # as writing would: a process that has lost the lease must not continue
         moment = self._progress.moment
         self._finiteness.tell_refusal(damage, moment.windows, self.saver.newest)
-        self.saver.note(moment)  # the next one is due when it would have been after this one
+        self.saver.note(moment)  # so that the next checkpoint is due after a full interval
         return True
 
     def take_up(self, path: Path, content: dict[str, Any]) -> Kept | None:
-        """Become what a checkpoint holds; return how windows were cut, where it was this process that cut them.
+        """Restore a checkpoint; return its cut and plans, or None if other processes wrote it.
 
         Raises:
             CheckpointError: It belongs to another run, or cannot be resumed.
@@ -127,16 +127,16 @@ class CheckpointManager:
         if part is None:
             moment = self._progress.taken_over(moment)
             self._notices.say(
-                f"the checkpoint {path} was written by another number of processes: samples are redistributed, and "
+                f"the checkpoint {path} was written by a different number of processes: samples are redistributed, and "
                 "random generators begin from new seeds"
             )
-        # First, since a loader may turn out to be another one: then nothing else has been changed.
+        # The loader first: if it is not the one of the checkpoint, nothing else has been changed.
         with self._progress.undone_on_error():
             self._progress.go_to(moment)
             self.contents.put_back(content)
         if self.contents.is_sharded:
             self._world.read_shards(path, content, self.contents.spread())
-            self._progress.put_random_state_back()  # which reading has moved
+            self._progress.put_random_state_back()  # reading shards has moved it
         self.saver.note(moment)
         self._notices.say(
             f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
@@ -149,11 +149,11 @@ class CheckpointManager:
         """Go back to the last checkpoint of this run.
 
         Args:
-            damage: Why.
+            damage: The reason to go back.
 
         Raises:
-            StateDamagedError: There is none that is whole.
-            CheckpointError: It cannot be resumed.
+            StateDamagedError: No checkpoint is intact.
+            CheckpointError: The checkpoint cannot be resumed.
         """
         self._memory.release()
         with self._memory.lifted():

@@ -1,4 +1,4 @@
-"""What interrupts a training: signals, errors and clocks in, a checkpoint of the last whole moment out."""
+"""Handles signals, errors and checkpoint intervals: each leaves a checkpoint of the last whole moment."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class Interrupts:
-    """Sees that a training comes to its end, or leaves a checkpoint of how far it came.
+    """Runs a training to its end, or saves its progress in a checkpoint if something interrupts it.
 
     Args:
-        progress: Where training stands.
-        lifecycle: Make its windows.
-        checkpoints: Writes its checkpoints; None where none are asked for.
+        progress: Tracks the moment.
+        lifecycle: Holds the current runner.
+        checkpoints: Writes checkpoints; None without `checkpoint`.
         world: The processes of this training.
-        notices: Where choices made for the user are said.
+        notices: Reports choices made for the user.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Interrupts:
         self._damaged_at: int | None = None
 
     def watching(self) -> AbstractContextManager[object]:
-        """Return a context in which signals come here; one that ends the process does so when the context ends."""
+        """Return a context that handles signals; a signal that ends the process takes effect when the context ends."""
         return nullcontext() if self._checkpoints is None else self._watch
 
     def run(self, train: Callable[[], None], on_back: Callable[[], None]) -> None:
-        """Train to the end, also where that takes a second attempt from the last checkpoint.
+        """Train to the end, going back to the last checkpoint if the optimizer damages the parameters.
 
         Args:
             train: Trains from the present moment to the end.
-            on_back: Called when training has gone back to an earlier moment.
+            on_back: Called after training has gone back to an earlier moment.
         """
         while True:
             damage: StateDamagedError | None = None
@@ -80,8 +80,8 @@ class Interrupts:
                 if not self._watch.terminate():
                     raise
                 if damage is None and not self._is_whole():
-                    # What was raised after the update is behind the interrupt, which waited for the update to end.
-                    # There is no whole moment in memory to go on from.
+                    # The interrupt waited for the update to end, so what failed after the update is in its context.
+                    # No whole moment in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
                     raise afterwards.told(behind, self._lifecycle.current.windows_done, has_moved=False) from behind
             except StateDamagedError as error:
@@ -91,7 +91,7 @@ class Interrupts:
                 _oom.let_go(error)
             else:
                 return
-            # Here the handlers have ended, and their tracebacks pin nothing any more.
+            # The handlers have ended, so their tracebacks no longer pin memory.
             if damage is None:
                 self._progress.go_to(self._progress.moment)
             else:
@@ -102,10 +102,10 @@ class Interrupts:
     # --- between two windows ------------------------------------------------------------------------------------------
 
     def wishes(self, ahead: int) -> int:
-        """Return what this process wishes to happen after a window.
+        """Return what this process requests after a window: bits of `SAVE` and `END`.
 
         Args:
-            ahead: 0 for the window that was just made, 1 for the one that is being made.
+            ahead: 0 for the window that was just made, 1 for the one in progress.
         """
         if self._checkpoints is None:
             return 0
@@ -114,7 +114,7 @@ class Interrupts:
         return (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
 
     def after_window(self) -> None:
-        """Do what some process wishes to happen after a window.
+        """Save or end if any process requests it after a window.
 
         Raises:
             RankFailedError: Another process was asked to end.
@@ -127,16 +127,16 @@ class Interrupts:
         self._watch.look()
 
     def _end_for_others(self) -> None:
-        """End as one that SIGTERM has reached, or because another has."""
+        """End because SIGTERM has reached this process or another one."""
         if self._watch.is_ending:
             self._watch.end()
         raise RankFailedError(
             f"another process of this training was asked to end (SIGTERM) after step {self._progress.moment.windows}; "
-            "the same call goes on from its checkpoint"
+            "the same call resumes from its checkpoint"
         )
 
     def _save(self) -> bool:
-        """Write a checkpoint of this moment; return whether there is one, which it is not of what is not finite."""
+        """Write a checkpoint of this moment; return False if it was refused because it would not be finite."""
         assert self._checkpoints is not None
         path = self._checkpoints.write()
         if self._watch.wished:
@@ -163,7 +163,7 @@ class Interrupts:
             if self._checkpoints is not None and error.micro_batch is not None:
                 try:
                     self._checkpoints.saver.note_lack(error.micro_batch, str(error))
-                except OSError as failure:  # which must not take the place of the reason to start again
+                except OSError as failure:  # must not hide the reason to start again
                     error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise
         except DeviceLostError as error:
@@ -177,14 +177,14 @@ class Interrupts:
             self._watch.raises = self._watch.defers = False
 
     def _leave_a_checkpoint(self, error: BaseException) -> None:
-        """Write one of the last whole moment while `error` is on its way, which a failure to do so only adds to."""
+        """Write a checkpoint of the last whole moment before `error` propagates; a failure to do so becomes a note."""
         self._watch.raises = self._watch.defers = False
         if self._checkpoints is None:
             return
         cannot = isinstance(error, CheckpointError) or _oom.is_device_lost(error)
         is_whole = not cannot and not self._is_damaged(error)
         is_whole = self._world.stand_together(error, is_whole=is_whole) and is_whole
-        # Before the first window there is nothing to lose.
+        # Before the first window there is no progress to save.
         step, saver = self._progress.moment.windows, self._checkpoints.saver
         is_worth_it = step > 0 and not saver.has(self._progress.moment)
         if isinstance(error, UpdateCompleteError) and not is_whole and saver.newest is not None:
@@ -193,27 +193,27 @@ class Interrupts:
             return
         try:
             is_saved = self._save()
-        except Exception as failure:  # noqa: BLE001 - whatever it is, the first error matters more
+        except Exception as failure:  # noqa: BLE001 - the first error matters more than any failure here
             reason = _oom.first_line(failure)
             error.add_note(f"autoaccum: no checkpoint of step {step} could be written ({reason})")
             self._notices.say(f"no checkpoint of step {step} could be written ({reason})")
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
             if is_saved:
-                self._notices.say(f"{why}: step {step} is saved in {saver.newest}; the same call goes on from there")
+                self._notices.say(f"{why}: step {step} is saved in {saver.newest}; the same call resumes from there")
 
     def _is_damaged(self, error: BaseException) -> bool:
-        """Whether what stands in memory is not the last whole moment: half an update must never become a checkpoint."""
+        """Whether the state in memory is not the last whole moment: no checkpoint may hold half an update."""
         has_lost = self._lifecycle.current.has_lost_parameters
         return not self._is_whole() or has_lost or _damage_behind(error) is not None
 
     def _is_whole(self) -> bool:
-        """Whether all that moves with an update has moved as often as the optimizer."""
+        """Whether everything that moves with an update is at the same step as the optimizer."""
         return self._progress.is_whole and self._progress.moment.windows == self._lifecycle.current.windows_done
 
     def _can_go_back(self, damage: StateDamagedError) -> bool:
         if not self._world.is_alone:
-            return False  # the other ranks have made the update
+            return False  # the other ranks have already made the update
         if self._checkpoints is None:
             damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
             return False
@@ -231,12 +231,12 @@ class Interrupts:
 
 
 def _damage_behind(error: BaseException) -> StateDamagedError | None:
-    """Return the damage that an interrupt hides, which waited for the update to end: it is the interrupt's context."""
+    """Return the damage in an interrupt's context: interrupts wait for the update to end, and so may hide it."""
     return _behind(error, StateDamagedError)
 
 
 def _behind(error: BaseException, kind: type[_E]) -> _E | None:
-    """Return the error of a kind in whose handler this one was raised, or itself."""
+    """Return the first error of a type along the chain of `__context__`, beginning with `error` itself."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, kind):
         behind = behind.__context__

@@ -1,4 +1,4 @@
-"""The loop of `fit`: epochs of windows in, an update from each and an evaluation after each epoch out."""
+"""The training loop of `fit`: makes one update per window and evaluates after each epoch."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ if TYPE_CHECKING:
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import Data
 
-# Losses that nobody has read wait on the device; every so many windows they are read, all in one wait.
+# Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
 _READ_EVERY = 256
 
 
 class Training:
-    """One call of `fit`, its arguments checked.
+    """One call of `fit` with checked arguments.
 
     Args:
         step: The training step.
-        data: What is trained on.
-        schedule: Moves the learning rate.
-        finding: Finds how windows are to be cut.
-        val_loader: Evaluated after each epoch, if there is one.
-        metrics: For the evaluation.
-        callbacks: Told what happens, the progress among them.
-        notices: Where choices made for the user are said.
-        saver: Writes and finds checkpoints; None where none are asked for.
+        data: The training data.
+        schedule: Steps the learning-rate scheduler.
+        finding: Finds the plan by which to cut windows.
+        val_loader: Data to evaluate on after each epoch, if any.
+        metrics: Metrics for the evaluation.
+        callbacks: Callbacks to notify, including the progress display.
+        notices: Reports choices made for the user.
+        saver: Writes and finds checkpoints; None without `checkpoint`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         on_nan: As for `fit`.
-        compiling: Compiles the model; None where that is not asked for.
-        fallbacks: Make a step take less memory where not even one sample fits.
+        compiling: Compiles the model; None without `compile`.
+        fallbacks: Reduce the memory of a step if not even one sample fits.
         world: The processes of this training.
 
     Raises:
@@ -140,10 +140,10 @@ class Training:
 
     @property
     def windows(self) -> int:
-        """Windows done, those of the calls that this one goes on from included.
+        """Number of windows completed, including those of earlier calls that this one resumes.
 
-        One counts from its update on, also where the scheduler failed behind it and the moment before is the last
-        whole one.
+        A window counts as soon as its update is made, even if the scheduler then fails and no checkpoint can hold the
+        state after it.
         """
         return max(self._progress.moment.windows, self._step.updates.made)
 
@@ -151,11 +151,11 @@ class Training:
         """Train to the end.
 
         Args:
-            limit_bytes: Memory to stay within, in the memory backend's terms.
-            started: When the call began, by `time.perf_counter`.
+            limit_bytes: Memory limit, as the memory backend counts it.
+            started: Start of the call, from `time.perf_counter`.
         """
         result = None
-        # Outermost: a SIGTERM that ends the process does so when the callbacks have been told.
+        # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
         with self._interrupts.watching():
             try:
                 self._tell_start()
@@ -163,7 +163,7 @@ class Training:
                     self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
-                    with devices.failures_told(self._step.memory, "what a training needs beside the model"):
+                    with devices.failures_told(self._step.memory, "what training needs in addition to the model"):
                         limit.enter_context(self._step.memory.limited(limit_bytes))
                         self._lifecycle.begin(begins_with)
                     if self._checkpoints is not None:
@@ -177,10 +177,10 @@ class Training:
         return result
 
     def _end(self, result: FitResult | None) -> None:
-        # A loader's workers must not live on with what holds this training: a traceback, say.
-        with ExitStack() as ends:  # every callback is told, also when one of them raises
+        # A traceback may keep this training alive; the loader's workers must end all the same.
+        with ExitStack() as ends:  # every callback is notified, even if one of them raises
             if self._checkpoints is not None:
-                ends.callback(self._checkpoints.end)  # the last of all
+                ends.callback(self._checkpoints.end)  # runs last
             self._progress.close()
             self._lifecycle.end()
             for callback in reversed(self._callbacks):
@@ -208,10 +208,10 @@ class Training:
             callback.on_fit_start(epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch)
 
     def _begin(self) -> tuple[Cutting, ProbeResult | None]:
-        """Find how windows are cut at first, in a checkpoint or by the first window; then make the scheduler."""
+        """Find the initial cut in a checkpoint or with the first window; then make the scheduler."""
         found = self._found()
         if found is None:
-            if self._validation is not None:  # before anything is drawn from the loader, which may be the same one
+            if self._validation is not None:  # before drawing from the training loader, which may be the same one
                 self._validation.try_out(self._finding.most_asked)
             first = self._progress.first_part()
             drop_old_gradients(self._step, self._notices)
@@ -228,21 +228,21 @@ class Training:
         return None
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
-        """Resume from a checkpoint that another call of `fit` wrote; return how windows are cut."""
+        """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
         assert self._checkpoints is not None
         kept = self._checkpoints.take_up(path, content)
         self._resumed_from = windows = self._progress.moment.windows
         if kept is not None and self._progress.is_over:
             self._notices.say(
                 f"the run in {path.parent} is finished: {windows} steps are done, so there is nothing to "
-                "do; more epochs= or max_steps= go on with it"
+                "do; pass more epochs= or max_steps= to continue it"
             )
         return self._lifecycle.take_up(kept)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Train from the moment on to the end."""
+        """Train from the present moment to the end."""
         progress = self._progress
         self._world.note_moment(progress.moment.windows)
         while not progress.is_over:
@@ -254,14 +254,14 @@ class Training:
                 )
                 break
             while window is not None and self._step_with(window):
-                # Let go of the window before the next one is loaded: large ones must not be held twice.
+                # Release the window before loading the next one, so that memory holds only one of them.
                 window = None
                 window = progress.next_window()
             self._end_epoch()
         self._finiteness.finish()
 
     def _step_with(self, window: Window) -> bool:
-        """Make the update of a window, and what is due after it; return False where the epoch has no such window."""
+        """Make the update of a window and do what follows it; return False if the window is left out."""
         part = self._progress.part_to_make(window)
         report = None if part is None else self._lifecycle.step(part)
         if report is None:
@@ -283,7 +283,7 @@ class Training:
             callback.on_step(report, epoch=self._progress.moment.position.epoch)
 
     def _end_epoch(self) -> None:
-        """Do what follows an epoch's last window, or the last window of all."""
+        """Evaluate and notify callbacks after an epoch's last window; also runs after the last window of all."""
         position = self._progress.moment.position
         evaluation = None
         if not position.closed:
@@ -304,7 +304,7 @@ class Training:
         return evaluation
 
     def _went_back(self) -> None:
-        """Forget what is still to come once more, and go on as before."""
+        """Discard reports on windows that will be trained again, and continue with the present cut."""
         moment = self._progress.moment
         position = moment.position
         self._history = [report for report in self._history if report.step <= moment.windows]
@@ -318,7 +318,7 @@ class Training:
 
 
 def _evaluation_ran_out(callbacks: Sequence[Callback], progress: TrainingProgress) -> Callable[[MemoryEvent], None]:
-    """Return what tells callbacks that an evaluation has run out of memory."""
+    """Return a function that notifies callbacks when an evaluation ran out of memory."""
 
     def tell(event: MemoryEvent) -> None:
         for callback in callbacks:

@@ -1,6 +1,6 @@
-"""What a training does together with the other processes of it, where there are none.
+"""Coordination between the processes of a training, implemented for a single process.
 
-`SeveralRanks` (`rank_coordination.py`) overrides all of this; nothing else in a training asks whether there are others.
+`SeveralRanks` (`rank_coordination.py`) overrides it for several, so the rest of a training need not distinguish them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from autoaccum._training.checkpoint_contents import Contents, Kept, Moment
     from autoaccum._training.checkpoint_schedule import Saver
 
-# What a process may wish to happen after a window, as bits.
+# What a process may request after a window, as bits.
 SAVE, END = 1, 2
-# What a process goes through: all samples, its part of every window of them, or samples that are its own.
+# What a process's loader gives: all samples, its part of every window of them, or samples of its own.
 WHOLE, WINDOWS, OWN = "whole", "windows", "own"
 
 
@@ -38,15 +38,15 @@ class OneProcess:
 
     Args:
         loader: As for `fit`.
-        target_batch: Samples a window.
+        target_batch: Number of samples per window.
         last_window: As for `fit`.
 
     Attributes:
-        loader: What this process loads from.
-        target_batch: Samples of a window that are this process's.
-        is_alone: Whether it is the only one.
-        ranks: All ranks; None where there is only this process.
-        peers: Make the windows together; None where there is only this process.
+        loader: The loader that this process reads.
+        target_batch: Number of samples of a window that belong to this process.
+        is_alone: Whether this is the only process.
+        ranks: All ranks; None for a single process.
+        peers: The ranks that make windows together; None for a single process.
     """
 
     is_alone = True
@@ -61,112 +61,114 @@ class OneProcess:
 
     @property
     def at_end(self) -> Window | None:
-        """What stands for a window at the end of an epoch, of which other ranks may have some left."""
+        """Stands for a window at the end of this process's epoch; other ranks may have windows left."""
         return None
 
     @property
     def decides(self) -> bool:
-        """Whether this process decides where clocks differ, and prints for all."""
+        """Whether this process takes decisions that depend on clocks, and prints for all."""
         return True
 
     def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
-        """Make ready to make windows.
+        """Prepare to make windows.
 
         Args:
             step: The training step.
-            wishes: Returns what this process wishes to happen after a window, given how many windows ahead that is.
-            grows_to: The largest micro-batch that is wanted of a model that is spread over ranks, where sizes grow.
+            wishes: Returns what this process requests after a window, given how many windows ahead that window is.
+            grows_to: The largest micro-batch to grow to, for a model that is sharded across ranks; None if sizes do not
+                grow.
         """
 
-    # --- whose samples are whose --------------------------------------------------------------------------------------
+    # --- data sharding ------------------------------------------------------------------------------------------------
 
     def part_of_validation(self, val_loader: Iterable[Any]) -> Iterable[Any]:
-        """Return what gives this process's part of validation data."""
+        """Return an iterable over this process's part of the validation data."""
         return val_loader
 
     def windows(self, batches: Track, skip: int) -> Iterator[Window]:
-        """Return an epoch's windows, of which this process's part is `part`.
+        """Return an epoch's windows; `part` takes this process's part of each.
 
         Args:
-            batches: The epoch's batches, from where it resumes.
-            skip: Samples of the first batch that are used already.
+            batches: The epoch's remaining batches.
+            skip: Number of samples of the first batch that were used already.
         """
         return stream(batches, self.target_batch, last_window=self._last_window, skip=skip)
 
     def part(self, window: Window) -> Window:
-        """Return this process's part of what `windows` gave."""
+        """Return this process's part of a window from `windows`."""
         return window
 
     def look_at(self, first: Window) -> None:
-        """Look, once, whether each process has samples of its own."""
+        """Check, once, whether processes read the same samples."""
 
     def is_to_be_dropped(self, part: Window) -> bool:  # noqa: ARG002
-        """Whether a window is too short to be made, where such are left out; here `windows` leaves them out."""
+        """Whether to leave out a window that is too short; False here, since `windows` leaves them out."""
         return False
 
     def has_anything(self, window: Window | None) -> bool:
-        """Whether the loader of any process has given something in this epoch, of which this is the first window."""
+        """Whether any process's loader gave samples in this epoch, given its first window."""
         return window is not None
 
     def tell_plans(self, plan: Plan | None) -> None:
-        """Say what each process begins with, where that was found out beforehand."""
+        """Report each process's initial plan, if a probe found one before training."""
 
     # --- after a window -----------------------------------------------------------------------------------------------
 
     def note_moment(self, windows: int) -> None:
-        """Note that so many windows are done."""
+        """Record the number of windows that are done."""
 
     def wishes_of_all(self, wishes: Callable[[int], int]) -> int:
-        """Return what any process wishes to happen after the window that was just made; `wishes` as for `begin`."""
+        """Return the requests of all processes after the window that was just made, as bits; `wishes` as for `begin`."""
         return wishes(0)
 
     def of_all(self, what: str, own: Any) -> list[Any]:  # noqa: ARG002
-        """Return what each process says."""
+        """Return the value of each process."""
         return [own]
 
     def meet_at_end(self) -> None:
-        """See that no other process has failed after its last update."""
+        """Check that no other process failed after its last update."""
 
     def stand_together(self, error: BaseException, *, is_whole: bool) -> bool:  # noqa: ARG002
-        """Tell the others of an error, and return whether all were at the same moment, which they can save together."""
+        """Tell other processes of an error; return whether all are at the same moment and can save it together."""
         return True
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def check_that_all_found(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        """Refuse to resume from a checkpoint that not all processes have found."""
+        """Check that all processes found the same checkpoint."""
 
     def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-        """Take the folder for checkpoints, and return the one to resume from; None where there is none.
+        """Take the lease on the checkpoint folder and return the checkpoint to resume from; None if there is none.
 
         Raises:
             CheckpointInUseError: Another process trains with the folder.
-            CheckpointError: There are some, and none can be read; or there is none, and there must be.
+            CheckpointError: No checkpoint can be read, or none exists and one is required.
         """
         for pause_s in saver.taking_folder(notices):
             time.sleep(pause_s)
         return saver.find(notices)
 
     def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
-        """Write a checkpoint of a moment, and return its path."""
+        """Write a checkpoint of a moment and return its path."""
         return saver.write(contents.take(moment, kept, None), moment)
 
     def read_shards(self, path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Read what is spread over processes, each its part, in place."""
+        """Read this process's shards of the state in place; a single process has none."""
 
     def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
-        """Return what a checkpoint holds of this process; None where it was written by others.
+        """Return this process's part of a checkpoint; None if other processes wrote it.
 
         Raises:
-            CheckpointError: It was, in the middle of an epoch, and cannot be shared out again.
+            CheckpointError: Other processes wrote it in the middle of an epoch, and the rest of the epoch cannot be
+                redistributed.
         """
         return part_of(content, path, 0, 1, WHOLE)
 
     def position_of(self, position: Position) -> Position:
-        """Return where this training stands at a position of other processes.
+        """Return the position of this training that corresponds to a position of other processes.
 
         Raises:
-            CheckpointError: The loader is another one.
+            CheckpointError: The loader is not the one of that position.
         """
         return of_whole(position, self.loader, self._whole_target)
 
@@ -174,17 +176,18 @@ class OneProcess:
 def part_of(
     content: Mapping[str, Any], path: Path, rank: int, size: int, goes_through: str
 ) -> Mapping[str, Any] | None:
-    """Return what a checkpoint holds of one of `size` processes; None where it was written by others.
+    """Return the part of a checkpoint that belongs to one of `size` processes; None if other processes wrote it.
 
     Args:
-        content: What is in it.
-        path: Where it is.
-        rank: The number of this process.
-        size: How many there are.
-        goes_through: What this process goes through.
+        content: The checkpoint's content.
+        path: The checkpoint's path.
+        rank: The rank of this process.
+        size: The number of processes.
+        goes_through: What this process's loader gives: `WHOLE`, `WINDOWS` or `OWN`.
 
     Raises:
-        CheckpointError: It was, in the middle of an epoch, and some had or have samples of their own.
+        CheckpointError: Other processes wrote it in the middle of an epoch, and either they or these have loaders of
+            their own, so the rest of the epoch cannot be redistributed.
     """
     parts = content.get("ranks") or [content]
     wrote = str(parts[0].get("loader", WHOLE if len(parts) == 1 else OWN))
@@ -197,14 +200,15 @@ def part_of(
     if wrote == OWN:
         raise CheckpointError(
             f"the checkpoint {path} was written by {by} in the middle of an epoch, each with a loader of its own "
-            f"(shard=False), and what these had left cannot be given to {_here(size, goes_through)}; go on with {by} "
-            "and the same loaders, or pass resume=False to start anew"
+            f"(shard=False), and their remaining samples cannot be given to {_here(size, goes_through)}; go on with "
+            f"{by} and the same loaders, or pass resume=False to start from the beginning"
         )
     if goes_through == OWN:
         raise CheckpointError(
             f"the checkpoint {path} was written by {by} in the middle of an epoch of a loader that gives all samples, "
-            f"and what it had left cannot be given to {_here(size, goes_through)}; pass shard=True with a loader that "
-            f"gives all samples to every process, go on with {by} as before, or pass resume=False to start anew"
+            f"and its remaining samples cannot be given to {_here(size, goes_through)}; pass shard=True with a loader "
+            f"that gives all samples to every process, go on with {by} as before, or pass resume=False to start from "
+            "the beginning"
         )
     return None
 
@@ -212,4 +216,4 @@ def part_of(
 def _here(size: int, goes_through: str) -> str:
     if size == 1:
         return "this one process"
-    return f"these {size}, " + ("each with a loader of its own" if goes_through == OWN else "which share one out")
+    return f"these {size}, " + ("each with a loader of its own" if goes_through == OWN else "which share one loader")

@@ -1,6 +1,6 @@
-"""What a training does beside its windows where it is one of several: whose samples are whose, and checkpoints of all.
+"""Data sharding and checkpoint coordination across ranks.
 
-A training alone has none of this. Windows themselves are made together in `_distributed/data_parallel.py`.
+A single process needs none of this (`one_process.py`). `_distributed/data_parallel.py` makes the windows themselves.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ if TYPE_CHECKING:
 
 
 class SeveralRanks(OneProcess):
-    """The ranks of one training, as one of them sees them.
+    """The ranks of one training, seen from one of them.
 
     Args:
         ranks: All ranks.
         loader: As for `fit`.
-        target_batch: Samples a window, on all ranks together.
+        target_batch: Number of samples per window, over all ranks.
         last_window: As for `fit`.
-        shard: Whether every rank's loader gives all samples, of which each is to take its part.
-        shares: "equal" or "speed".
-        overlap: Whether gradients are to be sent while the last backward pass runs.
-        hindrance: What is in the way of that on this rank; "" for nothing.
-        notices: Where choices are said.
+        shard: As for `fit`.
+        shares: As for `fit`.
+        overlap: As for `fit`.
+        hindrance: Why this rank cannot overlap; "" if it can.
+        notices: Reports choices made for the user.
 
     Attributes:
         ranks: All ranks.
-        loader: What this rank loads from.
-        target_batch: Samples of a window that are this rank's, where shares are equal.
-        peers: Make the windows together; None before `begin`.
+        loader: The loader that this rank reads.
+        target_batch: Number of samples of a window that belong to this rank if shares are equal.
+        peers: The ranks that make windows together; None before `begin`.
 
     Raises:
-        InvalidInputError: There are more ranks than samples in a window, or samples cannot be shared out.
+        InvalidInputError: There are more ranks than samples in a window, or the loader cannot be sharded.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class SeveralRanks(OneProcess):
     ) -> None:
         if target_batch < ranks.size:
             raise InvalidInputError(
-                f"target_batch={target_batch} is shared out among {ranks.size} ranks, so that some would have nothing "
-                "to do; take a larger target_batch, or fewer ranks"
+                f"target_batch={target_batch} is less than the number of ranks, {ranks.size}, so some ranks would have "
+                "no samples; use a larger target_batch or fewer ranks"
             )
         super().__init__(loader, target_batch, last_window)
         self.ranks: Ranks = ranks
@@ -99,8 +99,8 @@ class SeveralRanks(OneProcess):
         self._bounds = cut(target_batch, self._shares.weights)
         self.target_batch = self._bounds[ranks.rank + 1] - self._bounds[ranks.rank]
         notices.say(
-            f"{ranks.size} ranks: of each window of {target_batch} samples {self.target_batch} are this rank's; plans "
-            "and cuts are of those"
+            f"{ranks.size} ranks: this rank takes {self.target_batch} samples of each window of {target_batch}; plans "
+            "and cuts count only those"
         )
         self._sharded: ShardedLoader | None = None
         self.loader = self._whole = loader
@@ -116,9 +116,9 @@ class SeveralRanks(OneProcess):
                 )
             else:
                 notices.say(
-                    f"shard=True: a {type(loader).__name__} cannot be told apart by indices, so every rank goes "
-                    "through all of it and leaves out what is not its own; a DataLoader over a dataset with indices "
-                    "loads each sample once"
+                    f"shard=True: a {type(loader).__name__} cannot be split by index, so every rank reads all of it "
+                    "and skips the samples of other ranks; with a DataLoader over a map-style dataset, each sample is "
+                    "loaded only once"
                 )
         self._is_looked_at = shard
         self._gone_through = GoneThrough(ranks, notices) if shard and self._sharded is None else None
@@ -127,7 +127,7 @@ class SeveralRanks(OneProcess):
 
     @property
     def at_end(self) -> Window:
-        """A window without samples, another one each time: ranks tell windows apart by their identity."""
+        """An empty window, a new object each time, since ranks tell windows apart by identity."""
         return Window.empty()
 
     @property
@@ -136,10 +136,11 @@ class SeveralRanks(OneProcess):
         return self.ranks.rank == 0
 
     def part_of_validation(self, val_loader: Iterable[Any]) -> Iterable[Any]:
-        """Return what gives this rank's part of validation data.
+        """Return an iterable over this rank's part of the validation data.
 
         Raises:
-            InvalidInputError: With `shard`, a loader does not give all samples; on every rank where lengths differ.
+            InvalidInputError: With `shard`, the loader does not give all samples; raised on every rank if lengths
+                differ.
         """
         if not self._shards:
             return val_loader
@@ -147,12 +148,13 @@ class SeveralRanks(OneProcess):
         return DealtLoader(val_loader, self.ranks)
 
     def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
-        """Make ready to make windows together.
+        """Prepare to make windows together.
 
         Args:
             step: This rank's training step.
-            wishes: Returns what this rank wishes to happen after a window, given how many windows ahead that is.
-            grows_to: The largest micro-batch that is wanted of a model that is spread over ranks, where sizes grow.
+            wishes: Returns what this rank requests after a window, given how many windows ahead that window is.
+            grows_to: The largest micro-batch to grow to, for a model that is sharded across ranks; None if sizes do not
+                grow.
         """
         said: dict[str, Any] = {
             "wishes": lambda: wishes(1),  # asked before the window is done
@@ -168,14 +170,14 @@ class SeveralRanks(OneProcess):
             room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
         self.peers = DataParallel(self.ranks, step, room=room, say=self._notices.say, **said)
 
-    # --- whose samples are whose --------------------------------------------------------------------------------------
+    # --- data sharding ------------------------------------------------------------------------------------------------
 
     def windows(self, batches: Track, skip: int) -> Iterator[Window]:
-        """Return an epoch's windows, of which this rank's part is `part`.
+        """Return an epoch's windows; `part` takes this rank's part of each.
 
         Args:
-            batches: The epoch's batches, from where it goes on.
-            skip: Samples of the first batch that are used already.
+            batches: The epoch's remaining batches.
+            skip: Number of samples of the first batch that were used already.
         """
         if self._sharded is not None:
             sizes = map(self._sharded.share_of, itertools.count(int(self._sharded.state_dict()["windows"])))
@@ -185,7 +187,7 @@ class SeveralRanks(OneProcess):
         return stream(batches, self.target_batch, skip=skip)
 
     def part(self, window: Window) -> Window:
-        """Return this rank's part of what `windows` gave."""
+        """Return this rank's part of a window from `windows`."""
         if self._gone_through is not None:
             self._gone_through.begin(window)
         if not self._shards or self._sharded is not None or not window.samples:
@@ -194,13 +196,13 @@ class SeveralRanks(OneProcess):
         return window.part(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
 
     def look_at(self, first: Window) -> None:
-        """Look, once, whether each rank has samples of its own."""
+        """Check, once, whether ranks read the same samples."""
         if not self._is_looked_at:
             self._is_looked_at = True
             look_at_data(self.ranks, first, self._notices)
 
     def is_to_be_dropped(self, part: Window) -> bool:
-        """Whether a window is too short to be made, where such are to be left out."""
+        """Whether to leave out a window because it is too short and last_window="drop"."""
         if self._last_window != "drop":
             return False
         said: list[tuple[int, int]] = self.ranks.exchange("samples", (part.samples, self._reached()))
@@ -209,15 +211,15 @@ class SeveralRanks(OneProcess):
         return sum(samples for samples, _ in said) < self._whole_target
 
     def has_anything(self, window: Window | None) -> bool:
-        """Whether the loader of any rank has given something in this epoch, of which this is the first window."""
+        """Whether any rank's loader gave samples in this epoch, given its first window."""
         return window is None or any(self.ranks.exchange("epoch", window.samples))
 
     def note_moment(self, windows: int) -> None:
-        """Note that so many windows are done."""
+        """Record the number of windows that are done."""
         self.ranks.moment = windows
 
-    def wishes_of_all(self, wishes: Callable[[int], int]) -> int:  # noqa: ARG002 - all have said theirs with the window
-        """Set the shares by what the window that was just made has shown; return what any rank wishes after it."""
+    def wishes_of_all(self, wishes: Callable[[int], int]) -> int:  # noqa: ARG002 - ranks exchange theirs with the window
+        """Update the shares from the last window's timings; return the requests of all ranks after it, as bits."""
         assert self.peers is not None
         self._share_out(self.peers.parts)
         said = 0
@@ -226,11 +228,11 @@ class SeveralRanks(OneProcess):
         return said
 
     def of_all(self, what: str, own: Any) -> list[Any]:
-        """Return what each rank says."""
+        """Return the value of each rank."""
         return self.ranks.exchange(what, own)
 
     def meet_at_end(self) -> None:
-        """See that no other rank has failed after its last update, which is known only when it says something."""
+        """Check that no other rank failed after its last update, which only an exchange reveals."""
         self.ranks.exchange("end")
 
     def _share_out(self, parts: Sequence[Part]) -> None:
@@ -240,16 +242,16 @@ class SeveralRanks(OneProcess):
             self._sharded.share_out(self._shares.weights, max(part.note for part in parts))
         total = sum(self._shares.weights)
         shares = ", ".join(f"{weight / total:.0%}" for weight in self._shares.weights)
-        self._notices.say(f"shares of the ranks by their speed: {shares}")
+        self._notices.say(f"shares of the ranks by speed: {shares}")
 
     def _reached(self) -> int:
-        """Return up to where in the epoch this rank's loader has come, or what stands for the whole of its window."""
+        """Return how far this rank's loader is in the epoch, or, for an unsharded loader, a note on its window."""
         if self._gone_through is not None:
             return self._gone_through.note
         return 0 if self._sharded is None else self._sharded.reached
 
     def tell_plans(self, plan: Plan | None) -> None:
-        """Say what each rank begins with, where they were asked beforehand."""
+        """Report each rank's initial plan, if a probe found one before training."""
         said = self.ranks.exchange("plan", None if plan is None else plan.micro_batch)
         if len(set(said)) > 1:
             found = ", ".join("-" if one is None else str(one) for one in said)
@@ -258,33 +260,34 @@ class SeveralRanks(OneProcess):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def check_that_all_found(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        """Refuse to go on from a checkpoint that not all ranks have found.
+        """Check that all ranks found the same checkpoint.
 
         Raises:
-            CheckpointError: They have found different ones.
+            CheckpointError: Ranks found different ones.
         """
         said = self.ranks.exchange("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
         for rank, one in enumerate(said):
             if one != said[0]:
                 names = [("none" if one is None else one[0]) for one in (said[0], one)]
                 raise CheckpointError(
-                    f"rank 0 finds the checkpoint {names[0]} and rank {rank} finds {names[1]}; the folder must be one "
-                    "that all of them see"
+                    f"rank 0 finds the checkpoint {names[0]} and rank {rank} finds {names[1]}; use a folder that all "
+                    "ranks can see"
                 )
 
     def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
-        """Return what a checkpoint holds of this rank; None where it was written by other processes.
+        """Return this rank's part of a checkpoint; None if other processes wrote it.
 
         Raises:
-            CheckpointError: It was, in the middle of an epoch, and cannot be shared out anew.
+            CheckpointError: Other processes wrote it in the middle of an epoch, and the rest of the epoch cannot be
+                redistributed.
         """
         return part_of(content, path, self.ranks.rank, self.ranks.size, self._goes_through)
 
     def position_of(self, position: Position) -> Position:
-        """Return where this training stands at a position of other processes.
+        """Return the position of this training that corresponds to a position of other processes.
 
         Raises:
-            CheckpointError: The loader is another one.
+            CheckpointError: The loader is not the one of that position.
         """
         if self._sharded is None:
             return of_whole(position, self._whole, self._whole_target)
@@ -295,13 +298,13 @@ class SeveralRanks(OneProcess):
         return OWN if not self._shards else WHOLE if self._sharded is None else WINDOWS
 
     def _take_folder(self, saver: Saver, notices: Notices) -> None:
-        """Make the folder for checkpoints this training's: rank 0, which writes them, holds it for all.
+        """Take the lease on the checkpoint folder: rank 0, which writes the checkpoints, holds it for all ranks.
 
         Raises:
-            CheckpointInUseError: Another process trains with it; on every rank.
-            CheckpointError: It cannot be written to; on every rank.
+            CheckpointInUseError: Another process trains with the folder; raised on every rank.
+            CheckpointError: The folder is not writable; raised on every rank.
         """
-        # Said at every look, so that ranks wait for each other no longer than they are ready to.
+        # Rank 0 reports after every attempt, so that the wait for the lease does not run into the exchange's timeout.
         if self.ranks.rank > 0:
             while (said := self.ranks.exchange("folder")[0]) is None:
                 pass
@@ -318,11 +321,11 @@ class SeveralRanks(OneProcess):
         self.ranks.exchange("folder", "taken")
 
     def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-        """Return the checkpoint to go on from, the same on every rank; None where there is none.
+        """Return the checkpoint to resume from, the same on every rank; None if there is none.
 
         Raises:
-            CheckpointInUseError: Another process trains with the folder; on every rank.
-            CheckpointError: Ranks have found different ones, or none that is whole.
+            CheckpointInUseError: Another process trains with the folder; raised on every rank.
+            CheckpointError: Ranks found different checkpoints, or none that is intact.
         """
         self._take_folder(saver, notices)
         damage: dict[Path, str] = {}
@@ -339,14 +342,14 @@ class SeveralRanks(OneProcess):
             damage[found[0]] = wrong
 
     def stand_together(self, error: BaseException, *, is_whole: bool) -> bool:
-        """Tell the others of an error, and return whether all were at the same moment, which they can save together."""
+        """Tell other ranks of an error; return whether all are at the same moment and can save it together."""
         if not isinstance(error, RankFailedError):
             self.ranks.moment = self.ranks.moment if is_whole else -1
             self.ranks.fail(error)
         return self.ranks.stood_together
 
     def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
-        """Write a checkpoint of a moment: rank 0 a file, and every rank its part of what is spread over them."""
+        """Write a checkpoint of a moment: rank 0 writes the file, and every rank its own shards."""
         own = {**contents.part(moment, kept), "loader": self._goes_through}
         parts = self.ranks.exchange_tensors("state", own)
         files = self._write_shards(saver, moment, contents.spread()) if contents.is_sharded else None
@@ -358,14 +361,14 @@ class SeveralRanks(OneProcess):
         return path
 
     def _write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, dcp.Files]:
-        """Write what is spread over ranks, each its part, into a new folder; return its name and what is in it.
+        """Write this rank's shards into a new folder; return the folder's name and its files.
 
         Raises:
-            CheckpointError: Some rank could not.
+            CheckpointError: Some rank could not write.
         """
         named = None
         if self.ranks.rank == 0:
-            saver.remove_others()  # what was left by one that failed may be what has filled the disk
+            saver.remove_others()  # the remains of a failed checkpoint may be what fills the disk
             named = saver.folder_for_shards(moment).name
         folder = saver.folder / self.ranks.exchange("shards", named)[0]
         try:
@@ -374,35 +377,35 @@ class SeveralRanks(OneProcess):
             raise
         except Exception as error:
             saver.check_folder()
-            if not folder.is_dir():  # rank 0 knows more
+            if not folder.is_dir():  # rank 0 knows the reason
                 raise CheckpointError(
-                    f"the checkpoint {folder} could not be written, since it was removed meanwhile, and those before "
-                    "it are as they were; leave the folder alone while training goes on, which another process may "
-                    "have taken over"
+                    f"the checkpoint {folder} could not be written because it was removed meanwhile; earlier "
+                    "checkpoints are unchanged; leave the folder alone during training (another process may have taken "
+                    "it over)"
                 ) from error
             raise CheckpointError(
-                f"the checkpoint {folder} could not be written ({first_line(error)}), and those before it are as they "
-                "were; make room on that disk, or pass another folder as checkpoint="
+                f"the checkpoint {folder} could not be written ({first_line(error)}); earlier checkpoints are "
+                "unchanged; make room on that disk, or pass another folder as checkpoint="
             ) from error
 
     def read_shards(self, path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Read what is spread over ranks, each its part, in place.
+        """Read this rank's shards in place.
 
         Raises:
-            CheckpointError: Some rank could not; what it was to be put into is of no use.
+            CheckpointError: Some rank could not read; the tensors are unusable.
         """
         folder = path.parent / content[SHARDS][0]
         try:
             dcp.read(self.ranks, tensors, folder)
         except Exception as error:
             raise CheckpointError(
-                f"the checkpoint {folder} could not be read ({first_line(error)}); make everything as it was for that "
-                "run, or pass resume=False to start anew"
+                f"the checkpoint {folder} could not be read ({first_line(error)}); use the same model, optimizer and "
+                "ranks as that run, or pass resume=False to start from the beginning"
             ) from error
 
 
 def _accept(_: Sequence[int]) -> None:
-    """Accept whatever ranks say of their loaders, where each has samples of its own."""
+    """Accept any note of the ranks' loaders: each has samples of its own."""
 
 
 def _refuse_own_samples(loader: Any, name: str) -> None:
@@ -410,6 +413,6 @@ def _refuse_own_samples(loader: Any, name: str) -> None:
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if getattr(sampler, "num_replicas", 1) > 1:
             raise InvalidInputError(
-                f"shard=True shares out what every rank's {name} gives, and this one's {type(sampler).__name__} does "
-                "so already; leave one of them out"
+                f"shard=True splits the samples of every rank's {name}, but this one's {type(sampler).__name__} "
+                "already does; use only one of them"
             )
