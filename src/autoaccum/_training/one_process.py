@@ -118,7 +118,7 @@ class OneProcess:
         """Record the number of windows that are done."""
 
     def wishes_of_all(self, wishes: Callable[[int], int]) -> int:
-        """Return the requests of all processes after the window that was just made, as bits; `wishes` as for `begin`."""
+        """Return the requests of all processes after the window just made, as bits; `wishes` as for `begin`."""
         return wishes(0)
 
     def of_all(self, what: str, own: Any) -> list[Any]:  # noqa: ARG002
