@@ -122,7 +122,7 @@ def test_old_gradients_are_still_there_after_a_refusal(arguments, model, loader)
 @pytest.mark.parametrize("model", [3, None, nn.Linear, {}], ids=repr)
 @pytest.mark.parametrize("device", ["cpu", None])
 def test_what_is_no_module_is_refused(model, device, loader):
-    with pytest.raises(InvalidInputError, match=r"no torch\.nn\.Module"):
+    with pytest.raises(InvalidInputError, match=r"not a torch\.nn\.Module"):
         fit(model, loader, device=device)
 
     assert loader.drawn == 0

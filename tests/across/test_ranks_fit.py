@@ -179,7 +179,7 @@ def test_error_of_the_users_own_on_one_rank_arrives_there_and_is_told_to_the_oth
 def test_fewer_samples_in_a_window_than_ranks_are_refused(crew):
     answers = crew.answers("rank_training:train", size=3, target_batch=2)
 
-    assert all("shared out among 3 ranks" in str(answer) for answer in answers)
+    assert all("less than the number of ranks, 3" in str(answer) for answer in answers)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
