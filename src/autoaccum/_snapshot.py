@@ -263,11 +263,8 @@ class Mark:
         self.random.take()
         changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for number, (holder, kept) in enumerate(self._holders):
-            if holder:
+            if holder or kept:
                 self._keep(number, holder, kept, changed)
-            if len(kept) != len(holder):
-                for name in kept.keys() - holder.keys():
-                    del kept[name]
         if changed:
             with torch.no_grad():
                 for copies, tensors in changed.values():
@@ -296,7 +293,8 @@ class Mark:
         for name, tensor in holder.items():
             known = kept.get(name)
             if tensor is None:
-                kept[name] = _Kept(None)
+                if known is None or known.tensor is not None:
+                    kept[name] = _Kept(None)
             elif known is None or known.copy is None or not known.stands_for(tensor):
                 kept[name] = self._copy(number, name, tensor)
             elif known.copies_always:
@@ -305,6 +303,8 @@ class Mark:
                 tensors.append(tensor)
             elif known.version != tensor._version:
                 kept[name] = self._copy(number, name, tensor)
+        for name in kept.keys() - holder.keys():
+            del kept[name]
 
     def _copy(self, number: int, name: Any, tensor: Tensor) -> _Kept:
         """Copy a tensor. Copies of large ones are never written to afterwards, and so can be shared."""

@@ -47,13 +47,18 @@ class Piece:
             cannot be cut.
     """
 
-    __slots__ = ("_cuttable", "_kind", "_leaves", "_spec", "batch", "samples")
+    __slots__ = ("_cuttable", "_kind", "_leaves", "_sequence", "_spec", "batch", "samples")
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
-        self._leaves, self._spec = optree.tree_flatten(
-            _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
-        )
+        # A list or a tuple of tensors, the usual batch, needs no optree.
+        is_flat = type(batch) in (list, tuple) and all(map(_is_tensor, batch))
+        self._sequence: type[list[Any] | tuple[Any, ...]] | None = type(batch) if is_flat else None
+        self._spec: optree.PyTreeSpec | None = None
+        if is_flat:
+            self._leaves = list(batch)
+        else:
+            self._leaves, self._spec = _flatten(batch)
         self.samples = _count(self._leaves, batch)
         self._cuttable = [_runs_along_the_batch(leaf, self.samples) for leaf in self._leaves]
         self._kind: tuple[Any, ...] | None = None
@@ -62,20 +67,16 @@ class Piece:
         """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
         if start == 0 and stop == self.samples:
             return self.batch
-        return self._rebuild(
-            [
-                leaf[start:stop] if cuttable else leaf
-                for leaf, cuttable in zip(self._leaves, self._cuttable, strict=True)
-            ]
-        )
+        leaves = [leaf[start:stop] if self._cuttable[i] else leaf for i, leaf in enumerate(self._leaves)]
+        return self._rebuild(leaves)
 
     def joins(self, other: Piece) -> bool:
         """Whether both can be joined into one batch: equal nesting, types, trailing shapes and non-tensor values."""
-        return self._spec == other._spec and self._describe() == other._describe() and self._same_rest(other)
+        return self._nests_as(other) and self._describe() == other._describe() and self._same_rest(other)
 
     def resembles(self, other: Piece) -> bool:
         """Whether both have the same nesting, types and numbers of dimensions."""
-        return self._spec == other._spec and all(
+        return self._nests_as(other) and all(
             mine.dtype == theirs.dtype and mine.ndim == theirs.ndim
             for mine, theirs in zip(self._leaves, other._leaves, strict=True)
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor)
@@ -90,7 +91,15 @@ class Piece:
         return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
 
     def _rebuild(self, leaves: list[Any]) -> Any:
-        return optree.tree_unflatten(self._spec, leaves)
+        return self._sequence(leaves) if self._sequence else optree.tree_unflatten(self._structure(), leaves)
+
+    def _nests_as(self, other: Piece) -> bool:
+        if self._spec is None and other._spec is None:
+            return self._sequence is other._sequence and len(self._leaves) == len(other._leaves)
+        return bool(self._structure() == other._structure())
+
+    def _structure(self) -> optree.PyTreeSpec:
+        return _flatten(self.batch)[1] if self._spec is None else self._spec
 
     def _describe(self) -> tuple[Any, ...]:
         if self._kind is None:
@@ -477,6 +486,16 @@ def _with_foreign_mappings(batch: Any) -> Any:
         none_is_leaf=True,
         namespace=_NAMESPACE,
     )
+
+
+def _flatten(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten(
+        _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
+    )
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Tensor)
 
 
 def _is_whole(node: Any) -> bool:

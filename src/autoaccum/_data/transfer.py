@@ -10,7 +10,7 @@ from torch import Tensor
 from autoaccum._data.batches import copied, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     from autoaccum._data.batches import Window
 
@@ -39,7 +39,7 @@ class Transfer:
         self._copies = True
 
     def feed(self, window: Window, sizes: Sequence[int], start: int = 0) -> Generator[Any, None, None]:
-        """Yield the micro-batches of a window on the device, prefetching the next one.
+        """Return the micro-batches of a window on the device, prefetching the next one.
 
         Args:
             window: The samples, on any device.
@@ -48,15 +48,14 @@ class Transfer:
         """
         cuts = _cuts(window, sizes, start)
         if all(tensor.device == self._device for tensor in window.tensors()):
-            yield from map(copied, cuts) if self._copies else cuts
-        elif self._device.type != "cuda":
-            yield from map(self.place, cuts)
-        else:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            yield from self._ahead(cuts, self._stream)
+            return (copied(batch) for batch in cuts) if self._copies else cuts
+        if self._device.type != "cuda":
+            return (self.place(batch) for batch in cuts)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._ahead(cuts, self._stream)
 
-    def _ahead(self, cuts: Iterable[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
+    def _ahead(self, cuts: Iterable[Any], stream: torch.cuda.Stream) -> Generator[Any, None, None]:
         computing = torch.cuda.current_stream(self._device)
         on_their_way: list[tuple[Any, torch.cuda.Event]] = []
         for batch in cuts:
@@ -82,7 +81,7 @@ class Transfer:
         return moved
 
 
-def _cuts(window: Window, sizes: Sequence[int], start: int) -> Iterator[Any]:
+def _cuts(window: Window, sizes: Sequence[int], start: int) -> Generator[Any, None, None]:
     for size in sizes:
         yield window.cut(start, start + size)
         start += size

@@ -145,11 +145,12 @@ class Updates:
         Args:
             gradients: How many parameters will have a gradient; None for as many as have one now.
         """
+        held = self._held()
         if gradients is None:
-            gradients = len(self._gradients())
+            gradients = sum(parameter.grad is not None for parameter in held)
         self._stage.phase = Phase.RESERVE
         self._ready = None
-        need = self._need if self._need is not None and self._need.is_of(gradients, self._held()) else None
+        need = self._need if self._need is not None and self._need.is_of(gradients, held) else None
         makes_state = need is not None and need.keeps_state and not self._optimizer.state
         if need is not None:
             self._memory.reserve(need.transient_bytes + (need.state_bytes if makes_state else 0))

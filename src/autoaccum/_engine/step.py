@@ -77,21 +77,19 @@ class Accumulated:
     """Results of a window's micro-batches so far.
 
     Attributes:
-        losses: By name, what each micro-batch adds to the window's loss, on the device.
-        pair_weights: By name, the weights of (sum, weight) pairs so far.
+        losses: Names, and what each micro-batch adds to the window's loss, on the device.
+        pair_weights: Names, and the weights of (sum, weight) pairs.
         reported: Values reported in addition to the losses, as recorded by `reported.note`.
     """
 
-    losses: dict[str, list[Tensor]] = field(default_factory=dict)
-    pair_weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
+    losses: list[tuple[str, Tensor]] = field(default_factory=list)
+    pair_weights: list[tuple[str, Tensor | float]] = field(default_factory=list)
     reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
 
     def add(self, other: Accumulated) -> None:
         """Add the results of a further micro-batch."""
-        for name, values in other.losses.items():
-            self.losses.setdefault(name, []).extend(values)
-        for name, weights in other.pair_weights.items():
-            self.pair_weights.setdefault(name, []).extend(weights)
+        self.losses += other.losses
+        self.pair_weights += other.pair_weights
         for slot, numbers in other.reported.items():
             self.reported.setdefault(slot, []).extend(numbers)
 
@@ -195,7 +193,7 @@ class GradientStep:
                 continue
             value = self._weighted(term, factors, into)
             if value is not None:
-                into.losses.setdefault(term.name, []).append(value.detach())
+                into.losses.append((term.name, value.detach()))
                 weighted.append(value)
         if has_reported:
             reported.note(terms, samples, factors, self.objective.weighting, into.reported)
@@ -217,7 +215,7 @@ class GradientStep:
                 check_weight(term.name, term.weight)
                 return term.value / term.weight
             # The window's weight is known only at its end: until then, use a close estimate.
-            into.pair_weights.setdefault(term.name, []).append(term.weight)
+            into.pair_weights.append((term.name, term.weight))
             factor = factors.provisional
         if factor == 0.0:
             # The mean over nothing is NaN. If others wait for the backward pass, it runs nevertheless.

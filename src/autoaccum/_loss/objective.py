@@ -360,7 +360,8 @@ class Objective:
             raw = self._loss(outputs, batch[1])  # type: ignore[operator]
         else:
             raw = self._loss_of_batch(outputs, batch)
-        return dict(raw) if isinstance(raw, Mapping) else {TOTAL: raw}
+        # Asking whether a tensor is a Mapping is slow.
+        return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
     def _terms(
         self, raw: Mapping[str, Any], samples: int, total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
