@@ -177,7 +177,7 @@ def test_resume_false_starts_anew_and_replaces_the_old_ones_by_its_first(tmp_pat
         ({"checkpoint": 5}, "checkpoint=5 is not a path"),
         ({"checkpoint": ""}, "checkpoint='' names no folder"),
         ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' cannot be found"),
-        ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' holds a null byte"),
+        ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' contains a null byte"),
         ({"checkpoint": "unused", "checkpoint_steps": 0}, "checkpoint_steps must be at least 1, got 0"),
         ({"checkpoint": "unused", "checkpoint_steps": 1.5}, "checkpoint_steps must be a whole number"),
         ({"checkpoint": "unused", "checkpoint_minutes": 0}, "checkpoint_minutes=0 must be a positive number"),

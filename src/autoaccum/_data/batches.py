@@ -1,8 +1,8 @@
 """Counts, cuts and joins batches of any nesting, and regroups a loader's batches into windows. Uses no device.
 
 A batch is what a loader yields: a tensor, or arbitrarily nested tuples, lists, named tuples and mappings of tensors.
-The first dimension of every tensor is the sample. Other sequences as long as the batch (a list of file names) are cut
-with it; anything else (a temperature, a flag) is passed on whole.
+The first dimension of every tensor indexes the samples. Other sequences as long as the batch (a list of file names) are
+cut with it; anything else (a temperature, a flag) is passed on whole.
 """
 
 from __future__ import annotations

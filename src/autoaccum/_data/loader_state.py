@@ -129,7 +129,7 @@ class Track:
         return self
 
     def _start_workers_that_stay(self) -> None:
-        """Start worker processes as if an earlier epoch had, and draw nothing for them: later epochs do not."""
+        """Start persistent workers without using random numbers, as if an earlier epoch had started them."""
         loader: Any = self._loader
         if not getattr(loader, "persistent_workers", False) or getattr(loader, "_iterator", loader) is not None:
             return
