@@ -35,7 +35,7 @@ from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._report import Report
-from autoaccum._report.answers import Asked, measure_on, predict
+from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.durations import seconds_in
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.records import HostFacts, Subject
