@@ -202,7 +202,7 @@ def test_a_recipe_whose_loss_takes_other_arguments_is_refused_with_what_it_is_ca
     result = invoke(f"{recipe}:loss_of_outputs")
 
     assert result.exit_code == ExitCode.BAD_INPUT
-    assert "is called with (outputs, targets), and takes (outputs)" in result.stderr
+    assert "is called with (outputs, targets), but takes (outputs)" in result.stderr
 
 
 def test_a_model_that_is_made_of_values_is_made_on_the_cpu(invoke, recipe):

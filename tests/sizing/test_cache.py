@@ -291,7 +291,7 @@ def test_folder_in_place_of_a_file_is_left_alone(cache, notices):
     assert path.is_dir()
     assert len(notices.texts) == 2
     assert "a folder, a pipe or a device" in notices.texts[0]
-    assert "nothing could be written" in notices.texts[1]
+    assert "cannot be written to" in notices.texts[1]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")

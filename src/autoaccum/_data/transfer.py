@@ -1,4 +1,4 @@
-"""Moves micro-batches to the device, the next one on its way while the present one computes."""
+"""Moves micro-batches to the device, prefetching the next one while the current one computes."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
 
 
 class Transfer:
-    """Moves batches from where the loader left them to one device.
+    """Moves batches to one device.
 
     Args:
-        device: Where they are needed.
+        device: The device to move them to.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = False
-        # Made with the first batch that has to be moved: it takes a driver, and memory of the card.
+        # Created with the first batch that has to be moved: it needs a driver, and memory of the card.
         self._stream: torch.cuda.Stream | None = None
 
     def place(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the device; one that is there already is passed on as it is."""
-        # Off the device a copy that does not block would be read before it has arrived.
+        """Return the batch with its tensors on the device; those already there are not copied."""
+        # To the CPU, a non-blocking copy could be read before it has completed.
         asynchronous = self._device.type != "cpu"
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=asynchronous), batch)
 
     def copy_always(self) -> None:
-        """From now on copy what is on the device already, too: the model changes its input in place."""
+        """From now on also copy batches already on the device, because the model modifies its input in place."""
         self._copies = True
 
     def feed(self, window: Window, sizes: Sequence[int], start: int = 0) -> Generator[Any, None, None]:
-        """Return the micro-batches of a window on the device, the next one on its way while one is used.
+        """Return the micro-batches of a window on the device, prefetching the next one.
 
         Args:
-            window: The samples, wherever the loader left them.
-            sizes: Sizes of the micro-batches, which reach to the window's end.
+            window: The samples, on any device.
+            sizes: Sizes of the micro-batches, up to the window's end.
             start: The sample at which the first of them begins.
         """
         cuts = _cuts(window, sizes, start)
@@ -59,8 +59,8 @@ class Transfer:
         computing = torch.cuda.current_stream(self._device)
         on_their_way: list[tuple[Any, torch.cuda.Event]] = []
         for batch in cuts:
-            # The memory is taken from the computing stream's pool, so that copies do not need one of their own; the
-            # copying stream has to wait for what that memory was last used for.
+            # The memory comes from the computing stream's pool, so that copies need no pool of their own; the copying
+            # stream has to wait for its previous use.
             stream.wait_stream(computing)
             moved = map_tensors(lambda tensor: self._begin(tensor, stream), batch)
             on_their_way.append((moved, stream.record_event()))
@@ -76,7 +76,7 @@ class Transfer:
         moved = torch.empty_like(host, device=self._device)
         with torch.cuda.stream(stream):
             moved.copy_(host, non_blocking=True)
-        # If the window is given up while the copy runs, its memory must not be used again before it has ended.
+        # If the window is abandoned during the copy, the memory must not be reused before the copy has ended.
         moved.record_stream(stream)
         return moved
 
