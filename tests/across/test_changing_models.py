@@ -320,10 +320,10 @@ def test_several_ranks_refuse_parameters_that_have_come_and_bear_those_that_have
     joint._step, joint._trained = step, [parameter for parameter in step.parameters if parameter.requires_grad]
 
     freeze(model, None)
-    assert step.look()
+    assert step.parameters_changed()
     joint.check_parameters()
     append_without_the_optimizer(model, None)
-    assert step.look()
+    assert step.parameters_changed()
     with pytest.raises(InvalidInputError, match=r"2 parameters are trained now .*\(8, 8\)"):
         joint.check_parameters()
 
@@ -347,5 +347,5 @@ def test_step_knows_of_parameters_after_a_look_only():
     append_without_the_optimizer(model, None)
 
     assert len(step.parameters) == count
-    assert step.look()
+    assert step.parameters_changed()
     assert len(step.parameters) == count + 2

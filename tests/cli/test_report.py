@@ -357,7 +357,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--require-micro-batch", "0"], "--require-micro-batch 0 asks for nothing"),
         (["{recipe}", "--require-micro-batch", "-3"], "--require-micro-batch -3 asks for nothing"),
         (["{recipe}", "--require-micro-batch", "9", "--max-micro-batch", "8"], "than --max-micro-batch 8 looks for"),
-        (["{recipe}", "--time", "soon"], "--time='soon' is no time"),
+        (["{recipe}", "--time", "soon"], "--time='soon' is not a time"),
         (["{recipe}", "--length", "long"], "--length long is no length"),
         (["{recipe}", "--length", "512"], "--length 512: the batch holds no sequences"),
         (["{recipe}", "--device", "gpu"], "--device 'gpu' is no device"),
@@ -498,5 +498,5 @@ def test_what_was_alive_when_memory_ran_out_is_shown(invoke, tmp_path):
     assert (shown.exit_code, document.exit_code) == (0, 0)
     assert "out of memory in step 1" in shown.stdout
     assert "activations" in shown.stdout
-    assert "more than the limit counts" in " ".join(shown.stdout.split())
+    assert "exceed what the limit counts" in " ".join(shown.stdout.split())
     assert json.loads(document.stdout) == json.loads(path.read_text())

@@ -443,12 +443,12 @@ def test_report_without_a_step_and_without_a_size_is_shown(written, tmp_path):
         ("", "empty"),
         ("no json", "not JSON"),
         ('{"format": "autoaccum.oom_report", "ver', "cut short"),
-        ("[1, 2]", "something else"),
-        ('{"format": "other"}', "something else"),
+        ("[1, 2]", "another kind"),
+        ('{"format": "other"}', "another kind"),
         ('{"format": "autoaccum.oom_report", "version": 99}', "version 99"),
         ('{"format": "autoaccum.oom_report", "version": 99, "software": null}', "version 99"),
-        ("[" * 100_000, "something else"),
-        ('{"format": "autoaccum.oom_report", "version": 1}', "missing"),
+        ("[" * 100_000, "another kind"),
+        ('{"format": "autoaccum.oom_report", "version": 1}', "incomplete"),
     ],
 )
 def test_file_that_is_no_report_is_refused_with_the_reason(tmp_path, content, reason):

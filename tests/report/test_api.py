@@ -295,7 +295,7 @@ def test_where_there_is_no_accelerator_asking_about_a_card_measures_nothing():
         ({"loss_scope": "epoch"}, "epoch"),
         ({"max_micro_batch": 0}, "max_micro_batch"),
         ({"measure": False}, "nothing to report"),
-        ({"model": "resnet"}, "neither a torch.nn.Module nor a function"),
+        ({"model": "resnet"}, "must be a torch.nn.Module, or a function"),
         ({"batch": [object()]}, "batch"),
         ({"device": "nonsense"}, "nonsense"),
     ],

@@ -10,7 +10,7 @@ from torch import nn
 import autoaccum
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import card_named
-from autoaccum._report.answers import Asked
+from autoaccum._report.capacity import Asked
 from autoaccum._report.suggestions import MANY_MICRO_BATCHES, Place, Remedies, are_due, computes_bf16
 
 
@@ -129,7 +129,7 @@ def test_what_would_help_is_told_for_the_first_that_needs_it_and_that_is_said():
     )  # fmt: skip
 
     assert report.remedies_on == "t4"
-    assert any("for t4 alone, the first that needs it; for l4 run a report" in warning for warning in report.warnings)
+    assert any("only for t4, the first that needs them; for l4 run a report" in warning for warning in report.warnings)
 
 
 def test_bf16_weights_are_said_to_take_what_a_model_in_bf16_is_predicted_to(small):

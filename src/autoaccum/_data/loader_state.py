@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 
 from autoaccum._data.batches import count
-from autoaccum._data.undoing import remember
+from autoaccum._data.load_state_rollback import remember
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import CheckpointError
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.peers import Work
     from autoaccum._engine.step import TrainingStep
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
 _NOTHING = Factors(0.0, 0.0, alone=False)
@@ -106,7 +106,7 @@ class ShardedDataParallel(DataParallel):
             self.share = self._share_of(window)
         return self.share
 
-    def prepare(self) -> None:
+    def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:

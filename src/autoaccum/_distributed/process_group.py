@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from autoaccum._memory.present import existing
+from autoaccum._memory.available_devices import existing
 from autoaccum._oom import first_line
 from autoaccum._system.launched import (
     _is_to_be_set_up,

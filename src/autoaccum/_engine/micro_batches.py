@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autoaccum._engine.aside import Aside
 from autoaccum._engine.gradients import Given
 from autoaccum._engine.phases import Phase
+from autoaccum._engine.separate_gradients import Aside
 from autoaccum._engine.step import Accumulated, check_weight
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._loss.weighting import in_full
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import GradientStep
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
 
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class MicroBatches:
         self._see_what_is_written()
         return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {})
 
-    def keep(self) -> None:
+    def put_back_failed(self) -> None:
         """After running out of memory, restore only what has to be repeated."""
         if self._window.versions() != self._versions_of_data:
             raise InvalidInputError(

@@ -135,7 +135,7 @@ class Updates:
         """
         try:
             self.reserve()
-            return self.commit(self.prepare(correction))
+            return self.commit(self.unscale_and_clip(correction))
         finally:
             self._ready = None
 
@@ -157,7 +157,7 @@ class Updates:
         copy = self._copy() if need is None or makes_state else None
         self._ready = _Ready(gradients, copy, is_measured=need is None)
 
-    def prepare(self, correction: float | Tensor = 1.0) -> Tensor | None:
+    def unscale_and_clip(self, correction: float | Tensor = 1.0) -> Tensor | None:
         """Bring the gradients into the form that the optimizer needs.
 
         Args:
@@ -200,7 +200,7 @@ class Updates:
         """Step the optimizer; if it fails without having written, this can be retried.
 
         Args:
-            norm: What `prepare` returned.
+            norm: What `unscale_and_clip` returned.
 
         Raises:
             StateDamagedError: The optimizer failed after it had begun to write.
@@ -236,7 +236,7 @@ class Updates:
         except MemoryError:
             self._need = None
 
-    def let_go(self) -> None:
+    def drop_reservation(self) -> None:
         """Release the preparations for a step."""
         self._ready = None
 

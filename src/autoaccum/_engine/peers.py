@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.optimizer_step import Update, Updates
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
 
     BeforeUpdate = Callable[[dict[str, Tensor], int], None]
 
@@ -105,7 +105,7 @@ class Peers(Protocol):
             sizing: Cuts this process's part.
         """
 
-    def prepare(self) -> None:
+    def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
     def expected_gradients(self) -> int | None:
@@ -156,7 +156,7 @@ class Alone:
     def begin(self, window: Window, sizing: Sizing) -> None:
         """Do nothing: the part is the window."""
 
-    def prepare(self) -> None:
+    def begin_attempt(self) -> None:
         """Do nothing: no other process is waiting."""
 
     def expected_gradients(self) -> None:
@@ -168,7 +168,7 @@ class Alone:
         if given.pair_weight is not None:
             losses = given.corrected_losses()
         before_update(losses, given.samples)
-        norm = self._updates.prepare(correction)
+        norm = self._updates.unscale_and_clip(correction)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm)
 
     def commit(self, reduced: Reduced) -> Update:

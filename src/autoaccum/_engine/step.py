@@ -103,7 +103,7 @@ class GradientStep:
         memory: The device.
 
     Attributes:
-        parameters: Every parameter of the objective's modules, as of the last `look`.
+        parameters: Every parameter of the objective's modules, as of the last `parameters_changed`.
         has_added: Whether gradients may have been added to since this was last set to False.
         sources_left: Losses with their own forward passes that the current micro-batch has yet to run.
         stage: Records the current phase.
@@ -133,7 +133,7 @@ class GradientStep:
         """The current phase."""
         return self.stage.phase
 
-    def look(self) -> bool:
+    def parameters_changed(self) -> bool:
         """Check the current parameters; return whether anything has changed since the last check."""
         has_changed = self._inventory.look()
         self.parameters = self._inventory.parameters
@@ -234,7 +234,7 @@ class TrainingStep(GradientStep):
         clip_grad_norm: Maximum norm of the window's gradient; None for no clipping.
 
     Attributes:
-        parameters: Every parameter of the objective's modules and of the optimizer, as of the last `look`.
+        parameters: Every parameter of the modules and of the optimizer, as of the last `parameters_changed`.
         updates: Makes updates from the gradients accumulated here.
     """
 
@@ -255,7 +255,7 @@ class TrainingStep(GradientStep):
         modules = self.objective.modules
         return Inventory(modules, self.optimizer, is_fixed=is_sharded(modules))
 
-    def look(self) -> bool:
+    def parameters_changed(self) -> bool:
         """Check the current parameters; return whether anything has changed since the last check."""
         has_changed = self._inventory.look(self.optimizer)
         self.parameters = self._inventory.parameters

@@ -21,7 +21,7 @@ from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen, map_tensors
 from autoaccum._loss import weighting
 from autoaccum._loss.counting import is_pair, tallies_of
-from autoaccum._loss.named_losses import TOTAL, Entries
+from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.reduction_inference import Run, Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting

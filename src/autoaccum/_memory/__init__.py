@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoaccum._memory.accelerator import Accelerator
+from autoaccum._memory.available_devices import existing
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.cuda import Cuda
 from autoaccum._memory.host import Host
 from autoaccum._memory.limits import format_bytes, parse_limit
-from autoaccum._memory.present import existing
 from autoaccum._memory.simulated import Simulated
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._memory._storages import StorageWatch
+from autoaccum._memory.available_devices import existing
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes, parse_limit
-from autoaccum._memory.present import existing
 from autoaccum._records import MemoryReading
 from autoaccum.errors import InvalidInputError
 

@@ -1,7 +1,7 @@
 """`autoaccum.preflight`: checks the arguments, measures and predicts, and assembles one `Report`.
 
-What is trained is not changed: parameters, buffers, gradients, optimizer state, random state and the loader's
-generators are bit for bit as before; only the model's device may have changed, where something was measured.
+The job is not changed: parameters, buffers, gradients, optimizer state, random state and the loader's generators are
+bit for bit as before; only the model's device may change, if something is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._report import Report
-from autoaccum._report.answers import Asked, measure_on, predict
+from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.durations import seconds_in
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.records import HostFacts, Subject
@@ -89,44 +89,44 @@ def preflight(
     on_trial: Callable[[Trial], None] = lambda _: None,
     on_part: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Report in advance whether and how a job can be trained: measured on a device at hand, predicted for others.
+    """Report whether and how a job can be trained: measured on a device at hand, predicted for others.
 
     Measuring runs real steps, and leaves parameters, buffers, gradients, optimizer state, random state and modes bit
     for bit as they were; only the model's device may have changed.
 
     Args:
-        model: The model, or a function without arguments that makes it; where nothing is measured it is made on the
-            meta device, so that any size can be predicted.
+        model: The model, or a function without arguments that makes it; if nothing is measured, it is made on the meta
+            device, so that models of any size can be predicted.
         batch: A batch as the loader yields it; its samples are repeated to make larger ones.
         target_batch: Samples per update.
         loss: As for `fit`.
-        optimizer: As for `fit`; its state counts.
+        optimizer: As for `fit`; the report includes its state.
         device: As for `fit`.
         precision: As for `fit`.
-        memory_limit: As for `fit`; holds for the cards in `gpus` too.
+        memory_limit: As for `fit`; also applies to the cards in `gpus`.
         max_micro_batch: The largest size of interest; None means `target_batch`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
-        strategy: As for `fit`; None for "balanced". "fastest" is planned like "balanced", as `fit` begins.
+        strategy: As for `fit`; None means "balanced". "fastest" is planned like "balanced", with which `fit` starts.
         gpus: Names of cards to predict for, such as "h100-80gb".
-        device_memory: The memory of a card without a known name, such as "24GiB", to predict for.
-        loader: The loader; its speed is measured too, by iterating over it briefly.
-        length: The length of sequences: batches are cut or padded to it. Where several sequences of a batch differ in
-            length, by the names under which the batch holds them, `{"input_ids": 512, "labels": 64}`. None: as in the
-            batch; where the loader's first batches differ, as in the longest of them.
+        device_memory: The memory of an unlisted card to predict for, such as "24GiB".
+        loader: The loader; its speed is measured by iterating over it briefly.
+        length: The sequence length; batches are cut or padded to it. If the sequences of a batch differ in length, a
+            mapping by their names in the batch: `{"input_ids": 512, "labels": 64}`. None keeps the batch's length, or
+            the longest in the loader's first batches if those differ.
         epochs: As for `fit`; with this or `max_steps` the report estimates the time of the whole training.
         max_steps: As for `fit`.
-        time_limit: The time allowed for the whole training, in seconds or as "12h" or "1-12:00:00"; a longer training
-            causes a warning.
-        measure: Whether to measure on a device at hand. None: yes, unless cards are given and there is neither
+        time_limit: The time allowed for the whole training, in seconds or as "12h" or "1-12:00:00"; the report warns if
+            training takes longer.
+        measure: Whether to measure on a device at hand. None measures, unless cards are given and there is neither
             `device` nor an accelerator.
         on_trial: Called after each trial.
-        on_part: Called with a short description before each part that takes time.
+        on_part: Called with a short description before each slow part.
 
     Returns:
-        The report. That nothing fits is an answer too, not an error.
+        The report. That nothing fits is a result, not an error.
 
     Raises:
         InvalidInputError: An argument cannot be used, a card is unknown, or there is nothing to report on.
@@ -147,7 +147,7 @@ def preflight(
     measures = _measures(measure, cards, device)
     notices = Notices(silent=True)
     if strategy == "fastest":
-        notices.say("strategy='fastest': planned as 'balanced', as fit begins; it finds the fastest cut by the clock")
+        notices.say("strategy='fastest': planned as 'balanced', with which fit starts; fit then times other cuts")
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, target_batch, most, strategy or "balanced", memory_limit, loss_scope)
 
@@ -218,7 +218,7 @@ def _check_ways(measure: object, loader: object, on_trial: object, on_part: obje
 
 
 def _limit_s(epochs: int | None, max_steps: int | None, time_limit: float | str | None) -> float | None:
-    """Check the length of the training and its time limit; return the latter in seconds."""
+    """Check the length of the training and its time limit; return the limit in seconds."""
     for name, number in (("epochs", epochs), ("max_steps", max_steps)):
         if number is not None:
             check_positive_int(name, number)
@@ -234,21 +234,21 @@ def _length_warnings(lengths: Lengths | None) -> list[str]:
         return []
     seen = f"{lengths.batches} batches hold sequences of length {lengths.shortest} to {lengths.longest}"
     holds = f"this report holds for length {lengths.used}, the longest seen"
-    return [f"{seen}: {holds}; pass the longest that may come (--length, in Python length=)"]
+    return [f"{seen}: {holds}; pass the longest length expected (--length, in Python length=)"]
 
 
 def _cards(gpus: str | Sequence[str], device_memory: str | None) -> list[Card]:
     if not isinstance(gpus, str | list | tuple):
         raise InvalidInputError(f"gpus={shown(gpus)} must be a name or a list of names, such as ['h100-80gb']")
     names = [gpus] if isinstance(gpus, str) else gpus
-    cards = list(dict.fromkeys(card_named(name) for name in names))  # two names may mean the same
+    cards = list(dict.fromkeys(card_named(name) for name in names))  # two names may mean the same card
     return cards if device_memory is None else [*cards, custom_card(device_memory)]
 
 
 def _measures(asked: bool | None, cards: Sequence[Card], device: object) -> bool:
     if asked is not None and not asked and not cards:
         raise InvalidInputError(
-            "measure=False and no card: there is nothing to report on; name cards (gpus=['h100-80gb']), pass "
+            "measure=False and no cards: there is nothing to report; name cards (gpus=['h100-80gb']), pass "
             "device_memory=, or measure"
         )
     if asked is not None:
@@ -264,7 +264,7 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
     made = (built_on_meta(model, notices) if on_meta else model()) if callable(model) else model
     if not isinstance(made, nn.Module):
         raise InvalidInputError(
-            f"model={shown(model)} is neither a torch.nn.Module nor a function without arguments that makes one"
+            f"model={shown(model)} must be a torch.nn.Module, or a function without arguments that makes one"
         )
     return made
 
@@ -277,7 +277,7 @@ def _predicted(
     on_part: Callable[[str], None],
     **what: Any,
 ) -> tuple[Predicted, ...]:
-    """Trace the step once for each precision in which the cards would run it, with and without TF32."""
+    """Trace the step once for each precision the cards would use, with and without TF32."""
     traced: dict[tuple[str, bool], Traced] = {}
     predicted = []
     for card in cards:
@@ -300,10 +300,10 @@ def _remedies(
     on_part: Callable[[str], None],
     way: Mapping[str, Any],
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
-    """Return the first device on which the step should be smaller, what would help there, and warnings."""
+    """Return the first device that needs a smaller step, the remedies for it, and warnings."""
     if asked.loss_scope != "micro_batch":
         return None, (), ()
-    on_part("looking at what would help")
+    on_part("looking for remedies")
     places: list[tuple[str, Place]] = []
     if measured is not None and are_due(measured.micro_batch, asked.target_batch):
         device = measured.device
@@ -339,11 +339,11 @@ def _remedies(
     remedies = Remedies(asked, place, trace, model, optimizer).all()
     warnings = []
     if not remedies:
-        warnings.append(f"what would help on {name}: none of the single changes that were tried")
+        warnings.append(f"what would help on {name}: none of the single changes tried")
     if further:
         others = " and ".join(other for other, _ in further)
         warnings.append(
-            f"what would help is listed for {name} alone, the first that needs it; for {others} run a report without it"
+            f"remedies are listed only for {name}, the first that needs them; for {others} run a report without it"
         )
     return name, remedies, tuple(warnings)
 
@@ -356,7 +356,7 @@ def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
 
 
 def _with_loader(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple[Measured, LoaderFacts | None]:
-    """Time the loader, and work out how long an epoch takes with it."""
+    """Time the loader, and estimate the time of an epoch with it."""
     heard, pace = listen_to(loader), measured.pace
     loads = None if heard is None else heard.samples_per_s
     if pace is None:
@@ -367,7 +367,7 @@ def _with_loader(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple
     epoch_s = None
     if samples is not None:
         trains_s, loads_s = samples / pace.samples_per_s, 0.0 if loads is None else samples / loads
-        # Workers load while the device computes; a loader without any takes turns with it.
+        # Workers load while the device computes; without workers the two alternate.
         in_turns = heard is not None and not heard.workers
         epoch_s = trains_s + loads_s if in_turns else max(trains_s, loads_s)
     return replace(measured, pace=replace(pace, epoch_samples=samples, epoch_s=epoch_s)), heard
@@ -376,7 +376,7 @@ def _with_loader(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple
 def _to_the_end(
     measured: Measured, target_batch: int, epochs: int | None, max_steps: int | None, limit_s: float | None
 ) -> Measured:
-    """Work out how long the whole training takes, until epochs or steps end it."""
+    """Estimate the time of the whole training, which epochs or steps end."""
     pace = measured.pace
     if pace is None:
         return measured
@@ -418,7 +418,7 @@ def _plan_warnings(
             norms.announce(plan.micro_batches)
     if loader is not None and loader.feeds is False:
         warnings.say(
-            "the loader is slower than the training, which will wait for it: use more workers (num_workers=), or less "
+            "the loader is slower than the training, which will wait for it; use more workers (num_workers=) or less "
             "work per sample"
         )
     if any(one.estimate.real_step for one in predicted):

@@ -1,6 +1,6 @@
-"""Memory over the micro-batch as lines and points: what a picture of the report shows. Nothing here draws.
+"""The lines and points of the report's picture, memory against micro-batch size. Nothing here draws.
 
-Micro-batches are whole numbers of samples, memory is in bytes.
+Micro-batch sizes are in samples, memory is in bytes.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
     from autoaccum._report.records import Findings, Measured, Predicted
 
-# Lines continue to this many times the largest size, so that their end can be seen.
+# Lines extend to this many times the largest size, so that their end is visible.
 _BEYOND = 1.15
-# A limit higher than this many times all else is not shown: nothing else could be seen.
+# A limit above this many times everything else is not shown: it would flatten the rest.
 _IN_SIGHT = 3
-# Lines nowhere further apart than this share of the picture's height would hide each other.
+# Lines closer than this share of the picture's height everywhere are merged, because one would hide the other.
 _TOLD_APART = 0.01
-# So many places are named at a limit that they share; more would not fit on one line.
+# The most places named at a shared limit; more do not fit on one line.
 _NAMED = 4
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Memory over the micro-batch in one place.
+    """Memory against micro-batch size in one place.
 
     Attributes:
         name: The place.
         line: Points of (samples, bytes) along the line; may be empty.
         fitted: Points that were tried or traced.
         failed: Sizes that were tried and did not fit.
-        room_bytes: What a step may take there.
-        chosen: The plan's largest micro-batch and what it takes; None without a plan.
+        room_bytes: The memory a step may use there.
+        chosen: The plan's largest micro-batch and its memory; None without a plan.
         is_measured: Whether the points were measured.
     """
 
@@ -52,7 +52,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line as drawn: one place's curve, or those of several that would hide each other."""
+    """A line as drawn: the curve of one place, or of several that coincide."""
 
     curves: tuple[Curve, ...]
 
@@ -69,7 +69,7 @@ class Line:
 
     @property
     def plans(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """The name and the point of each plan; plans of one size share both."""
+        """The name and the point of each plan; plans of the same size are merged."""
         same: dict[int, list[Curve]] = {}
         for curve in self.curves:
             if curve.chosen is not None:
@@ -83,12 +83,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a step may take, in one place or in several that have the same limit.
+    """The memory a step may use, in one place or in several with the same limit.
 
     Attributes:
         names: The places.
         room_bytes: The limit.
-        line: The number of the line whose limit it is; None where it is that of several.
+        line: The index of the line it limits; None if it limits several.
     """
 
     names: tuple[str, ...]
@@ -119,7 +119,7 @@ class Picture:
 
     @property
     def unit(self) -> tuple[int, str]:
-        """The unit of the memory axis: bytes, and its name."""
+        """The unit of the memory axis: its size in bytes, and its name."""
         return next(((size, name) for size, name in _UNITS if self.top_bytes >= size), (1, "B"))
 
     @property
@@ -136,7 +136,7 @@ class Picture:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """The limits to show, highest first; those with the same text are one."""
+        """The limits to show, highest first; those with the same text are merged."""
         line_of = {id(curve): number for number, line in enumerate(self.lines) for curve in line.curves}
         same: dict[str, list[Curve]] = {}
         for curve in self.curves:
@@ -158,7 +158,7 @@ class Picture:
 
 
 def apart(heights: Sequence[float], least: float) -> list[float]:
-    """Return heights for labels, highest first, moved to be at least `least` apart and not below 0."""
+    """Return label heights, highest first, moved to be at least `least` apart and not below 0."""
     lowered: list[float] = []
     for height in heights:
         lowered.append(min(height, lowered[-1] - least) if lowered else height)
@@ -169,7 +169,7 @@ def apart(heights: Sequence[float], least: float) -> list[float]:
 
 
 def picture_of(report: Findings) -> Picture:
-    """Return what a picture of the report shows."""
+    """Return the content of the report's picture."""
     sizes = [footprint.size for one in report.predicted for footprint in one.estimate.footprints]
     sizes += [one.micro_batch for one in report.predicted]
     sizes += [] if report.measured is None else [trial.size for trial in report.measured.trials]
@@ -183,7 +183,7 @@ def picture_of(report: Findings) -> Picture:
 
 
 def _hide(one: Curve, other: Curve, least: float) -> bool:
-    """Whether two predicted lines are less than `least` bytes apart everywhere; measured ones are never hidden."""
+    """Whether two predicted lines are less than `least` bytes apart everywhere; False for measured lines."""
     if one.is_measured or other.is_measured:
         return False
     sizes = {size for curve in (one, other) for size, _ in curve.line}

@@ -1,7 +1,7 @@
 """The report as JSON.
 
 `schema.json` in this folder defines the document and docs/report.md explains it. Within a version keys are only added:
-readers check `schema_version` and ignore keys that they do not know.
+readers check `schema_version` and ignore unknown keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def schema() -> dict[str, Any]:
 
 
 def document_of(report: Findings) -> dict[str, Any]:
-    """Return the report as JSON's types; NaN and infinity become None."""
+    """Return the report as JSON types; NaN and infinity become None."""
     return {
         "schema_version": SCHEMA_VERSION,
         "autoaccum": version("autoaccum"),

@@ -1,7 +1,6 @@
-"""Rehearses a plan on the device: what takes the step's memory, how long an update takes, and warnings.
+"""Rehearses a plan on the device: measures the step's memory by part and the time of an update, and warns of risks.
 
-As with the trials, parameters, buffers, gradients, optimizer state and random state are bit for bit as before
-afterwards.
+Like a trial, it restores parameters, buffers, gradients, optimizer state and random state bit for bit.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ if TYPE_CHECKING:
     from autoaccum._engine.step import TrainingStep
     from autoaccum._records import Plan
 
-# Runs of which the quicker counts: the first also warms up, and other work on the machine only slows.
+# Timed runs; the fastest counts, because the first warms up and other load only slows.
 _TIMED = 2
-# An allocator that reserved this share more than tensors hold is fragmented.
+# The allocator counts as fragmented if this share of the reserved memory is not in tensors.
 _FRAGMENTED = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a rehearsal found.
+    """The findings of a rehearsal.
 
     Attributes:
-        footprint: What takes the memory, including the model; None where the device does not count peaks.
-        activation_bytes_per_sample: What forward keeps for backward, per sample; None if unknown.
-        pace: How long an update takes.
+        footprint: The memory by part, including the model; None if the device does not count peaks.
+        activation_bytes_per_sample: Memory kept from forward for backward, per sample; None if unknown.
+        pace: The time of an update.
         warnings: What may go wrong.
     """
 
@@ -57,12 +56,12 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
 
     Args:
         step: The training step.
-        batch: Samples to repeat.
+        batch: Samples, repeated to make larger batches.
         plan: A plan whose largest micro-batch was tried and fits.
-        limit_bytes: The limit in the memory backend's terms; None for no limit.
+        limit_bytes: The limit, as the memory backend counts; None for no limit.
 
     Returns:
-        The findings; None where memory ran out, which by the trials it should not.
+        The findings; None if memory ran out, which the trials should rule out.
     """
     for looks_inside in (True, False):
         snapshot = Snapshot(step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler)
@@ -86,7 +85,7 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
 
 
 class _Stage:
-    """One rehearsal, inside the limit and with the state snapshotted."""
+    """One rehearsal, under the limit and with a snapshot of the state."""
 
     def __init__(self, step: TrainingStep, batch: Any, plan: Plan, *, looks_inside: bool) -> None:
         self._step = step
@@ -119,7 +118,7 @@ class _Stage:
         return Rehearsal(footprint, activations_each, pace, tuple(self._warnings))
 
     def _try(self, size: int) -> int | None:
-        """Try a size; return what forward keeps for backward, where hooks may look."""
+        """Try a size; return the memory kept from forward for backward, None if hooks cannot measure it."""
         if not self._looks_inside:
             self._peak = self._run(size)
             return None
@@ -130,11 +129,11 @@ class _Stage:
     def _run(self, size: int) -> int | None:
         trial = self._trials.run(size)
         if not trial.fits:
-            raise torch.OutOfMemoryError(f"a micro-batch of {size} fitted a moment ago, and does not now")
+            raise torch.OutOfMemoryError(f"a micro-batch of {size} fitted a moment ago and no longer does")
         return trial.peak_bytes
 
     def _timed(self, size: int, peak: int | None) -> tuple[Pace, int | None]:
-        """Return the pace, and on a card the most that tensors held."""
+        """Return the pace, and on a card the peak memory held by tensors."""
         step, memory = self._step, self._step.memory
         memory.ensure((peak or 0) - (self._trials.held_bytes or 0))
         memory.reset_peak()
@@ -152,7 +151,7 @@ class _Stage:
         optimizer_s = time.perf_counter() - started
         is_cuda = memory.device.type == "cuda"
         allocated = torch.cuda.max_memory_allocated(memory.device) if is_cuda else None
-        # Smaller micro-batches of the plan are taken to be shorter in proportion.
+        # The time of smaller micro-batches is assumed proportional to their size.
         update_s = min(seconds) * self._plan.target_batch / size + optimizer_s
         return Pace(min(seconds), optimizer_s, update_s, self._plan.target_batch / update_s), allocated
 
@@ -164,13 +163,13 @@ class _Stage:
         buffers = sum(tensor.nbytes for tensor in tensors) - parameters
         gradients = sum(parameter.grad.nbytes for parameter in step.parameters if parameter.grad is not None)
         state = _state_bytes(step.optimizer)
-        # On a card the next micro-batch is transferred while one is worked on.
+        # On a card the next micro-batch is transferred while the current one runs.
         inputs = size * Window([self._batch]).sample_bytes()[0] * (2 if on_card else 1)
         reserved = peak if on_card else peak + parameters + buffers
         in_update = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
         rest = highest - parameters - buffers - gradients - state - inputs
-        # Backward frees some of what was kept before the last gradient is made, and an update finds none of it.
+        # Backward frees some activations before it makes the last gradient; none are left in an update.
         activations = 0 if in_update else max(0, min(kept, rest))
         temporary = max(0, rest - activations)
         highest = parameters + buffers + gradients + state + inputs + activations + temporary
@@ -193,14 +192,14 @@ class _Stage:
         if grown > 0:
             self._warnings.append(
                 f"the optimizer's state grew by {format_bytes(grown)} after its first update and may grow further; "
-                "leave room for it (memory_limit)"
+                "leave room for it (memory_limit=)"
             )
         untouched = [p for p in self._step.parameters if p.requires_grad and p.grad is None]
         if untouched:
             size = format_bytes(sum(parameter.nbytes for parameter in untouched))
             self._warnings.append(
-                f"{len(untouched)} parameters ({size}) require a gradient and got none from this batch; if a later one "
-                "reaches them, their gradients and optimizer state take memory on top"
+                f"{len(untouched)} parameters ({size}) require a gradient and got none from this batch; if a later "
+                "batch gives them one, their gradients and optimizer state need additional memory"
             )
 
     def _warn_of_fragmentation(self, footprint: Footprint | None, retries: int) -> None:
@@ -208,14 +207,14 @@ class _Stage:
             return
         apart = footprint.reserved_bytes - footprint.peak_bytes
         if retries > 0 or apart > _FRAGMENTED * footprint.reserved_bytes:
-            again = f" and flushed its cache {retries} times to go on" if retries > 0 else ""
+            again = f" and flushed its cache {retries} times to continue" if retries > 0 else ""
             self._warnings.append(
-                f"fragmentation: the allocator reserved {format_bytes(apart)} more than tensors hold{again}; "
+                f"fragmentation: the allocator reserved {format_bytes(apart)} more than tensors use{again}; "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
             )
 
     def _warn_of_loss(self) -> None:
-        """Infer the loss's reduction as the first window does, and warn where it stays unknown."""
+        """Infer the loss's reduction as the first window does, and warn if it stays unknown."""
         step, samples = self._step, count(self._batch)
         if self._plan.accum_steps == 1 or samples == 1:
             return
@@ -237,10 +236,10 @@ class _Stage:
 
 
 class _Kept:
-    """Measures what forward passes keep for backward on the device, except parameters, buffers and model inputs.
+    """Measures the memory kept from forward for backward on the device, except parameters, buffers and model inputs.
 
     Attributes:
-        bytes: The most that was kept at once.
+        bytes: The peak of it.
     """
 
     def __init__(self, step: TrainingStep) -> None:
@@ -286,7 +285,7 @@ class _Kept:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 for layouts without a plain storage."""
+    """Return the address of a tensor's memory; 0 if its layout has no plain storage."""
     return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""Reads durations as people and Slurm write them, and how much time Slurm leaves the running job."""
+"""Parses durations as people and Slurm write them, and reads the time left in the running Slurm job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNIT_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])")
 # https://slurm.schedmd.com/sbatch.html, --time: M, M:S, H:M:S; with days D-H, D-H:M, D-H:M:S.
 _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
-# When Slurm will end the job, in seconds since 1970 (https://slurm.schedmd.com/sbatch.html, output environment).
+# The end of the job, in seconds since 1970 (https://slurm.schedmd.com/sbatch.html, output environment).
 _ENDS = "SLURM_JOB_END_TIME"
 
 
@@ -30,18 +30,18 @@ def seconds_in(text: str, *, name: str) -> float:
         name: What the user calls the argument, for the message.
 
     Raises:
-        InvalidInputError: This is no such time, or none at all.
+        InvalidInputError: The text is not a duration, or is zero.
     """
     text = text.strip().lower()
-    # Of a lone number nobody knows the unit, though Slurm takes minutes.
+    # A number without a unit is ambiguous, although Slurm reads it as minutes.
     found = slurm_seconds(text) if ":" in text or "-" in text else _unit_seconds(text)
     if not found:
-        raise InvalidInputError(f"{name}={shown(text)} is no time; give one such as '12h', '1h 30min' or '1-12:00:00'")
+        raise InvalidInputError(f"{name}={shown(text)} is not a time; pass '12h', '1h 30min' or '1-12:00:00'")
     return found
 
 
 def slurm_seconds(text: str) -> float:
-    """Return a time limit in one of Slurm's own forms in seconds; 0.0 where it is in none of them."""
+    """Return a time limit in one of Slurm's formats in seconds; 0.0 if it is in none of them."""
     match = _SLURM.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
         return 0.0
@@ -58,6 +58,6 @@ def _unit_seconds(text: str) -> float:
 
 
 def left_by_slurm(environment: Mapping[str, str]) -> float | None:
-    """Return the seconds that Slurm leaves the job this runs in; None outside of one, or where it does not say."""
+    """Return the seconds left in the running Slurm job; None outside a job, or if Slurm does not set its end."""
     ends = environment.get(_ENDS, "")
     return max(0.0, int(ends) - time.time()) if ends.isdigit() else None

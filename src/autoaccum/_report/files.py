@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def check_place(path: str | PathLike[str], option: str = "") -> None:
-    """Refuse a path that cannot be written, before there is anything to write.
+    """Raise if a path cannot be written, before there is anything to write.
 
     Args:
         path: The path.
-        option: The command-line option that gave it, for the message.
+        option: The command-line option it came from, for the message.
 
     Raises:
         InvalidInputError: The folder does not exist, or permission to write there is missing.

@@ -1,7 +1,7 @@
 """Draws a few batches of a loader and discards them, to time it or to look at them.
 
-Random state, the loader's own generators and its persistent workers are afterwards as before. An iterator, which cannot
-be restarted, is not touched. What a dataset keeps for itself cannot be restored.
+Random state, the loader's own generators and its persistent workers are restored. An iterator, which cannot be
+restarted, is not used. State inside a dataset cannot be restored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from autoaccum._report.records import LoaderFacts
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Seconds after the first batch: enough for some batches of a loader that can feed a training, short beside the trials.
+# Seconds after the first batch: enough for some batches of a loader that keeps up with training, short compared with
+# the trials.
 _LISTENED_S = 2.0
-# Prefetched batches come at once and say nothing of the loader's speed: so many more are timed, if there is time.
+# Prefetched batches arrive at once and do not show the loader's speed; this many more are timed, if there is time.
 _BATCHES = 8
 
 
@@ -29,8 +30,8 @@ def listen_to(loader: Iterable[Any], for_s: float = _LISTENED_S) -> LoaderFacts 
     """Time a loader's first batches.
 
     Args:
-        loader: Iterated over from the start, and abandoned.
-        for_s: Seconds after the first batch after which no other is drawn.
+        loader: The loader, iterated over from the start.
+        for_s: Stop this many seconds after the first batch.
 
     Returns:
         The times; None if the loader is an iterator or has no batch.
@@ -66,13 +67,13 @@ def samples_of(loader: Any, batch: Any) -> int | None:
 
     Args:
         loader: Any loader.
-        batch: One of its batches, taken to be as large as the others where the loader does not say more.
+        batch: One of its batches, assumed to be as large as the others unless the loader gives a length in samples.
     """
     try:
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size is not None and not loader.drop_last:
             return len(loader.sampler)  # type: ignore[arg-type]
         return len(loader) * count(batch)
-    except (TypeError, NotImplementedError):  # no length; datasets that leave it open raise the second
+    except (TypeError, NotImplementedError):  # no length; iterable datasets raise the second
         return None
 
 
@@ -85,7 +86,7 @@ def _timed(batches: Iterator[Any], loader: Any, for_s: float) -> LoaderFacts | N
         return None
     first_at = last_at = time.perf_counter()
     sizes = [count(first)]
-    # Prefetched batches do not count: the clock restarts behind them.
+    # Prefetched batches do not count: timing restarts after them.
     counted_from, counted_at = 0, first_at
     while last_at - first_at < for_s and len(sizes) <= ahead + _BATCHES:
         batch = next(batches, None)

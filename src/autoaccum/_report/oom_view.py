@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _MODULES_SHOWN = 12
-# A report has some tens of thousands.
+# Reports have tens of kilobytes.
 _MOST_BYTES = 1 << 26
-# Rows that hold a smaller share of all that was alive are summed up in one line.
+# Rows with a smaller share of the memory alive are summed in one line.
 _SHARE_SHOWN = 0.01
 
 
@@ -47,15 +47,15 @@ def read_postmortem(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except RecursionError as error:
-        raise _no_report(path, "it is JSON of something else") from error
+        raise _no_report(path, "it is JSON of another kind") from error
     except json.JSONDecodeError as error:
-        reason = "it is empty" if not text.strip() else f"it is not JSON, or was cut short (line {error.lineno})"
+        reason = "it is empty" if not text.strip() else f"it is not JSON, or is cut short (line {error.lineno})"
         raise _no_report(path, reason) from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise _no_report(path, "it is JSON of something else")
+        raise _no_report(path, "it is JSON of another kind")
     if record.get("version") != VERSION:
         raise InvalidInputError(
-            f"the report {str(path)!r} is of version {record.get('version')!r}, and this autoaccum reads version "
+            f"the report {str(path)!r} has version {record.get('version')!r}, and this autoaccum reads version "
             f"{VERSION}; read it with the autoaccum that wrote it ({_writer(record)})"
         )
     return record
@@ -76,13 +76,13 @@ def show_postmortem(path: str | os.PathLike[str]) -> RenderableType:
     try:
         return Group(*_parts(record, Path(path)))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _no_report(Path(path), f"something is missing in it: {error}") from error
+        raise _no_report(Path(path), f"it is incomplete: {error}") from error
 
 
 def _parts(record: dict[str, Any], path: Path) -> Iterable[RenderableType]:
     yield _head(record)
     alive = record["alive"]
-    yield Text("alive counts what every tensor of the process holds there, so it can be more than the limit counts")
+    yield Text("alive counts all tensors of the process there, so it can exceed what the limit counts")
     yield _categories(alive)
     yield _modules(alive)
     yield _largest(alive)
@@ -165,14 +165,14 @@ def _largest(alive: dict[str, Any]) -> Table:
 
 
 def _large(rows: list[dict[str, Any]], alive: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that hold enough to be worth a line."""
+    """Return the rows large enough to be worth a line."""
     return [row for row in rows if row["bytes"] >= _SHARE_SHOWN * alive["bytes"]]
 
 
 def _rest(shown: list[dict[str, Any]], alive: dict[str, Any]) -> tuple[int, int]:
-    """Return what is alive besides the rows shown: bytes, and the number of tensors."""
+    """Return the bytes and the number of tensors alive that the rows shown leave out."""
     held = sum(row["bytes"] for row in shown)
-    # A row without a number of tensors is one.
+    # A row without a count stands for one tensor.
     return alive["bytes"] - held, alive["storages"] - sum(row.get("storages", 1) for row in shown)
 
 
@@ -184,7 +184,7 @@ def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]
         numbers = columns[index] in ("bytes", "share", "tensors", "of it activations")
         table.add_column(columns[index], justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        # As text: the square brackets in a name are no markup.
+        # As text: square brackets in a name are not markup.
         table.add_row(*(Text(row[index]) for index in kept))
     return table
 

@@ -1,6 +1,6 @@
-"""The report as one HTML document that needs no network, no script and no other file.
+"""Renders the report as one HTML document that needs no network, no script and no other file.
 
-It is light or dark as the reader's system is. Text from the user (names of models, files, processes) is escaped.
+It follows the reader's light or dark setting. Text from the user (names of models, files, processes) is escaped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def page_of(report: Findings) -> str:
-    """Return the report as a whole document."""
+    """Return the report as a complete document."""
     title = escape(f"Pre-flight report: {title_of(report)}")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -33,7 +33,7 @@ def page_of(report: Findings) -> str:
 
 
 def fragment_of(report: Findings) -> str:
-    """Return the report as an element with its own style, as notebooks show it."""
+    """Return the report as an element with its own style, for notebooks."""
     style = resources.files("autoaccum._report").joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(_body(report))
     return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'
@@ -60,7 +60,7 @@ def _figure(picture: Picture) -> Iterator[str]:
     for index, line in enumerate(picture.lines):
         kind = "measured" if line.first.is_measured else "predicted"
         yield f'<span class="key {kind}" style="--c: var(--c{index % COLOURS})">{escape(line.label)}</span>'
-    yield "<span>Memory of a step over the micro-batch. Diamonds are the plans, crosses did not fit.</span>"
+    yield "<span>Memory of a step against micro-batch size. Diamonds are the plans, crosses did not fit.</span>"
     yield "</figcaption></figure>"
 
 

@@ -1,6 +1,6 @@
-"""Draws the report's picture into a file (.png, .svg, .pdf), from the marks of `_report/svg.py`, by matplotlib.
+"""Draws the report's picture to a file (.png, .svg, .pdf) with matplotlib, from the marks of `_report/svg.py`.
 
-matplotlib is an extra (`pip install 'autoaccum[report]'`) and is imported only here. Its global state is left alone.
+matplotlib is an extra (`pip install 'autoaccum[report]'`) and is imported only here. Its global state is not changed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ try:
 except ImportError:
     Figure = None  # type: ignore[assignment,misc]
 
-# Letters in a line of the legend, which has two columns.
+# Characters per line of the legend, which has two columns.
 _LABEL = 50
-# Told apart by people who see few colours too (Okabe and Ito 2008), dark enough for thin lines on white.
+# Distinguishable with colour-blindness (Okabe and Ito 2008), and dark enough for thin lines on white.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _STYLES: dict[str, dict[str, Any]] = {
     "grid": {"linewidth": 0.6, "alpha": 0.2},
@@ -42,15 +42,15 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 _IN_LEGEND = ("measured", "predicted", "failed", "plan")
 _ALIGNED = {"start": "left", "middle": "center", "end": "right"}
-# A limit's label may stand on a line.
+# A limit's label may cover a line.
 _PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.3}
 
 
 def plot(report: Findings, path: Path) -> None:
-    """Draw the report into a file, whose suffix chooses the format; on failure the file is unchanged.
+    """Draw the report to a file, whose suffix sets the format; on failure the file is unchanged.
 
     Raises:
-        InvalidInputError: matplotlib is missing or does not write such files, or the file cannot be written.
+        InvalidInputError: matplotlib is missing or does not support the format, or the file cannot be written.
     """
     check_plot(path)
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -60,27 +60,27 @@ def plot(report: Findings, path: Path) -> None:
     for one in drawing_of(picture_of(report)):
         _add(axes, one)
     handles, names = axes.get_legend_handles_labels()
-    legend = dict(zip(names, handles, strict=True))  # several crosses are one entry
+    legend = dict(zip(names, handles, strict=True))  # several crosses share one entry
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     with beside(path) as unfinished:
         figure.savefig(unfinished, dpi=150)
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a file that could not be drawn.
+    """Raise if the file could not be drawn.
 
     Raises:
-        InvalidInputError: matplotlib is missing, or does not write such files.
+        InvalidInputError: matplotlib is missing, or does not support the format.
     """
     if Figure is None:
         raise InvalidInputError(
             "a plot needs matplotlib, which is not installed; pip install 'autoaccum[report]', or use --html, whose "
-            "page has the same picture and needs nothing"
+            "page has the same picture without it"
         )
     kinds = FigureCanvasAgg(Figure()).get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in kinds:
         raise InvalidInputError(
-            f"matplotlib writes no pictures of the kind of {str(path)!r}; end its name in one of .{', .'.join(kinds)}"
+            f"matplotlib cannot write the format of {str(path)!r}; end its name in one of .{', .'.join(kinds)}"
         )
 
 

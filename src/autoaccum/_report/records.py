@@ -1,6 +1,6 @@
-"""The data of a pre-flight report: frozen records, quantities with their unit in the name.
+"""The data of a pre-flight report: frozen records, with the unit of each quantity in its name.
 
-`_report/api.py` fills them; each form (a table, JSON, a picture, a page) reads them.
+`_report/api.py` fills them; each output format (table, JSON, picture, page) reads them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change that would make the step smaller.
+    """A change that would reduce the memory of a step.
 
     Attributes:
         name: Its name.
         description: How to make it.
-        peak_bytes: What a step would then take; None if unknown.
+        peak_bytes: The memory a step would then need; None if unknown.
         micro_batch: The largest micro-batch that would then fit; None if unknown.
         cost: Its disadvantage.
     """
@@ -35,18 +35,18 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is to be trained.
+    """The job to train.
 
     Attributes:
         model: The model's class.
         parameters: The number of its parameters.
-        trainable: How many of them are trained.
+        trainable: The number of trainable ones.
         optimizer: The optimizer's class.
         target_batch: Samples per update.
         strategy: How windows are cut.
-        recipe: The file it was read from; None for Python objects.
+        recipe: The recipe file; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
-        memory_limit: The memory limit as the user wrote it; None without one.
+        memory_limit: The memory limit as the user wrote it; None if there is none.
     """
 
     model: str
@@ -62,17 +62,17 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device before anything was tried on it.
+    """A device before the first trial.
 
     Attributes:
         name: Its readable name.
-        device: torch's name for it.
+        device: Its name in torch.
         total_bytes: Its memory.
-        free_bytes: What this process could take, excluding the model, by the tightest limit in force.
-        room_bytes: What a step's peak may reach, in the terms of the trials' peaks.
-        limit_bytes: The memory limit, in the same terms; None without one.
-        holds_model: Whether those terms include the model: on a card they do, on the host it was there before.
-        others_bytes: What other processes hold; None if unknown.
+        free_bytes: Memory available to this process, excluding the model, under the tightest limit in force.
+        room_bytes: The highest peak a step may have, counted as the trials' peaks.
+        limit_bytes: The memory limit, counted likewise; None if there is none.
+        holds_model: Whether these counts include the model: on a card they do, on the host it was there before.
+        others_bytes: Memory held by other processes; None if unknown.
         neighbours: Those processes, as far as known.
     """
 
@@ -89,17 +89,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast training goes with the plan.
+    """The speed of training with the plan.
 
     Attributes:
         micro_batch_s: Seconds for forward and backward of the largest micro-batch.
         optimizer_s: Seconds for the optimizer's step.
         update_s: Seconds for an update, excluding the loader.
-        samples_per_s: The same as a speed.
+        samples_per_s: The same in samples per second.
         epoch_samples: Samples in the loader; None if unknown.
-        epoch_s: Seconds for an epoch, including the loader as far as it was timed; None if its length is unknown.
+        epoch_s: Seconds for an epoch, including the loader if it was timed; None if its length is unknown.
         training_s: Seconds for the whole training, likewise; None if its length is unknown.
-        limit_s: Seconds allowed for it; None without a limit.
+        limit_s: Seconds allowed for it; None if there is no limit.
     """
 
     micro_batch_s: float
@@ -114,15 +114,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """How fast a loader yields batches.
+    """The speed of a loader.
 
     Attributes:
         batches: The number of batches timed.
         samples: Samples in them.
-        first_batch_s: Seconds to the first one, in which workers start.
+        first_batch_s: Seconds to the first one, including the start of workers.
         samples_per_s: Speed after that; None if there was only one.
         workers: Its worker processes; None if unknown.
-        feeds: Whether it is as fast as the training; None if either is unknown.
+        feeds: Whether it is as fast as the training; None if either speed is unknown.
     """
 
     batches: int
@@ -135,14 +135,14 @@ class LoaderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The sequence lengths of a loader's batches, and the length that the report holds for.
+    """The sequence lengths of a loader's batches, and the length the report applies to.
 
     Attributes:
         shortest: The shortest length in the batches seen.
         longest: The longest.
         batches: The number of batches seen.
-        used: The length that was measured and predicted for.
-        is_asked: Whether the user asked for it; else it is the longest seen.
+        used: The length measured and predicted.
+        is_asked: Whether the user asked for it; otherwise it is the longest seen.
         varies: Whether batches differ in length.
     """
 
@@ -164,21 +164,21 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured on a device at hand.
+    """The measurements on a device at hand.
 
     Attributes:
         device: The device.
-        precision: That of the forward pass; None where not even the model fits on the device.
+        precision: The precision of the forward pass; None if not even the model fits on the device.
         trials: Every size that was tried, in order.
-        micro_batch: The largest that fits; 0 where not even one sample does.
-        plan: How the target batch is cut; None where nothing fits.
-        reason: Why nothing fits; empty where something does.
-        fixed_bytes: Bytes independent of the size, by the line through the trials; None without such a line.
-        bytes_per_sample: Bytes per extra sample, by the same line.
-        footprint: What takes the memory of a step of the plan's largest micro-batch, including the model; None if
+        micro_batch: The largest that fits; 0 if not even one sample does.
+        plan: How the target batch is cut; None if nothing fits.
+        reason: Why nothing fits; empty if something does.
+        fixed_bytes: Bytes independent of the size, from a linear fit of the trials; None without such a fit.
+        bytes_per_sample: Bytes per extra sample, from the same fit.
+        footprint: The memory by part of a step of the plan's largest micro-batch, including the model; None if
             unknown.
-        activation_bytes_per_sample: What forward keeps for backward, per sample; None if unknown.
-        pace: How fast it trains; None where it was not timed.
+        activation_bytes_per_sample: Memory kept from forward for backward, per sample; None if unknown.
+        pace: The speed of training; None if it was not timed.
     """
 
     device: DeviceFacts
@@ -195,18 +195,18 @@ class Measured:
 
     @property
     def is_capped(self) -> bool:
-        """Whether larger micro-batches may fit: nothing larger was tried and failed."""
+        """Whether larger micro-batches may fit, because none was tried that did not."""
         return self.micro_batch > 0 and self.smallest_failed is None
 
     @property
     def smallest_failed(self) -> int | None:
-        """The smallest size from the largest that fits on that was tried and did not fit; None if there is none."""
+        """The smallest failed size that is not below the largest that fits; None if there is none."""
         failed = (trial.size for trial in self.trials if not trial.fits and trial.size >= self.micro_batch)
         return min(failed, default=None)
 
     @property
     def peak_bytes(self) -> int | None:
-        """What a step of the plan takes at its peak, in the terms of `device.room_bytes`; None if not counted."""
+        """The peak memory of a step of the plan, counted as `device.room_bytes`; None if not counted."""
         if self.footprint is None:
             if self.plan is None or self.fixed_bytes is None or self.bytes_per_sample is None:
                 return None
@@ -216,22 +216,22 @@ class Measured:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What is left at the peak; None if that is not counted."""
+        """The memory left at the peak; None if the peak is not counted."""
         return None if self.peak_bytes is None else self.device.room_bytes - self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What is predicted for a card, without one.
+    """The predictions for a card, which need not be present.
 
     Attributes:
         card: The card.
-        precision: That of the forward pass.
-        estimate: What steps take.
-        room_bytes: What a step may take: all that a process alone on the card can reserve, or the limit.
-        micro_batch: The largest that would fit; 0 where not even one sample would.
-        plan: How the target batch would be cut; None where nothing would fit.
-        footprint: What takes the memory of a step of the plan's largest micro-batch; where nothing would fit, of the
+        precision: The precision of the forward pass.
+        estimate: The predicted memory of steps.
+        room_bytes: The memory a step may use: all that a process alone on the card can reserve, or the limit.
+        micro_batch: The largest that would fit; 0 if not even one sample would.
+        plan: How the target batch would be cut; None if nothing would fit.
+        footprint: The memory by part of a step of the plan's largest micro-batch; if nothing would fit, of the
             smallest size traced.
     """
 
@@ -250,17 +250,17 @@ class Predicted:
 
     @property
     def peak_bytes(self) -> int:
-        """What a step of the plan would take at its peak."""
+        """The peak memory of a step of the plan."""
         return self.footprint.reserved_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """What would be left at the peak; negative where nothing fits."""
+        """The memory left at the peak; negative if nothing fits."""
         return self.room_bytes - self.footprint.reserved_bytes
 
     @property
     def activation_bytes_per_sample(self) -> int | None:
-        """What forward would keep for backward, per sample, by the last two sizes; None if there is only one."""
+        """Memory kept from forward for backward, per sample, from the last two sizes; None if there is only one."""
         if len(self.estimate.footprints) == 1:
             return None
         low, high = self.estimate.footprints[-2:]
@@ -284,11 +284,11 @@ class Findings:
 
     @property
     def micro_batch(self) -> int:
-        """The largest micro-batch of interest that fits in every place of the report; 0 where nothing fits in one."""
+        """The largest micro-batch of interest that fits in every place of the report; 0 if nothing fits in one."""
         found = [] if self.measured is None else [self.measured.micro_batch]
         return min([*found, *(one.micro_batch for one in self.predicted)])
 
     @property
     def fits(self) -> bool:
-        """Whether training fits in every place of the report, in whatever micro-batches."""
+        """Whether training fits in every place of the report, with micro-batches of any size."""
         return self.micro_batch > 0

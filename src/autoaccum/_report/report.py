@@ -1,4 +1,4 @@
-"""`Report`: the data, and the forms it takes."""
+"""`Report`: the data and its output formats."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 class Report(Findings):
     """Whether and how a job can be trained: measured on a device at hand, predicted for others, or both.
 
-    It prints as a table and shows itself in notebooks.
+    It prints as a table and renders in notebooks.
 
     Attributes:
-        subject: What is to be trained.
-        measured: What was measured on the device at hand; None where nothing was.
+        subject: The job to train.
+        measured: Measurements on the device at hand; None if nothing was measured.
         predicted: Predictions, one for each card.
         host: The host's memory.
-        loader: How fast the loader is; None where it was not timed.
+        loader: The speed of the loader; None if it was not timed.
         warnings: What may go wrong.
-        notes: What was chosen by default, and the assumptions of the predictions.
-        remedies: What would make a step smaller.
+        notes: Choices made by default, and the assumptions of the predictions.
+        remedies: Changes that would reduce the memory of a step.
         remedies_on: The device that the remedies are for.
-        lengths: The length of sequences that the report holds for; None where there are none.
+        lengths: The sequence length the report applies to; None without sequences.
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON's types, which `_report/schema.json` and docs/report.md describe."""
+        """Return the report as JSON types, which `_report/schema.json` and docs/report.md describe."""
         return document.document_of(self)
 
     def to_html(self) -> str:
-        """Return it as one self-contained page: tables and a picture, light or dark as the reader's system is."""
+        """Return the report as one self-contained page: tables and a picture, in the reader's light or dark setting."""
         return page.page_of(self)
 
     def save_html(self, path: str | PathLike[str]) -> None:
@@ -49,13 +49,13 @@ class Report(Findings):
             unfinished.write_text(self.to_html(), encoding="utf-8")
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw memory over the micro-batch: limits, trials, plan and predictions.
+        """Draw memory against micro-batch size: limits, trials, plan and predictions.
 
         Args:
-            path: The file; its suffix chooses the format (.png, .svg, .pdf).
+            path: The file; its suffix sets the format (.png, .svg, .pdf).
 
         Raises:
-            InvalidInputError: matplotlib is missing, or does not write such files.
+            InvalidInputError: matplotlib is missing, or does not support the format.
         """
         # Here, because matplotlib is slow to import and few need it.
         from autoaccum._report import plotting  # noqa: PLC0415

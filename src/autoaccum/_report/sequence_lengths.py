@@ -1,9 +1,9 @@
 """Finds the sequence lengths in a loader's first batches, and cuts or pads a batch to a given length.
 
-What a step takes depends on the length, and where batches differ in it (each padded to its own longest sequence) one
-batch says nothing of the next. Sequences run along the dimensions in which the batches differ; where none differ, along
-the second one of token tensors: whole numbers, samples by tokens. A batch is padded by repeating what it holds, so that
-tokens stay in the model's vocabulary.
+The memory of a step depends on the sequence length, which may differ between batches (each is padded to its own longest
+sequence). Sequences run along the dimensions in which the batches differ; if none differ, along the second dimension of
+token tensors, which are integer and of shape (samples, tokens). Padding repeats a batch's own values, so that tokens
+stay in the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ class _Run:
 
 
 def may_vary(batch: Any) -> bool:
-    """Whether further batches are worth drawing: some tensor has the shape of sequences."""
+    """Whether some tensor has the shape of sequences, so that more batches are worth drawing."""
     return any(_TOKENS <= tensor.dim() <= _FRAMES for tensor in Piece(batch).tensors())
 
 
 def of_length(batch: Any, further: Sequence[Any], length: int | Mapping[str, int] | None) -> tuple[Any, Lengths | None]:
-    """Return a batch whose sequences have the length asked for, or that of the longest seen.
+    """Return a batch whose sequences have the requested length, or the longest length seen.
 
     Args:
         batch: The loader's first batch.
-        further: Some of its batches, from the start.
-        length: The length; a mapping by the batch's names where it differs. None means the longest seen.
+        further: Its first batches.
+        length: The length; a mapping by the batch's names if lengths differ. None means the longest seen.
 
     Returns:
         The batch, and the lengths seen; None for the latter if the batches hold no sequences.
 
     Raises:
-        InvalidInputError: The length cannot be used, or it is ambiguous which sequences it is for.
+        InvalidInputError: The length cannot be used, or the sequences it applies to are ambiguous.
     """
     tensors = Piece(batch).tensors()
     runs = _runs(tensors, [Piece(other).tensors() for other in further])
     if not runs:
         if length is not None:
             raise InvalidInputError(
-                f"length={length!r}: the batch holds no sequences (no tensor of whole numbers, samples by tokens, and "
-                f"the {max(1, len(further))} seen differ in no dimension); leave it out, and let the loader yield "
+                f"length={length!r}: the batch holds no sequences (no integer tensor of shape (samples, tokens), and "
+                f"the {max(1, len(further))} seen differ in no dimension); omit it, and let the loader yield "
                 "batches of that length"
             )
         return batch, None
@@ -113,7 +113,7 @@ def _names(batch: Any, tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _wanted(runs: Sequence[_Run], names: Sequence[str], length: int | Mapping[str, int] | None) -> dict[_Run, int]:
-    """Return the length wanted for each.
+    """Return the length for each.
 
     Raises:
         InvalidInputError: `length` is ambiguous, not positive, or names no sequence of the batch.
@@ -126,7 +126,7 @@ def _wanted(runs: Sequence[_Run], names: Sequence[str], length: int | Mapping[st
             found = ", ".join(f"{names[run.tensor]}: {_span(run.lengths)}" for run in runs)
             example = f"{names[runs[0].tensor]}={length}"
             raise InvalidInputError(
-                f"length={length} is ambiguous, since a batch holds sequences of several lengths ({found}); pass it by "
+                f"length={length} is ambiguous: a batch holds sequences of several lengths ({found}); pass it by "
                 f"name, as --length {example} (in Python length={{{names[runs[0].tensor]!r}: {length}}}); sequences "
                 "without a name keep the longest length seen"
             )

@@ -1,7 +1,7 @@
-"""What would make a step smaller, and by how much: the step traced again with one thing changed.
+"""Finds changes that would reduce the memory of a step, by tracing the step again with one change each.
 
-Asked only where not even one sample fits or windows are cut into many micro-batches. Nothing is measured: the memory of
-a changed step is what `_estimate` predicts for it, compared with its prediction for the step as it is.
+Used only if not even one sample fits or windows are cut into many micro-batches. Nothing is measured: the memory of a
+changed step is predicted by `_estimate` and compared with its prediction for the unchanged step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Traced
-    from autoaccum._report.answers import Asked
+    from autoaccum._report.capacity import Asked
     from autoaccum._sizing.footprint import Estimate, Footprint
 
-# From so many micro-batches per window on, a cut is worth improving.
+# With this many micro-batches per window or more, a cut is worth improving.
 MANY_MICRO_BATCHES = 8
 
-# Optimizers that keep two numbers per parameter, of which there are forms with 8 bits each (bitsandbytes keeps one
+# Optimizers with two state values per parameter that have 8-bit versions (bitsandbytes keeps one
 # float32 scale for each of its blocks of 256 numbers: https://huggingface.co/docs/bitsandbytes, 8-bit optimizers).
 _TWO_NUMBERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 _BITS8_BYTES = 2 * (1 + 4 / 256)
@@ -46,11 +46,11 @@ class Place:
     Attributes:
         kind: "cpu" or "cuda".
         card: The card; None for a device at hand.
-        room_bytes: What a step may take there.
-        unlimited_bytes: What it might take without the user's memory limit; None without such a limit.
+        room_bytes: The memory a step may use there.
+        unlimited_bytes: The same without the user's memory limit; None if there is no limit.
         holds_model: Whether that includes the model.
-        precision: That of the step.
-        half: Whether it computes in bf16, and with it float32 by Tensor Cores.
+        precision: The precision of the step.
+        half: Whether the device supports bf16, and therefore TF32.
         failed: The smallest size that was tried there and did not fit; None if there is none.
     """
 
@@ -68,7 +68,7 @@ class Place:
         return estimate.largest(self.room_bytes + self._model_bytes(estimate), most)
 
     def as_tried(self, estimate: Estimate) -> Place:
-        """Return the place with so little room that the unchanged step is predicted to fit no better than was tried."""
+        """Return the place with its room reduced, so that the step is not predicted to fit at sizes that failed."""
         if self.failed is None:
             return self
         needed = estimate.reserved_bytes(self.failed) - self._model_bytes(estimate)
@@ -80,7 +80,7 @@ class Place:
 
 
 class _Change(NamedTuple):
-    """One change of the step, and what it then takes."""
+    """One change of the step, and its memory after it."""
 
     name: str
     how: str
@@ -93,9 +93,9 @@ class Remedies:
     """Traces changed steps.
 
     Args:
-        asked: What is asked about the job.
+        asked: The question about the job.
         place: Where it should fit.
-        trace: `trace_step` with the parts of the job; takes the arguments that a remedy changes.
+        trace: `trace_step` with the parts of the job bound; takes the arguments that a remedy changes.
         model: The model, only inspected.
         optimizer: The optimizer, only inspected.
     """
@@ -117,7 +117,7 @@ class Remedies:
         self._place = place.as_tried(self._as_it_is)
 
     def all(self) -> tuple[Remedy, ...]:
-        """Return what would help, most effective first."""
+        """Return the remedies, most effective first."""
         before = self._place.largest(self._as_it_is, self._asked.most)
         size = self._as_it_is.footprints[0].size
         now_bytes = self._as_it_is.reserved_bytes(size)
@@ -158,7 +158,7 @@ class Remedies:
         return self._trace(**options | changed).estimate(self._place.card)
 
     def _estimate_if_accepted(self, **changed: Any) -> Estimate | None:
-        """Return the estimate; None where the model refuses the change, which it may do by any exception."""
+        """Return the estimate; None if the model fails with the change, by any exception."""
         with suppress(Exception):
             return self._estimate(**changed)
         return None
@@ -174,15 +174,15 @@ class Remedies:
             return None
         if any(one.is_complex() for one in self._model.buffers()):
             return None  # they would lose their imaginary part
-        # An input, or a tensor that the model makes itself, may stay in float32 and not mix with the rest.
+        # An input, or a tensor that the model makes, may stay in float32 and not match the rest.
         estimate = self._estimate_if_accepted(weights=torch.bfloat16)
         if estimate is None:
             return None
-        how = "model.to(torch.bfloat16), before the optimizer is made; a loss with weights and floating inputs too"
-        # Of a weight's 8 significant bits the last is worth 1/256 to 1/128 of it, and half of that is rounded away.
+        how = "model.to(torch.bfloat16) before the optimizer is made; also floating inputs and a loss with weights"
+        # The last of a weight's 8 significant bits is worth 1/256 to 1/128 of it; an update below half of that is lost.
         cost = (
             "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
-            "so take care with small learning rates"
+            "so be careful with small learning rates"
         )
         return _Change("bf16 weights", how, cost, estimate)
 
@@ -219,7 +219,7 @@ class Remedies:
             return None
         lr = float(self._optimizer.param_groups[0]["lr"])
         estimate = self._estimate(optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=lr))
-        cost = "another optimizer, which needs its own learning rates"
+        cost = "another optimizer, which needs its own learning rate"
         return _Change("Adafactor", "torch.optim.Adafactor", cost, estimate)
 
     def _fused(self) -> _Change | None:
@@ -238,7 +238,7 @@ class Remedies:
         if half is None:
             return None
         batch, length = half
-        # The model may take sequences of one length only.
+        # The model may accept one length only.
         estimate = self._estimate_if_accepted(batch=batch)
         if estimate is None:
             return None
@@ -252,7 +252,7 @@ class Remedies:
         return _Change("a higher memory limit", "at most, no memory_limit", cost, self._as_it_is, place)
 
     def _larger(self) -> _Change | None:
-        """Find the smallest card that would do without many micro-batches."""
+        """Find the smallest card that does not need many micro-batches."""
         if self._place.card is None or self._place.unlimited_bytes is not None:
             return None
         traced: dict[bool, Traced] = {}
@@ -275,14 +275,14 @@ class Remedies:
 
 
 def computes_bf16(device: str) -> bool:
-    """Whether a device at hand computes in bf16; of NVIDIA's those from Ampere on do."""
+    """Whether a device at hand supports bf16; NVIDIA cards do from Ampere on."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
 
 
 def are_due(largest: int, target_batch: int) -> bool:
-    """Whether a step should become smaller: not one sample fits, or windows are cut into many micro-batches."""
+    """Whether to look for remedies: not one sample fits, or windows are cut into many micro-batches."""
     return largest * MANY_MICRO_BATCHES <= target_batch and largest < target_batch
 
 
@@ -297,7 +297,7 @@ def _with_less_state(footprint: Footprint, less_bytes: int) -> Footprint:
 
 
 def _half_as_long(batch: Any) -> tuple[Any, int] | None:
-    """Return a batch of token sequences cut to half their length, and that length; None where it holds none."""
+    """Return a batch with token sequences cut to half their length, and that length; None if it holds none."""
     lengths: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:

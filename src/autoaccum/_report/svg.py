@@ -1,9 +1,8 @@
-"""The picture of a report, memory over the micro-batch: laid out once, and written as SVG without any library.
+"""Lays out the report's picture, memory against micro-batch size, and writes it as SVG without any library.
 
 `drawing_of` places marks and labels. `svg_of` writes them for the page, whose CSS variables (`--c0` to `--c5`, `--ink`,
-`--faint`) colour the picture light or dark as the page is. `_report/plotting.py` draws the same marks into files by
-matplotlib, which `pip install autoaccum` does not bring: so the page keeps its picture without it, and `Report.plot`
-keeps .png and .pdf.
+`--faint`) set light or dark colours. `_report/plotting.py` draws the same marks to files with matplotlib, which
+`pip install autoaccum` does not install: the page does not need it, only `Report.plot` does.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ COLOURS = 6
 # In the picture's own units, with y downwards.
 WIDTH, HEIGHT = 720, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 16, 24, 44
-# About so many lines across, at round numbers.
+# Approximate number of grid lines, at round numbers.
 _TICKS = 5
-# From one line of text to the next.
+# Height of a line of text.
 _LINE = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A line through points, or a sign at one.
+    """A line through points, or a symbol at one.
 
     Attributes:
-        kind: How it is drawn: the lines "grid", "limit", "measured" and "predicted", the signs "tried" (a dot), "gone"
-            (a ring), "failed" (a cross) and "plan" (a diamond).
-        points: Where.
-        line: The number of the picture's line whose colour it has; None for the text's colour.
-        name: What it means; empty where its kind says that.
-        half: Half of a sign's width.
+        kind: How it is drawn: the lines "grid", "limit", "measured" and "predicted", the symbols "tried" (a dot),
+            "gone" (a ring), "failed" (a cross) and "plan" (a diamond).
+        points: The coordinates.
+        line: The index of the picture's line that sets its colour; None for the text's colour.
+        name: Its meaning; empty if its kind says that.
+        half: Half of a symbol's width.
     """
 
     kind: str
@@ -57,10 +56,10 @@ class Label:
 
     Attributes:
         kind: "tick", "axis" or "room" (a limit's).
-        x: Where.
+        x: The horizontal position.
         y: The baseline.
         text: The text.
-        anchor: Which part of it stands at `x`: "start", "middle" or "end".
+        anchor: The part of it that is at `x`: "start", "middle" or "end".
         line: As in `Mark`.
     """
 
@@ -73,7 +72,7 @@ class Label:
 
 
 def drawing_of(picture: Picture) -> Iterator[Mark | Label]:
-    """Lay the picture out; what comes later is drawn over what came before."""
+    """Lay out the picture; later marks are drawn over earlier ones."""
     yield from _axes(picture)
     yield from _limits(picture)
     for number, line in enumerate(picture.lines):
@@ -83,7 +82,7 @@ def drawing_of(picture: Picture) -> Iterator[Mark | Label]:
 def svg_of(picture: Picture) -> str:
     """Return the picture as an `svg` element."""
     names = "; ".join(line.label for line in picture.lines)
-    label = f"Memory of a step over the micro-batch: {escape(names)}"
+    label = f"Memory of a step against micro-batch size: {escape(names)}"
     elements = "\n".join(map(_element, drawing_of(picture)))
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">\n{elements}\n</svg>'
 
@@ -114,7 +113,7 @@ def _limits(picture: Picture) -> Iterator[Mark | Label]:
     ys = [_y(limit.room_bytes, picture) for limit in picture.limits]
     for limit, y in zip(picture.limits, ys, strict=True):
         yield Mark("limit", ((_LEFT, y), (WIDTH - _RIGHT, y)), limit.line)
-    # After all lines: a label that makes room for another may stand on one.
+    # After all lines: a label moved to make room for another may cover one.
     bottom = HEIGHT - _BOTTOM
     for limit, height in zip(picture.limits, apart([bottom - y for y in ys], _LINE), strict=True):
         yield Label("room", _LEFT + 6, bottom - height - 5, limit.label, "start", limit.line)
@@ -133,7 +132,7 @@ def _line(number: int, line: Line, picture: Picture) -> Iterator[Mark]:
     for size in curve.failed:
         yield Mark("failed", (point(size, curve.room_bytes),), number, f"{size} do not fit", 5)
     for name, chosen in line.plans:
-        # A measured plan goes around one that is predicted at the same place.
+        # A measured plan is drawn around one predicted at the same place.
         yield Mark("plan", (point(*chosen),), number, name, 12 if curve.is_measured else 8)
 
 
@@ -143,7 +142,7 @@ def _x(size: float, picture: Picture) -> float:
 
 def _y(height: float, picture: Picture) -> float:
     plane = HEIGHT - _TOP - _BOTTOM
-    # What lies beyond what is shown is drawn at the edge, not outside.
+    # Points outside the picture are drawn at its edge.
     return round(HEIGHT - _BOTTOM - min(1.0, height / (picture.top_bytes * 1.06)) * plane, 1)
 
 

@@ -1,4 +1,4 @@
-"""The report as rich tables for a terminal, or as plain text of 80 columns without escape codes."""
+"""Renders the report as rich tables for a terminal, or as plain text of 80 columns without escape codes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _table(section: Section) -> Table:
 
 
 def _with_lines(section: Section) -> Group:
-    """Return each row followed by its lines below, which are too long for columns, across the whole width."""
+    """Return each row, followed by its lines below at full width, since they are too long for columns."""
     widths = [max(map(len, column)) for column in zip(section.header, *section.rows, strict=True)]
     parts: list[RenderableType] = [_line(section.header, widths, "dim")]
     for row, lines in zip(section.rows, section.below, strict=True):
@@ -79,7 +79,7 @@ def _with_lines(section: Section) -> Group:
 
 
 def _facts(rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return rows of a name and its value."""
+    """Return a table of names and values."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 MEASURED = "measured"
 # Unknown, or not applicable.
 NONE = "-"
-# Rows of bytes fit in 80 characters, two of them indentation: their longest name, then columns as wide as "1023.9 MiB"
-# or their own name, three apart.
+# Rows of bytes fit in 80 characters: 2 of indentation, the longest name, then columns 3 apart that are as wide as
+# "1023.9 MiB" or their own name.
 _WIDTH, _NAMES, _NUMBER, _APART = 78, len("per extra sample"), 10, 3
 _MINUTE_S, _HOUR_S = 60, 3600
 
@@ -45,7 +45,7 @@ class Section:
         title: Its title.
         header: Names of the columns; empty for rows of a name and its value.
         rows: One text for each column.
-        below: For each row, further lines below it, each a name and a text; empty where no row has any.
+        below: For each row, the lines below it, each a name and a text; empty if no row has any.
     """
 
     title: str
@@ -83,7 +83,7 @@ def verdicts_of(report: Findings) -> list[Verdict]:
 
 
 def sections_of(report: Findings) -> list[Section]:
-    """Return all tables, in reading order; those without rows are left out."""
+    """Return all tables that have rows, in reading order."""
     cards = tuple((one.card.name, _memory_of(one)) for one in report.predicted)
     sections = [
         Section("Job", (), tuple(_job(report))),
@@ -99,7 +99,7 @@ def sections_of(report: Findings) -> list[Section]:
 
 
 def notes_of(report: Findings) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the report's notes under two titles."""
+    """Return the report's notes, under two titles."""
     known = {note for one in report.predicted for note in one.estimate.notes}
     chosen = tuple(note for note in report.notes if note not in known)
     about = tuple(note for note in report.notes if note in known)
@@ -154,7 +154,7 @@ def _largest(found: Measured | Predicted) -> str:
 
 
 def _memory_of(one: Predicted) -> str:
-    """Return how much memory a step may take on a card, and why that is not all of it."""
+    """Describe the memory a step may use on a card, and why that is less than all of it."""
     whole, taken = format_bytes(one.card.total_bytes), format_bytes(one.card.context_bytes)
     limit = "" if one.room_bytes >= one.card.free_bytes else f"; limit {format_bytes(one.room_bytes)}"
     return f"{whole} less {taken} for CUDA, which leaves {format_bytes(one.card.free_bytes)}{limit}"
@@ -216,7 +216,7 @@ def _plans(report: Findings) -> Section:
 
 
 def _memory_sections(report: Findings) -> list[Section]:
-    """Return what takes the memory of a step, as many places to a table as fit."""
+    """Return the memory of a step by part, with as many places per table as fit."""
     columns = []
     if (measured := report.measured) is not None and measured.footprint is not None:
         without_model = None if measured.device.holds_model else measured.peak_bytes
@@ -238,7 +238,7 @@ def _memory_sections(report: Findings) -> list[Section]:
 
 
 class _Column(NamedTuple):
-    """What takes the memory of a step in one place."""
+    """The memory of a step by part in one place."""
 
     name: str
     footprint: Footprint
@@ -318,7 +318,7 @@ def _remedies(report: Findings) -> Section:
 
 
 def _at_most(micro_batch: int | None, most: int) -> str:
-    """Return a size; nothing larger than `most` was looked for."""
+    """Return a size as text; sizes above `most` were not tried."""
     if micro_batch is None:
         return NONE
     return f"{micro_batch}{' or more' if micro_batch >= most else ''}"

@@ -44,7 +44,7 @@ class Headroom:
         self.peak_bytes = None
         self._looked_at = -math.inf
 
-    def look(self, *, reads_peak: bool) -> bool:
+    def is_thrashing(self, *, reads_peak: bool) -> bool:
         """Take a reading after a window, if one is due; return whether the allocator is thrashing.
 
         Args:
@@ -56,7 +56,7 @@ class Headroom:
         self._looked_at = now
         if reads_peak:
             self.peak_bytes = self._memory.peak_bytes()
-        return self._is_thrashing()
+        return self._keeps_retrying()
 
     def is_free(self, extra_bytes: int) -> bool:
         """Whether a window could use this much more than earlier ones with this plan."""
@@ -64,7 +64,7 @@ class Headroom:
         needed = 0 if self.peak_bytes is None else max(0, self.peak_bytes - reading.used_bytes)
         return reading.free_bytes >= needed + extra_bytes
 
-    def _is_thrashing(self) -> bool:
+    def _keeps_retrying(self) -> bool:
         retries = self._memory.alloc_retries()
         risen = self._retries is not None and retries > self._retries
         self._retries = retries

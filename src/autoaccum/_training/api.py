@@ -38,13 +38,13 @@ from autoaccum._system.launched import own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_schedule import check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
-from autoaccum._training.finding import Finding
+from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.one_process import OneProcess
 from autoaccum._training.progress import Data
 from autoaccum._training.rank_coordination import SeveralRanks
-from autoaccum._training.untouched import Untouched
+from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
-from autoaccum._training.outside import Outside
+from autoaccum._training.outside_limit import Outside
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
 from autoaccum._training.validation import Validation
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.step import TrainingStep
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
-    from autoaccum._sizing.controller import Cutting
+    from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_schedule import Saver
-    from autoaccum._training.finding import Finding
+    from autoaccum._training.first_plan import Finding
     from autoaccum._training.lr_schedule import Schedule
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import Data

@@ -9,7 +9,7 @@ from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._snapshot import Mark
-from autoaccum._training.outside import drawn
+from autoaccum._training.outside_limit import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""What fits in one place and how the target batch is cut there: measured on a device at hand, or predicted for a card.
+"""Finds the largest micro-batch and the plan for one device: measured if it is present, predicted otherwise.
 
-To measure, sizes are tried and the plan is rehearsed for real; both leave no trace, except that the model is on the
-device afterwards. To predict, nothing is run: an `Estimate` of the step says what each size takes.
+Measuring runs trials and one rehearsal of the plan; both restore all state, except that the model stays on the device.
+Predicting runs nothing: an `Estimate` of the step gives the memory of each size.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _PARTS = tuple(
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked about a job, wherever it would run.
+    """The question about a job, independent of the device.
 
     Attributes:
-        batch: Samples to repeat.
+        batch: Samples, repeated to make larger batches.
         target_batch: Samples per update.
         most: The largest micro-batch of interest.
         strategy: How windows are cut.
@@ -59,7 +59,7 @@ class Asked:
         return plan(
             self.target_batch,
             min(largest, self.target_batch),
-            # `fit` begins with the balanced cut and finds the fastest by timing whole windows of others.
+            # `fit` starts with the balanced cut and finds the fastest by timing whole windows.
             strategy="balanced" if self.strategy == "fastest" else self.strategy,
             trials=trials,
             multiple_of=TILE if precision != "fp32" else 1,
@@ -72,19 +72,19 @@ def measure_on(
     put_together: Callable[[], TrainingStep],
     on_trial: Callable[[Trial], None],
 ) -> tuple[Measured, tuple[str, ...]]:
-    """Find out what fits on a device, and rehearse the plan there.
+    """Measure what fits on a device, and rehearse the plan there.
 
     Args:
         asked: The question.
         memory: The device.
-        put_together: Makes the training step, which moves the model there.
+        put_together: Makes the training step and moves the model to the device.
         on_trial: Called after each trial.
 
     Returns:
-        The findings, and warnings. That nothing fits is an answer too.
+        The findings, and warnings. If nothing fits, the findings give the reason.
 
     Raises:
-        InvalidInputError: The limit cannot be set, or the loss cannot be taken over a window.
+        InvalidInputError: The limit cannot be set, or the loss cannot be computed over a window.
     """
     arrived = memory.reading()
     limit_bytes = parse_limit(asked.memory_limit, memory)
@@ -122,7 +122,7 @@ def _rehearsed(
         fixed_bytes=found.fixed_bytes,
         bytes_per_sample=found.bytes_per_sample,
     )
-    # A loss over the whole window runs every micro-batch twice, which a rehearsal of one would not show.
+    # A loss over the whole window runs every micro-batch twice, which the rehearsal does not do.
     seen = rehearse(step, asked.batch, chosen, limit_bytes) if asked.loss_scope == "micro_batch" else None
     if seen is None:
         return measured, ()
@@ -151,11 +151,11 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     Args:
         asked: The question.
         card: The card.
-        precision: In which the step was traced.
-        estimate: What steps take there.
+        precision: The precision in which the step was traced.
+        estimate: The memory that steps use on the card.
 
     Raises:
-        InvalidInputError: The memory limit cannot be read.
+        InvalidInputError: The memory limit cannot be parsed.
     """
     limit_bytes = parse_limit(asked.memory_limit, Simulated(card.total_bytes))
     room = card.free_bytes if limit_bytes is None else min(limit_bytes, card.free_bytes)
@@ -166,13 +166,13 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
 
 
 def footprint_at(estimate: Estimate, size: int) -> Footprint:
-    """Return the footprint of a size: as traced, or on the line that `Estimate` interpolates by."""
+    """Return the footprint of a size: traced, or interpolated as in `Estimate`."""
     known = {footprint.size: footprint for footprint in estimate.footprints}
     if size in known:
         return known[size]
     least, reserved = estimate.footprints[0], estimate.reserved_bytes(size)
     if len(known) == 1 or reserved <= least.reserved_bytes:
-        # Small sizes all have the peak of what does not grow, such as the update's.
+        # The peak of small sizes does not depend on the size; it is, for example, in the update.
         return replace(least, size=size)
     low, high = estimate.footprints[-2:]
     share = (size - low.size) / (high.size - low.size)
