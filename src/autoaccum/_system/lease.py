@@ -246,7 +246,7 @@ class Lease:
 
         Raises:
             CheckpointInUseError: Another process has taken it over.
-            CheckpointError: The folder cannot be read.
+            CheckpointError: The folder is gone or cannot be read.
         """
         if self._path is None or self._process != os.getpid():
             return
