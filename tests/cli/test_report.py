@@ -360,7 +360,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--time", "soon"], "--time='soon' is not a time"),
         (["{recipe}", "--length", "long"], "--length long is no length"),
         (["{recipe}", "--length", "512"], "--length 512: the batch holds no sequences"),
-        (["{recipe}", "--device", "gpu"], "--device 'gpu' is no device"),
+        (["{recipe}", "--device", "gpu"], "--device 'gpu' is not a device"),
         (["{recipe}", "--memory-limit", "1e"], "--memory-limit '1e'"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' leaves nothing"),
         (["{recipe}", "--precision", "fp8"], "--precision 'fp8'"),
