@@ -86,7 +86,7 @@ class _PythonState:
 
 
 def _python_generator() -> random.Random:
-    """Return the generator of which the module's functions are the methods."""
+    """Return the generator that the functions of `random` are methods of."""
     return random.seed.__self__  # type: ignore[attr-defined,no-any-return]
 
 

@@ -43,7 +43,7 @@ class Position:
         epoch: The epoch, from 1.
         batches: Batches drawn in the epoch; 0 before it starts.
         used: Samples of the last batch that were used; 0 if all were.
-        closed: Whether the work after an epoch's last window (the evaluation) is done, and no window has followed.
+        closed: Whether no window has followed the last epoch that is complete, including its evaluation.
         start: The random state before the epoch's iterator was created; None before the epoch starts.
         before_last: The random state before the last batch was drawn, if a part of that batch is left.
         generators: States of the loader's own generators before the epoch's iterator was created.

@@ -161,7 +161,7 @@ class Settler:
 
         Raises:
             InvalidInputError: The loss returned a pair that is not (sum, weight).
-            torch.OutOfMemoryError: Memory ran out for the first time in a row.
+            torch.OutOfMemoryError: Memory ran out, and had not in the previous attempt.
         """
         if self.has_questions:
             self._ask_all(window, sizes, run)
