@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from types import FunctionType
 
@@ -14,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import autoaccum
+import warm
 from autoaccum._cli import app, report
 from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._cli.report import verdict
@@ -418,7 +418,7 @@ def test_the_prologue_on_the_page_is_a_script_that_a_shell_can_read(tmp_path):
 
 
 def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
-    command = [sys.executable, "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
+    command = [*warm.python(), "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
