@@ -4,7 +4,6 @@ import itertools
 import json
 import multiprocessing
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import autoaccum
+import warm
 from autoaccum.errors import CheckpointError
 from folders import TESTS
 from long_runs import (
@@ -71,7 +71,7 @@ def lives(signals, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lives")
     script = TESTS / "kill_often.py"
     arguments = [*map(str, signals), "0"]
-    subprocess.run([sys.executable, "-W", "error", script, folder, *arguments], check=True, timeout=250)
+    subprocess.run([*warm.python(), "-W", "error", script, folder, *arguments], check=True, timeout=250)
     return folder
 
 

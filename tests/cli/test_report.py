@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from types import FunctionType
 
@@ -14,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import autoaccum
+import warm
 from autoaccum._cli import app, report
 from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._cli.report import verdict
@@ -354,15 +354,15 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--require-free", "much"], "--require-free"),
         (["{recipe}", "--target-batch", "0"], "--target-batch must be at least 1"),
         (["{recipe}", "--max-micro-batch", "-1"], "--max-micro-batch must be at least 1"),
-        (["{recipe}", "--require-micro-batch", "0"], "--require-micro-batch 0 asks for nothing"),
-        (["{recipe}", "--require-micro-batch", "-3"], "--require-micro-batch -3 asks for nothing"),
-        (["{recipe}", "--require-micro-batch", "9", "--max-micro-batch", "8"], "than --max-micro-batch 8 looks for"),
+        (["{recipe}", "--require-micro-batch", "0"], "--require-micro-batch 0 must be 1 or more"),
+        (["{recipe}", "--require-micro-batch", "-3"], "--require-micro-batch -3 must be 1 or more"),
+        (["{recipe}", "--require-micro-batch", "9", "--max-micro-batch", "8"], "exceeds --max-micro-batch 8"),
         (["{recipe}", "--time", "soon"], "--time='soon' is not a time"),
-        (["{recipe}", "--length", "long"], "--length long is no length"),
+        (["{recipe}", "--length", "long"], "--length long is not a length"),
         (["{recipe}", "--length", "512"], "--length 512: the batch holds no sequences"),
         (["{recipe}", "--device", "gpu"], "--device 'gpu' is not a device"),
         (["{recipe}", "--memory-limit", "1e"], "--memory-limit '1e'"),
-        (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' leaves nothing"),
+        (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),
         (["{recipe}", "--precision", "fp8"], "--precision 'fp8'"),
         (["{recipe}", "--strategy", "smart"], "--strategy 'smart'"),
         (["{recipe}", "--no-measure"], "nothing to report; name cards (--gpu h100-80gb)"),
@@ -418,7 +418,7 @@ def test_the_prologue_on_the_page_is_a_script_that_a_shell_can_read(tmp_path):
 
 
 def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
-    command = [sys.executable, "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
+    command = [*warm.python(), "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 

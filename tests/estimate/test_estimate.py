@@ -504,7 +504,7 @@ def test_branching_model_on_the_meta_device_is_refused():
     with torch.device("meta"):
         model = Branching()
 
-    with pytest.raises(InvalidInputError, match="pass the model itself"):
+    with pytest.raises(InvalidInputError, match="pass the model with its parameters"):
         estimate_step(model, batch_of((64,)))
 
 
@@ -519,7 +519,7 @@ class Huge(Branching):
 
 
 def test_branching_model_that_is_too_large_for_a_real_step_is_refused():
-    with pytest.raises(InvalidInputError, match=r"a real step takes 18\.2 TiB or more"):
+    with pytest.raises(InvalidInputError, match=r"a real step needs 18\.2 TiB or more"):
         estimate_step(Huge, batch_of((64,)))
 
 

@@ -6,12 +6,12 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import warm
 from autoaccum._sizing import cache as cache_module
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of_command
 from autoaccum._system.notices import Notices
@@ -512,7 +512,7 @@ print(hits, *notices.texts)
 def test_processes_that_write_read_and_delete_at_once_never_meet_half_a_file(tmp_path):
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", CROWD, str(tmp_path), str(number)],
+            [*warm.python(), "-c", CROWD, str(tmp_path), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

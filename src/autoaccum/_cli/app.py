@@ -1,7 +1,7 @@
 """The entry point of the command line, and `autoaccum fit`.
 
-`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, replaces its arguments by the given options, and calls
-`fit`. Text for people goes to stderr; stdout is for results: one JSON document with --json and nothing without. The
+`autoaccum fit RECIPE.py[:function]` loads the recipe's Job, overrides its arguments with the options given, and calls
+`fit`. Messages go to stderr; stdout is for results: one JSON document with --json, otherwise nothing. The
 exit codes are in `exit_codes.py`.
 """
 
@@ -42,7 +42,7 @@ app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
-    # Python's own tracebacks, whole, and the same on a terminal and in a log file.
+    # Python's own tracebacks: complete, and the same on a terminal and in a log file.
     pretty_exceptions_enable=False,
 )
 
@@ -70,7 +70,7 @@ def _root(
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Hold the options that belong to no command."""
+    """Hold the options without a command."""
 
 
 app.command("report", epilog=EPILOG)(report_command)
@@ -93,10 +93,10 @@ def fit_command(
     **given: Any,
 ) -> None:
     """Train the job that a recipe describes. Options replace the job's arguments."""
-    is_first = os.environ.get("RANK", "0") == "0"  # of several processes one logs and prints for all
+    is_first = os.environ.get("RANK", "0") == "0"  # of several processes, one logs and prints
     with errors_as_exit_codes():
         check_given(given)
-        # The recipe's own output must not get into the document.
+        # The recipe's own output must not mix with the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             job = loaded(recipe, load_recipe)
             memory_log = _MemoryLog()
@@ -108,11 +108,11 @@ def fit_command(
                 result = fit(**arguments, progress=False if quiet else "auto")
         if as_json and is_first:
             document = json.dumps(_document(recipe, result, memory_log), allow_nan=False)
-            print_result(document, done="the training is done")
+            print_result(document, done="training is complete")
 
 
 class _MemoryLog(Callback):
-    """Keeps what the document has and FitResult does not: the last probe, and each time that memory ran out."""
+    """Records what FitResult lacks for the document: the last probe, and each out-of-memory event."""
 
     def __init__(self) -> None:
         self.probe: ProbeResult | None = None

@@ -1,6 +1,6 @@
-"""Exit codes of every command, and the errors that lead to them.
+"""Exit codes of all commands, and the errors they stand for.
 
-An error of autoaccum's own is one line on stderr; any other keeps its traceback.
+An error of autoaccum is one line on stderr; any other keeps its traceback.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ EPILOG = (
 
 @contextlib.contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Turn errors of autoaccum's own into a message and an exit code; others keep their traceback."""
+    """Turn errors of autoaccum into a message and an exit code; others keep their traceback."""
     try:
         yield
     except KeyboardInterrupt:
         complain("interrupted")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except AutoaccumError as error:
-        if isinstance(error, UpdateCompleteError):  # mostly in the user's scheduler: show where
+        if isinstance(error, UpdateCompleteError):  # usually from the user's scheduler: show where
             show_traceback(error)
         complain(f"error: {error}")
         for note in getattr(error, "__notes__", ()):
@@ -82,16 +82,16 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 
 def complain(text: str) -> None:
-    """Write a line to stderr, marked as autoaccum's."""
+    """Write a line to stderr with autoaccum's prefix."""
     write_line(f"autoaccum: {text}")
 
 
 def print_result(text: str, *, done: str) -> None:
-    """Print a result to stdout, or end with exit code 1 where that is not possible.
+    """Print a result to stdout, or exit with code 1 if that fails.
 
     Args:
         text: The result.
-        done: What the command did all the same, for the message.
+        done: What the command has done nevertheless, for the message.
     """
     try:
         if sys.stdout is None:
@@ -109,7 +109,7 @@ def show_traceback(error: BaseException) -> None:
     write_line("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
-# The first that fits: a folder in use is a CheckpointError too.
+# The first match counts: the error for a folder in use is also a CheckpointError.
 _CODES: tuple[tuple[type[AutoaccumError], ExitCode], ...] = (
     (CheckpointInUseError, ExitCode.IN_USE),
     (InvalidInputError, ExitCode.BAD_INPUT),
@@ -130,10 +130,10 @@ def code_for(error: AutoaccumError) -> ExitCode:
 
 
 def loaded(recipe: str, load: Callable[[str], _T]) -> _T:
-    """Load a recipe by a function, and show the traceback of a recipe that raises.
+    """Load a recipe with `load`, and show the traceback if the recipe raises.
 
     Raises:
-        InvalidInputError: It cannot be used.
+        InvalidInputError: The recipe cannot be used.
     """
     try:
         return load(recipe)

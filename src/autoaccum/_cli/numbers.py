@@ -9,21 +9,21 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# No training counts so many samples or steps, and torch cannot beyond 2**63.
+# More samples or steps than any training has; torch counts up to 2**63.
 MOST = 10**12
-# Slurm's own numbers have 32 bits.
+# Slurm's numbers have 32 bits.
 MOST_OF_SLURM = 2**31 - 1
 # Ten years.
 _MOST_MINUTES = 10 * 366 * 24 * 60
-# A size or a time takes some twenty characters; Python refuses to read numbers of thousands of digits.
+# A size or a time has about twenty characters; Python does not parse numbers of thousands of digits.
 _MOST_CHARACTERS = 64
 
 
 def check_counts(given: Mapping[str, int | None], most: int = MOST) -> None:
-    """Refuse counts beyond a bound.
+    """Raise if a count exceeds a bound.
 
     Args:
-        given: Values by the name of their option, without dashes; None where it was not given.
+        given: Values by the name of their option, without dashes; None if it was not given.
         most: The bound.
 
     Raises:
@@ -31,14 +31,14 @@ def check_counts(given: Mapping[str, int | None], most: int = MOST) -> None:
     """
     for name, value in given.items():
         if isinstance(value, int) and value > most:
-            raise InvalidInputError(f"--{_option(name)} {_short(value)} is too large; give at most {most}")
+            raise InvalidInputError(f"--{_option(name)} {_short(value)} is too large; pass at most {most}")
 
 
 def check_minutes(name: str, minutes: float | None) -> None:
-    """Refuse a time that is not positive, not finite, or longer than any training.
+    """Raise if a time is not positive, not finite, or longer than any training.
 
     Raises:
-        InvalidInputError: It is one of these.
+        InvalidInputError: The time is one of these.
     """
     if minutes is not None and not 0 < minutes <= _MOST_MINUTES:
         raise InvalidInputError(
@@ -47,10 +47,10 @@ def check_minutes(name: str, minutes: float | None) -> None:
 
 
 def check_texts(given: Mapping[str, str | None]) -> None:
-    """Refuse sizes and times with more characters than any has.
+    """Raise if a size or a time has too many characters.
 
     Args:
-        given: Values by the name of their option, without dashes; None where it was not given.
+        given: Values by the name of their option, without dashes; None if it was not given.
 
     Raises:
         InvalidInputError: One is longer.
@@ -58,7 +58,7 @@ def check_texts(given: Mapping[str, str | None]) -> None:
     for name, text in given.items():
         if text is not None and len(text) > _MOST_CHARACTERS:
             raise InvalidInputError(
-                f"--{_option(name)} {text[:20]}… has {len(text)} characters; give a size such as 24GiB, or a time such "
+                f"--{_option(name)} {text[:20]}… has {len(text)} characters; pass a size such as 24GiB, or a time such "
                 "as 12:00:00"
             )
 

@@ -1,8 +1,8 @@
 """Command-line options for the arguments of `fit`, made from `fit`'s signature and docstring.
 
 An option has the name of its argument, and its help is the first sentence of the argument's text in `fit`'s docstring.
-The tables here hold the differences: arguments that only a recipe can give, values that are written differently on a
-command line, and texts where `fit`'s are about Python.
+The tables here hold the differences: arguments that only a recipe can set, values written differently on a command
+line, and help where `fit`'s text is about Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RECIPE = typer.Argument(
     metavar="RECIPE.py[:FUNCTION]",
-    help="A Python file and the function in it that returns an autoaccum.Job; without a name: job.",
+    help="A Python file and the function in it that returns an autoaccum.Job; default: job.",
     show_default=False,
 )
 # Python objects, and settings that belong to them. In place of `progress` commands have --quiet.
@@ -41,7 +41,7 @@ IN_RECIPES_ALONE = frozenset(
         *NOT_OF_A_JOB,
     }
 )
-# Each process of a Slurm job takes the card of its local rank, and a job always goes on from its own checkpoint.
+# Each process of a Slurm job uses the card of its local rank, and a job always resumes from its own checkpoint.
 NOT_ON_SLURM = frozenset({"device", "resume"})
 
 
@@ -51,13 +51,13 @@ def _auto_or_number(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither 'auto' nor a whole number") from None
+        raise typer.BadParameter(f"{text!r} must be 'auto' or a whole number") from None
 
 
 def _auto_or_yes_or_no(text: str) -> str | bool:
     meanings: dict[str, str | bool] = {"auto": "auto", "yes": True, "no": False}
     if text not in meanings:
-        raise typer.BadParameter(f"{text!r} is none of 'auto', 'yes' and 'no'")
+        raise typer.BadParameter(f"{text!r} must be 'auto', 'yes' or 'no'")
     return meanings[text]
 
 
@@ -67,9 +67,9 @@ class _Form(NamedTuple):
     Attributes:
         type: The type of its option.
         metavar: What --help shows for the value.
-        help: A text in place of `fit`'s.
-        parser: Reads a value that no type describes.
-        flag: The option, where it takes no value.
+        help: A text that replaces `fit`'s.
+        parser: Parses a value that no type describes.
+        flag: The option, if it takes no value.
     """
 
     type: Any
@@ -87,41 +87,41 @@ _BY_TYPE = {
     "str | PathLike[str] | None": _Form(Path, "FOLDER"),
 }
 _BY_NAME = {
-    "memory_limit": _Form(str, "SIZE", "Memory to stay within: 600MiB, bytes, or a fraction such as 0.5."),
+    "memory_limit": _Form(str, "SIZE", "Memory limit: 600MiB, bytes, or a fraction such as 0.5."),
     "micro_batch": _Form(Any, "auto|N", parser=_auto_or_number),
     "probe": _Form(
-        str, "|".join(PROBES), "How that is found out: by the first windows, by trials before, or not at all."
+        str, "|".join(PROBES), "How auto finds what fits: in the first windows, by trials before, or not at all."
     ),
     "strategy": _Form(str, "|".join(STRATEGIES)),
-    "cache": _Form(bool, flag="--no-cache", help="Neither use nor keep what earlier runs found."),
-    "compile": _Form(bool, flag="--compile", help="Compile the model by torch.compile."),
+    "cache": _Form(bool, flag="--no-cache", help="Neither use nor store what earlier runs found."),
+    "compile": _Form(bool, flag="--compile", help="Compile the model with torch.compile."),
     "fallback": _Form(
-        list[str], "|".join(FALLBACKS), "What to do where not even one sample fits; given twice: one after the other."
+        list[str], "|".join(FALLBACKS), "What to do if not even one sample fits; given twice, one after the other."
     ),
     "precision": _Form(str, "|".join(PRECISIONS)),
     "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),
-    "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and go on from the newest one."),
+    "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and resume from the newest."),
     "resume": _Form(
         Any,
         "auto|yes|no",
-        "Go on from a checkpoint: auto, if there is one; yes, there must be one; no, start from the beginning.",
+        "Resume from a checkpoint: auto, if there is one; yes, there must be one; no, start over.",
         _auto_or_yes_or_no,
     ),
     "oom_report": _Form(Path, "FOLDER", "When memory first runs out, write there what was alive."),
-    "shard": _Form(bool, flag="--shard", help="Under torchrun: each rank takes its part of what the loader gives."),
-    "shares": _Form(str, "|".join(SHARES), "How windows are shared out with --shard."),
+    "shard": _Form(bool, flag="--shard", help="Under torchrun: each rank takes its part of what the loader yields."),
+    "shares": _Form(str, "|".join(SHARES), "How --shard divides windows between ranks."),
     "overlap": _Form(
-        bool, flag="--overlap", help="Under torchrun: all-reduce gradients while the last backward pass still runs."
+        bool, flag="--overlap", help="Under torchrun: overlap the all-reduce with the last backward pass."
     ),
     "on_nan": _Form(str, "|".join(ON_NAN)),
 }
 
 
 def of_fit(*names: str, without: frozenset[str] = frozenset()) -> dict[str, inspect.Parameter]:
-    """Return options for arguments of `fit`, by name and in `fit`'s order. An option that is not given is None.
+    """Return options for arguments of `fit`, by name and in `fit`'s order. An option not given is None.
 
     Args:
-        names: The arguments; without any, all that a command line can give.
+        names: The arguments; if none, all that a command line can set.
         without: Arguments to leave out.
     """
     texts = texts_of_arguments(fit)
@@ -149,7 +149,7 @@ def _first_clause(text: str) -> str:
 def takes(options: dict[str, inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options to a command, after its arguments and before its own options.
 
-    The command gets them as its `**given`: only those that were given, by name, with values as `fit` takes them.
+    The command receives those given as its `**given`: by name, with values as `fit` takes them.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -173,10 +173,10 @@ def takes(options: dict[str, inspect.Parameter]) -> Callable[[Callable[..., None
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Refuse numbers and texts that are beyond any training, before the recipe is loaded.
+    """Raise if a number or text is beyond any training, before the recipe is loaded.
 
     Raises:
-        InvalidInputError: There is one.
+        InvalidInputError: One is.
     """
     counts = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
     check_counts({name: given[name] for name in counts if name in given})

@@ -1,6 +1,6 @@
-"""`autoaccum report`: calls `preflight` for a recipe, prints the report, and ends with an exit code for job scripts.
+"""`autoaccum report`: calls `preflight` for a recipe, prints the report, and exits with a code for job scripts.
 
-The table, or with --json the document, goes to stdout; all else, the recipe's own output included, goes to stderr.
+The table, or with --json the document, goes to stdout; everything else, including the recipe's output, to stderr.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from autoaccum._launch import Job
     from autoaccum._report import Report
 
-# No sequence is longer, and `int` refuses numbers of thousands of digits with an error of its own.
+# No sequence is longer, and `int` raises its own error for numbers of thousands of digits.
 _MOST_DIGITS = 12
-# CUDA's error where another process has a card to itself.
+# CUDA's error if another process has exclusive use of a card.
 _BUSY = "busy or unavailable"
 _DONE = "the report was made"
 
@@ -60,48 +60,48 @@ def report_command(
     *,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Predict for this card, such as h100-80gb; may be given several times."),
+        typer.Option(metavar="NAME", help="Predict for this card, such as h100-80gb; repeatable."),
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Predict for a card of so much memory, such as 24GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Predict for a card with this memory, such as 24GiB.")
     ] = None,
     max_micro_batch: Annotated[int | None, typer.Option(help="The largest micro-batch of interest.")] = None,
     length: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[NAME=]N",
-            help="Sequences of this length; where a batch holds several, by name: --length labels=64.",
+            help="Sequence length; by name if a batch holds several sequences: --length labels=64.",
         ),
     ] = None,
     time: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Time limit of the training, such as 12h or 1-12:00:00; without it what Slurm leaves the job.",
+            help="Time limit of the training, such as 12h or 1-12:00:00; default: the time left in the Slurm job.",
         ),
     ] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Only predict, whatever device there is.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as a page, too.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report as a page.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw memory over the micro-batch (.png, .svg, .pdf), too.")
+        Path | None, typer.Option(metavar="FILE", help="Also draw memory against micro-batch size (.png, .svg, .pdf).")
     ] = None,
     require_micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit with 6 where the largest micro-batch is below N.")
+        int | None, typer.Option(metavar="N", help="Exit with 6 if the largest micro-batch is below N.")
     ] = None,
     require_free: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Exit with 7 where the device has less free, such as 20GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Exit with 7 if the device has less memory free, such as 20GiB.")
     ] = None,
     oom: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Show what was alive when memory ran out, as fit --oom-report wrote it."),
+        typer.Option(metavar="FILE", help="Show an out-of-memory report written by fit --oom-report."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no trials on the way.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not show the trials.")] = False,
     **given: Any,
 ) -> None:
-    """Report before a training whether it fits and how: measured here, or predicted for cards."""
+    """Report whether and how a training fits: measured here, or predicted for cards."""
     if (recipe is None) == (oom is None):
-        raise typer.BadParameter("give either a recipe or --oom FILE")
+        raise typer.BadParameter("pass either a recipe or --oom FILE")
     with errors_as_exit_codes(), _missing_as_exit_code():
         if oom is not None:
             _print(read_postmortem(oom) if as_json else show_postmortem(oom))
@@ -138,7 +138,7 @@ def report_command(
                     on_trial=(lambda _: None) if quiet else LineProgress().on_trial,
                 )
         report = dataclasses.replace(report, subject=dataclasses.replace(report.subject, recipe=recipe))
-        # Before the files: a disk that is full must not cost the answer.
+        # Before the files: a full disk must not cost the result.
         _print(report.to_dict() if as_json else report)
         if html is not None:
             report.save_html(html)
@@ -153,18 +153,18 @@ def report_command(
 def verdict(report: Report, *, require_micro_batch: int | None, require_free_bytes: int | None) -> tuple[ExitCode, str]:
     """Return the exit code for a report, and why it is not 0.
 
-    Several micro-batches for the target batch are no failure. A device with less free memory than required is busy,
+    Needing several micro-batches is not a failure. A device with less free memory than required counts as busy,
     whatever fits in the rest.
     """
     if require_free_bytes is not None:
         asked = f"--require-free {format_bytes(require_free_bytes)}"
         if report.measured is None:
-            return ExitCode.NO_DEVICE, f"{asked}: there is no device here whose memory could be free"
+            return ExitCode.NO_DEVICE, f"{asked}: there is no device here"
         device = report.measured.device
         if device.free_bytes < require_free_bytes:
             return ExitCode.NO_DEVICE, f"{asked}: {device.name} has {format_bytes(device.free_bytes)} free"
     if not report.fits:
-        return ExitCode.DOES_NOT_FIT, "does not fit everywhere that was asked about"
+        return ExitCode.DOES_NOT_FIT, "does not fit on every device requested"
     if require_micro_batch is not None and report.micro_batch < require_micro_batch:
         why = f"--require-micro-batch {require_micro_batch}: the largest that fits is {report.micro_batch}"
         return ExitCode.SMALLER, why
@@ -179,10 +179,10 @@ def _report_of(job: Job, **asked: Any) -> Report:
 
 @contextlib.contextmanager
 def _errors_of(job: Job, batch: Any) -> Iterator[None]:
-    """Show the traceback of an error in the recipe's model, loss or optimizer, and raise one that describes the batch.
+    """Show the traceback of an error in the recipe's model, loss or optimizer, and raise one describing the batch.
 
     Raises:
-        InvalidInputError: There was one.
+        InvalidInputError: There was such an error.
     """
     try:
         yield
@@ -205,7 +205,7 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
-    """Put the names of options into errors in place of Python arguments, for those given on the command line."""
+    """Replace Python arguments in errors by the names of their options, for those given on the command line."""
     try:
         yield
     except InvalidInputError as error:
@@ -222,15 +222,15 @@ def _name_of(function: Any) -> str:
 
 
 def _is_to_measure(device: str | None, gpu: list[str] | None, device_memory: str | None) -> bool:
-    """Whether to measure here: not where --gpu or --device-memory is given on a machine without an accelerator.
+    """Whether to measure here: not if --gpu or --device-memory is given on a machine without an accelerator.
 
-    The recipe's own device does not matter, since most recipes name one.
+    The recipe's device does not matter, because most recipes name one.
     """
     return device is not None or not (gpu or device_memory) or torch.accelerator.is_available()
 
 
 def _most(job: Job, asked: int | None, required: int | None) -> int | None:
-    """Return the largest size to look for; a required one may be beyond the target batch."""
+    """Return the largest size to search; a required size may exceed the target batch."""
     if asked is not None or required is None:
         return asked if asked is not None or not isinstance(job.micro_batch, int) else job.micro_batch
     return max(required, int(job.target_batch))
@@ -244,8 +244,8 @@ def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:
         is_length = number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS and int(number) >= 1
         if not is_length or (not name and len(given) > 1):
             raise InvalidInputError(
-                f"--length {text} is no length; give one number (--length 512), or numbers by the names under which a "
-                "batch holds its sequences (--length input_ids=512 --length labels=64)"
+                f"--length {text} is not a length; pass one number (--length 512), or numbers by the names of the "
+                "batch's sequences (--length input_ids=512 --length labels=64)"
             )
         by_name[name] = int(number)
     return by_name.get("", by_name or None)
@@ -265,7 +265,7 @@ def _first_batch(job: Job) -> Any:
     except Exception as error:
         if is_exit(error):
             raise
-        # An error of the loader, even where its text is that of a busy device.
+        # An error of the loader, even if its text is that of a busy device.
         show_traceback(error)
         raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error
     raise InvalidInputError(
@@ -274,7 +274,7 @@ def _first_batch(job: Job) -> Any:
 
 
 def _check_cards(names: Sequence[str], device_memory: str | None, *, no_measure: bool) -> None:
-    """Refuse unknown cards, and --no-measure without a card, before the recipe is loaded, which may take long."""
+    """Raise for unknown cards, or --no-measure without a card, before the recipe is loaded, which may be slow."""
     for name in names:
         card_named(name)
     if device_memory is not None:
@@ -283,25 +283,25 @@ def _check_cards(names: Sequence[str], device_memory: str | None, *, no_measure:
             custom_card(device_memory)
     if no_measure and not names and device_memory is None:
         raise InvalidInputError(
-            "--no-measure without a card leaves nothing to report; name cards (--gpu h100-80gb), give a card's memory "
-            "(--device-memory 24GiB), or measure, without --no-measure"
+            "--no-measure without a card leaves nothing to report; name cards (--gpu h100-80gb), pass a card's memory "
+            "(--device-memory 24GiB), or omit --no-measure"
         )
 
 
 def _check_required(required: int | None, most: int | None) -> None:
-    """Refuse a required micro-batch below 1 or above --max-micro-batch."""
+    """Raise if a required micro-batch is below 1 or above --max-micro-batch."""
     if required is None:
         return
     if required < 1:
-        raise InvalidInputError(f"--require-micro-batch {required} asks for nothing; give 1 or more")
+        raise InvalidInputError(f"--require-micro-batch {required} must be 1 or more")
     if most is not None and 1 <= most < required:
         raise InvalidInputError(
-            f"--require-micro-batch {required} asks for more than --max-micro-batch {most} looks for; leave one out"
+            f"--require-micro-batch {required} exceeds --max-micro-batch {most}, so it is never tried; omit one of them"
         )
 
 
 def _check_files(html: Path | None, plot: Path | None) -> None:
-    """Refuse files that cannot be written, before anything takes long."""
+    """Raise if a file cannot be written, before any slow work."""
     for option, path in (("--html", html), ("--plot", plot)):
         if path is not None:
             check_place(path, option)
@@ -323,26 +323,26 @@ def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _print(result: RenderableType | dict[str, Any]) -> None:
-    """Print a result to stdout: a document as JSON, anything else in colours on a terminal and plain elsewhere."""
+    """Print a result to stdout: a document as JSON, anything else coloured on a terminal and plain elsewhere."""
     if isinstance(result, dict):
         print_result(json.dumps(result, allow_nan=False), done=_DONE)
         return
     if is_terminal(sys.stdout):
         Console().print(result)
     else:
-        # rich would put escape codes into a file where FORCE_COLOR is set.
+        # rich would write escape codes to a file if FORCE_COLOR is set.
         print_result(plain_text(result), done=_DONE)
 
 
 @contextlib.contextmanager
 def _missing_as_exit_code() -> Iterator[None]:
-    """Give a missing device, and one that another process has to itself, an exit code other than bad input."""
+    """Give a missing device, or one in exclusive use by another process, an exit code other than bad input."""
     try:
         yield
     except DeviceMissingError as error:
         reason = str(error)
     except RuntimeError as error:
-        # A card so full that not even CUDA's own share fits.
+        # The card is too full even for CUDA's own memory.
         if not is_oom(error) and _BUSY not in str(error):
             raise
         reason = first_line(error)

@@ -1,6 +1,6 @@
 """`autoaccum slurm` submits a job to a cluster, and `autoaccum jobs` lists such jobs.
 
-The job's number and folder, the list, and the script of --dry-run are results and go to stdout.
+The job's id and folder, the list, and the script of --dry-run are results and go to stdout.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from autoaccum._launch.slurm.listing import Listed
 
 FOLDER = Path("autoaccum-jobs")
-# Places that machines seldom share.
+# Folders that machines seldom share.
 _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - nothing is written there
 
 
 @dataclass(frozen=True)
 class TaskWithExitCodes:
-    """A task whose process ends with the exit codes of the command line.
+    """A task whose process exits with the codes of the command line.
 
-    submitit pickles it and calls it on a node, so this class cannot move without leaving its former name behind.
+    submitit pickles it and calls it on a node, so if this class moves, its former name must stay.
     """
 
     task: Task
@@ -71,36 +71,36 @@ def slurm_command(
     recipe: Annotated[str, RECIPE],
     *,
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Cards on each node, and a process for each card.")] = 0,
-    tasks_per_node: Annotated[int, typer.Option(help="Processes on each node, where there are no cards.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Cards on each node, with one process each.")] = 0,
+    tasks_per_node: Annotated[int, typer.Option(help="Processes on each node, if there are no cards.")] = 1,
     partition: Annotated[str | None, typer.Option(help="As for sbatch, like the next six.")] = None,
     time_limit: Annotated[
         str | None,
-        typer.Option("--time", metavar="TIME", help="The time limit; a job is requeued before it, and goes on."),
+        typer.Option("--time", metavar="TIME", help="The time limit; before it, the job is requeued and resumes."),
     ] = None,
     mem: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a node, such as 64G.")] = None,
     cpus_per_task: Annotated[int | None, typer.Option(help="Cores of each process.")] = None,
     account: Annotated[str | None, typer.Option()] = None,
     qos: Annotated[str | None, typer.Option()] = None,
     constraint: Annotated[str | None, typer.Option()] = None,
-    job_name: Annotated[str | None, typer.Option(help="By default the recipe's.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="Default: the recipe's name.")] = None,
     slurm: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY[=VALUE]", help="Any other option of sbatch's, without dashes; may be given often."),
+        typer.Option(metavar="KEY[=VALUE]", help="Any other sbatch option, without dashes; repeatable."),
     ] = None,
     signal_delay: Annotated[
-        int, typer.Option(metavar="SECONDS", help="Seconds before the time limit to write a checkpoint.")
+        int, typer.Option(metavar="SECONDS", help="Seconds before the time limit at which to write a checkpoint.")
     ] = WARNING_S,
-    folder: Annotated[Path, typer.Option(help="Where each job gets a folder, for its checkpoints too.")] = FOLDER,
-    retries: Annotated[int, typer.Option(help="How often it may start again after it ran out of memory.")] = 5,
-    no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Begin without a look at the device.")] = False,
+    folder: Annotated[Path, typer.Option(help="Where each job gets a folder, also for its checkpoints.")] = FOLDER,
+    retries: Annotated[int, typer.Option(help="Restarts after memory ran out.")] = 5,
+    no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Start without checking the device.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be submitted, without submitting.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
     **given: Any,
 ) -> None:
-    """Submit the training that a recipe describes to Slurm. The job comes back until the training is done."""
+    """Submit the training that a recipe describes to Slurm. The job is requeued until training is complete."""
     # The job runs elsewhere.
     given = {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in given.items()}
     with errors_as_exit_codes():
@@ -139,15 +139,15 @@ def slurm_command(
         )
         _print_submitted(job_id, made, as_json=as_json)
         if str(made.path).startswith(tuple(f"{place}/" for place in _LOCAL)):
-            complain(f"nodes seldom share {made.path.parent}; a job whose folder its node does not see leaves nothing")
+            complain(f"nodes seldom share {made.path.parent}; if the node does not see it, the job leaves no files")
 
 
 def jobs_command(
     *,
-    folder: Annotated[Path, typer.Option(help="The folder that `autoaccum slurm` was given.")] = FOLDER,
+    folder: Annotated[Path, typer.Option(help="The folder passed to `autoaccum slurm`.")] = FOLDER,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as one JSON document.")] = False,
 ) -> None:
-    """List submitted jobs: their state, progress, cut, and why they were started again."""
+    """List submitted jobs: their state, progress, cut, and why they were restarted."""
     with errors_as_exit_codes():
         listed = jobs_in(folder)
         if as_json:
@@ -159,7 +159,7 @@ def jobs_command(
 
 
 def _check(given: dict[str, Any], retries: int) -> None:
-    """Refuse now what `fit` would refuse hours later, on a node."""
+    """Raise now for what `fit` would reject hours later, on a node."""
     for name, value in given.items():
         if isinstance(value, int) and not isinstance(value, bool) and name != "seed":
             check_positive_int(name, value)
@@ -170,7 +170,7 @@ def _check(given: dict[str, Any], retries: int) -> None:
         for value in [asked] if isinstance(asked, str) else asked:
             check_choice(name, value, known)
     check_shares(given.get("shares", "equal"), shard=given.get("shard", False))
-    parse_limit(given.get("memory_limit"), Simulated("1GiB"))  # the device is not known here, so for its form alone
+    parse_limit(given.get("memory_limit"), Simulated("1GiB"))  # the device is unknown here, so only the format counts
     if retries < 0:
         raise InvalidInputError(f"--retries {retries} must be 0 or more")
 
@@ -179,7 +179,7 @@ def _key_and_value(text: str) -> tuple[str, str | bool]:
     key, equals, value = text.partition("=")
     key = key.lstrip("-")
     if not key:
-        raise InvalidInputError(f"--slurm {text!r} names no option of sbatch's; write --slurm exclude=node7")
+        raise InvalidInputError(f"--slurm {text!r} is not an option of sbatch; write --slurm exclude=node7")
     return key, value if equals else True
 
 
@@ -198,7 +198,7 @@ def _print_jobs(listed: list[Listed]) -> None:
         table.add_column(title, no_wrap=title != "state")
     for one in listed:
         table.add_row(*_row(one))
-    # Into a file as wide as necessary, so that no line is cut or broken.
+    # A file as wide as necessary, so that no line is cut or wrapped.
     console = Console(width=200 if not sys.stdout.isatty() else None, color_system=None, highlight=False)
     console.print(table)
     for one in listed:

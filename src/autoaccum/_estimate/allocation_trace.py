@@ -1,4 +1,4 @@
-"""The timeline of one training step: the storages allocated and freed, in order, and their peak.
+"""The timeline of one training step: storages allocated and freed, in order, and their peak.
 
 `_estimate/tracer.py` records it, `_estimate/cuda_allocator.py` replays it on a card's allocator. Pure arithmetic: no
 torch, no device, no rounding.
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 
 class Category(Enum):
-    """What a storage holds. Those allocated within the step are distinguished by their lifetime."""
+    """What a storage holds; those allocated within the step are distinguished by lifetime."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -31,7 +31,7 @@ class Storage:
     Attributes:
         size_bytes: Its size.
         category: What it holds.
-        operator: The operator that allocated it; "" for what existed before the step.
+        operator: The operator that allocated it; "" if it existed before the step.
     """
 
     size_bytes: int
@@ -41,12 +41,12 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which a timeline holds most.
+    """The moment of a timeline with the most bytes alive.
 
     Attributes:
         index: The index of the event before it.
         live_bytes: Bytes alive then.
-        alive: Numbers of the storages alive then, in the order of allocation.
+        alive: The numbers of the storages alive then, in the order of allocation.
     """
 
     index: int
@@ -75,7 +75,7 @@ class Timeline:
         return self.phases[bisect_right(self.phases, index, key=lambda phase: phase[0]) - 1][1]
 
     def peak(self) -> Peak:
-        """Return the first moment at which most is alive."""
+        """Return the first moment with the most bytes alive."""
         live = best = 0
         at = -1
         for index, event in enumerate(self.events):
@@ -127,7 +127,7 @@ def between(low: Timeline, high: Timeline, size: int) -> Timeline | None:
     Args:
         low: The step of one size.
         high: The same step of a larger size.
-        size: The size wanted.
+        size: The size to derive.
 
     Returns:
         The timeline; None if the two steps run different operators, or a storage is neither fixed nor proportional.

@@ -1,8 +1,8 @@
-"""Workspaces of CPU kernels: one rule for each operator, from its arguments and results to sizes in bytes.
+"""Workspaces of CPU kernels: one rule for each operator, which computes bytes from its arguments and results.
 
-Each rule follows the profiler's memory events of the real operator, which its test measures again
-(`tests/estimate/test_cpu_kernels.py`). Operators without a rule allocate nothing of note. Sizes are those of this
-machine's processor: oneDNN blocks channels by the width of its vectors, and gives each thread its own buffers.
+Each rule reproduces the profiler's memory events of the real operator, and is tested against them
+(`tests/estimate/test_cpu_kernels.py`). Operators without a rule allocate little. Sizes depend on this machine's
+processor: oneDNN blocks channels by vector width, and allocates buffers per thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What one call of an operator allocates and frees, excluding its results.
+    """The memory one call of an operator allocates and frees, excluding its results.
 
     Attributes:
         steps: Sizes held at the same time and freed before the results are allocated, one group after another.
@@ -34,9 +34,9 @@ class Workspace:
     beside: tuple[int, ...] = ()
 
 
-# Floats of one vector register, by which oneDNN blocks channels.
+# Floats per vector register, by which oneDNN blocks channels.
 _LANES = {"AVX512": 16, "AVX2": 8}
-# Up to so many channels the first layer of a network is read in its own layout.
+# With at most this many channels, a network's first layer is read in its own layout.
 _PLAIN_CHANNELS = 4
 _SMALL_KERNEL = 3
 _MKLDNN = ("Mkldnn", "MkldnnTranspose", "MkldnnEmpty")
@@ -101,7 +101,7 @@ def _convolution_of(source: Tensor, weight: Tensor, result: Tensor, stride: Sequ
         backward_scratch += threads * padded(inputs) * pixels * 4
     per_group = inputs // groups
     small_groups = groups > 1 and per_group < lanes and not (depthwise and max(weight.shape[2:]) <= _SMALL_KERNEL)
-    # Where groups are too small for a vector, each is widened to one, in both dimensions.
+    # Groups smaller than a vector are padded to one, in both dimensions.
     wide = lanes // per_group if small_groups else 1
     if half and not (depthwise and not small_groups):
         image = (source.nbytes // source.shape[0] + result.nbytes // result.shape[0]) * (wide if channels_last else 1)
@@ -126,14 +126,14 @@ def _backend(args: Sequence[Any]) -> str:
 
 
 def _columns(source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[int], padding: Sequence[int]) -> int:
-    """Return the bytes of a window's samples unfolded into columns; 0 where the samples are columns already."""
+    """Return the bytes of samples unfolded into columns; 0 if they are columns already."""
     if weight.shape[2:].numel() == 1 and not any(padding) and all(step == 1 for step in stride):
         return 0
     return source.nbytes // source.shape[2:].numel() * weight.shape[2:].numel() * result.shape[2:].numel()
 
 
 def _unfolded(args: Sequence[Any], result: Any) -> Workspace:
-    """Where oneDNN does not support a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
+    """If oneDNN does not support a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
     source, weight, _, stride, padding, _, _, _, groups = args
     columns = _columns(source, weight, result, stride, padding)
     if groups > 1:
@@ -184,7 +184,7 @@ def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
         return Workspace(steps=((made, of.wide_weight, weight.nbytes, weight.nbytes, of.weight_scratch),))
     steps: list[tuple[int, ...]] = []
     if mask[0]:
-        # Once more where there are strides: the result is copied on its way back to the plain layout.
+        # One more with strides: the result is copied when converted back to the plain layout.
         again = (source.nbytes,) if _is_strided(stride) else ()
         steps += [(of.result, of.weight, of.source, of.backward_scratch), (of.source, source.nbytes, *again)]
     if mask[1]:
@@ -204,6 +204,6 @@ _RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
 
 
 def cpu_workspace(func: Any, args: Sequence[Any], result: Any) -> Workspace | None:
-    """Return an operator's workspace on this machine's CPU; None where there is no rule."""
+    """Return an operator's workspace on this machine's CPU; None if there is no rule."""
     rule = _RULES.get(func)
     return None if rule is None else rule(args, result)

@@ -1,4 +1,4 @@
-"""Replays a timeline on a model of PyTorch's caching allocator for CUDA: what it allocates and what it reserves.
+"""Replays a timeline on a model of PyTorch's caching allocator for CUDA, to find allocated and reserved memory.
 
 Constants and rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream.
 """
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 MIB = 2**20
 # kMinBlockSize: every size is rounded up to a multiple of it.
 BLOCK_BYTES = 512
-# kSmallSize: up to here blocks come from small segments.
+# kSmallSize: blocks up to this size come from small segments.
 SMALL_BYTES = 1 * MIB
 # kSmallBuffer: the size of a small segment.
 SMALL_SEGMENT_BYTES = 2 * MIB
-# kMinLargeAlloc: from here on a block gets a segment of its own size.
+# kMinLargeAlloc: a block of at least this size gets its own segment.
 LARGE_BYTES = 10 * MIB
-# kLargeBuffer: the segment of blocks in between.
+# kLargeBuffer: the size of a segment for blocks in between.
 MEDIUM_SEGMENT_BYTES = 20 * MIB
-# kRoundLarge: a segment of its own size is rounded up to a multiple of it.
+# kRoundLarge: a block's own segment is rounded up to a multiple of it.
 ROUND_BYTES = 2 * MIB
-# Steps of a replay: the first fills the cache, the second uses its fragments.
+# Steps to replay: the first fills the cache, the second uses its fragments.
 STEPS = 2
 
 
@@ -39,7 +39,7 @@ class Block:
 
     size: int
     small: bool
-    number: int  # stands for its address in the order of free blocks
+    number: int  # orders free blocks, as the address does
     free: bool = True
     before: Block | None = None
     after: Block | None = None
@@ -54,8 +54,8 @@ class CachingAllocator:
     Attributes:
         allocated_bytes: Bytes in allocated blocks now.
         reserved_bytes: Bytes in segments now.
-        peak_allocated_bytes: The most that was allocated.
-        peak_reserved_bytes: The most that was reserved.
+        peak_allocated_bytes: The peak of `allocated_bytes`.
+        peak_reserved_bytes: The peak of `reserved_bytes`.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -69,7 +69,7 @@ class CachingAllocator:
         """Allocate a block.
 
         Raises:
-            OutOfMemoryError: It does not fit, not even after flushing the cache.
+            OutOfMemoryError: It does not fit even after the cache is flushed.
         """
         size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= SMALL_BYTES
@@ -83,7 +83,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block, and join it with free neighbours."""
+        """Free a block and merge it with free neighbours."""
         self.allocated_bytes -= block.size
         block.free = True
         for other in (block.before, block.after):
@@ -93,7 +93,7 @@ class CachingAllocator:
         self._keep(block)
 
     def release_cached(self) -> None:
-        """Give unused segments back to the device."""
+        """Return unused segments to the device."""
         for blocks in self._free.values():
             whole = [entry for entry in blocks if entry[2].before is None and entry[2].after is None]
             for entry in whole:
@@ -150,8 +150,8 @@ class Served:
     """The peaks of a replay.
 
     Attributes:
-        peak_bytes: The most that was allocated, rounded as the allocator rounds.
-        reserved_bytes: The most that was reserved.
+        peak_bytes: The peak of allocated memory, rounded as the allocator rounds.
+        reserved_bytes: The peak of reserved memory.
     """
 
     peak_bytes: int
@@ -159,14 +159,14 @@ class Served:
 
 
 def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | None:
-    """Replay a step from the middle of training, with the cache left by the step before.
+    """Replay a step from the middle of training, with the cache left by the previous step.
 
     Args:
         timeline: The step.
         capacity_bytes: The device's memory; None for unlimited.
 
     Returns:
-        The peaks; None where the capacity is too small.
+        The peaks; None if the capacity is too small.
     """
     allocator = CachingAllocator(capacity_bytes)
     blocks: dict[int, Block] = {}
@@ -176,7 +176,7 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
         replay(allocator, timeline, before, blocks)
         for _ in range(STEPS):
             replay(allocator, timeline, step, blocks)
-            # What a step leaves allocated is freed before the next.
+            # Blocks that a step leaves allocated are freed before the next.
             for number in blocks.keys() - set(before):
                 allocator.free(blocks.pop(number))
     except OutOfMemoryError:

@@ -1,9 +1,9 @@
-"""Where CUDA differs from what fake tensors do: the choice of attention's kernel, workspaces, autocast, no driver.
+"""Corrects fake CUDA tensors where they differ from CUDA: attention kernels, workspaces, autocast, the driver.
 
-Fakes of device "cuda" take CUDA's paths by themselves wherever the path depends on the device alone (fused dropout,
-cuDNN's batch norm, autocast's own lists). These rules are for the rest: choices that need the card, and kernels'
-workspaces (`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from PyTorch's sources, named
-at each. There is no rule for recurrent layers (LSTM, GRU), which call the driver as they begin: without a driver
+Fakes of device "cuda" take CUDA's paths wherever the path depends only on the device (fused dropout, cuDNN's batch
+norm, autocast's lists). These rules cover the rest: choices that need the card, and kernels' workspaces
+(`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from PyTorch's sources, cited at each.
+Recurrent layers (LSTM, GRU) have no rule, because they call the driver at once: without a driver
 `_estimate/estimate.py` runs a real step for them.
 """
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# PyTorch's own, which `without_driver` replaces for a while.
+# PyTorch's functions, which `without_driver` replaces temporarily.
 _ATTENTION = functional.scaled_dot_product_attention
-# The largest head that flash attention has a kernel for (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+# The largest head dimension of flash attention's kernels (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _FLASH_HEAD = 256
 _FLASH_MULTIPLE = 8
 # The last dimension of an additive mask is padded to a multiple of it (pad_bias in transformers/attention.cpp).
 _MASK_MULTIPLE = 16
-# cuBLAS's default workspace, one for the thread of the forward pass and one for that of the backward pass
+# cuBLAS's default workspace, one for the forward thread and one for the backward thread
 # (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): ":4096:2:16:8", and 32 MiB on Hopper, in newer
 # versions of PyTorch on Blackwell too. cuBLASLt shares it (TORCH_CUBLASLT_UNIFIED_WORKSPACE, there).
 CUBLAS_BYTES = (2 * 4096 + 8 * 16) * 1024
@@ -43,7 +43,7 @@ _WITH_32_MIB = ("h100", "h200", "h800", "h20", "gh200", "b100", "b200", "b300", 
 
 
 class CudaCalls(TorchFunctionMode):
-    """Redirects calls that need the driver: attention to its kernel, backward to the graph's nodes."""
+    """Redirects calls that need the driver: attention to a kernel, backward to the graph's nodes."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -53,7 +53,7 @@ class CudaCalls(TorchFunctionMode):
         if func is _ATTENTION:
             return attention(*args, **kwargs)
         if func is Tensor.backward:
-            # Entered again: a checkpoint's second forward pass runs in there.
+            # Entered again, because a checkpoint's second forward pass runs inside.
             with self:
                 return backward(args[0])
         return func(*args, **kwargs)
@@ -69,11 +69,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run scaled dot product attention by the kernel that CUDA would choose.
+    """Run scaled dot product attention with the kernel that CUDA would choose.
 
-    Flash attention for half precision without a mask, else the memory-efficient kernel, as
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp orders them from sm80 on; plain products where neither takes
-    the shapes.
+    Flash attention for half precision without a mask, otherwise the memory-efficient kernel, in the order of
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp from sm80 on; plain products if neither supports the shapes.
     """
     if torch.is_autocast_enabled("cuda"):
         to = torch.get_autocast_dtype("cuda")
@@ -110,7 +109,7 @@ def _products(
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return a mask as the efficient kernel takes it: of the query's type, padded to its alignment, expanded."""
+    """Return a mask for the efficient kernel: of the query's type, padded to its alignment, expanded."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -141,7 +140,7 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_driver() -> Iterator[None]:
-    """Let fakes take CUDA's paths also where PyTorch would ask a driver, or the build, whether there is CUDA."""
+    """Let fakes take CUDA's paths even where PyTorch checks the driver, or the build, for CUDA."""
     with (
         _casting_without_driver(),
         cudnn_kernels.layouts_without_driver(),
@@ -163,7 +162,7 @@ def _attending_inside_functions() -> Iterator[None]:
 
 @contextmanager
 def _recomputing_without_engine() -> Iterator[None]:
-    """Let a reentrant checkpoint, which runs a backward pass inside the backward pass, do so without the engine."""
+    """Let a reentrant checkpoint run its backward pass inside the backward pass without the engine."""
     asked = torch.autograd.backward
 
     def called(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -198,13 +197,13 @@ _CONVOLUTIONS: dict[Any, Callable[..., Workspace | None]] = {
 
 
 def cuda_workspace(func: Any, args: Sequence[Any], result: Any, *, tensor_float: bool = True) -> Workspace | None:
-    """Return an operator's workspace on a card; None where there is no rule.
+    """Return an operator's workspace on a card; None if there is no rule.
 
     Args:
         func: The operator.
         args: Its arguments.
         result: Its result.
-        tensor_float: Whether the card computes float32 by Tensor Cores.
+        tensor_float: Whether the card computes float32 with Tensor Cores.
     """
     if (convolved := _CONVOLUTIONS.get(func)) is not None:
         return convolved(args, result, tensor_float=tensor_float)

@@ -1,7 +1,6 @@
-"""Workspaces of PyTorch's own CUDA kernels: one rule for each operator, from its arguments to sizes in bytes.
+"""Workspaces of PyTorch's own CUDA kernels: one rule for each operator, which computes bytes from its arguments.
 
-Each rule follows the kernel's source, which it names (below aten/src/ATen/native). Operators without a rule allocate
-nothing of note.
+Each rule cites the kernel's source (below aten/src/ATen/native). Operators without a rule allocate little.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# Flash attention rounds lengths up to it in its backward pass, the efficient kernel in its log-sum-exp.
+# Lengths are rounded up to it, by flash attention's backward pass and the efficient kernel's log-sum-exp.
 _FLASH_ROWS = 128
 _LANES = 32
 _FLOAT = 4
-# Up to so many indices an embedding's gradient is summed without sorting them.
+# With at most this many indices, an embedding's gradient is summed without sorting them.
 _UNSORTED_INDICES = 3072
-# Rows of a sorted embedding's gradient that one thread sums.
+# Rows of a sorted embedding gradient that one thread sums.
 _ROWS = 10
 
 
@@ -41,7 +40,7 @@ def flash_backward(args: Sequence[Any], _result: Any) -> Workspace:
 
 
 def efficient_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Row sums; for half-precision gradients also their sums in float32 (attention_backward.cu)."""
+    """Row sums; for half-precision gradients also sums in float32 (attention_backward.cu)."""
     query, key = args[1], args[2]
     n, heads, length, head = query.shape
     rows = -(-length // _LANES) * _LANES
@@ -58,7 +57,7 @@ def softmax_backward(args: Sequence[Any], _result: Any) -> Workspace:
     """The product of gradient and result (softmax_backward_cuda_out, cuda/SoftMax.cu), and copies of other layouts."""
     gradient, made = args[0], args[1]
     product = made.numel() * torch.promote_types(gradient.dtype, made.dtype).itemsize
-    # It has the gradient's layout, so it need not be computed where that is contiguous.
+    # It has the gradient's layout, so it need not be computed if that is contiguous.
     again = () if gradient.is_contiguous() or (gradient * made).is_contiguous() else (product,)
     return Workspace(beside=(product, *again, *_copied(made)))
 
@@ -79,9 +78,9 @@ def layer_norm_backward(args: Sequence[Any], _result: Any) -> Workspace:
 
 
 def embedding_backward(args: Sequence[Any], _result: Any) -> Workspace:
-    """Sorted indices, and partial sums in float32: a row for each ten indices, and one for each row that occurs.
+    """Sorted indices, and partial sums in float32: a row for each ten indices, and one for each distinct index.
 
-    How many rows occur is unknown; the kernel allocates for the most possible (cuda/Embedding.cu,
+    The number of distinct indices is unknown; the kernel allocates for the maximum (cuda/Embedding.cu,
     cuda/EmbeddingBackwardKernel.cu).
     """
     gradient, indices, rows, _, is_scaled_by_frequency = args

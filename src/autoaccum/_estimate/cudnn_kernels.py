@@ -1,22 +1,22 @@
-"""Workspaces of cuDNN's convolutions on a card: one rule for each direction, from arguments to sizes in bytes.
+"""Workspaces of cuDNN's convolutions on a card: one rule for each direction, which computes bytes from arguments.
 
-cuDNN chooses a kernel, and with it a workspace, when it runs. These rules give the largest workspace among the kernels
+cuDNN chooses a kernel, and thereby a workspace, at run time. These rules give the largest workspace among the kernels
 that it usually offers PyTorch first, without `torch.backends.cudnn.benchmark` (run_single_conv in
-aten/src/ATen/native/cudnn/Conv_v8.cpp; where memory is too short for a plan, the next one is tried). The workspace
-comes from PyTorch's allocator and goes back to it after the call. docs/estimates.md compares whole trainings on cards.
+aten/src/ATen/native/cudnn/Conv_v8.cpp, which tries the next plan if memory is short). The workspace is allocated by
+PyTorch and freed after the call. docs/estimates.md compares whole trainings on cards.
 
 Origins:
 
 - Tensor Cores read and write channels last, with channels padded to 16 bytes; other layouts are converted within the
   call. NVIDIA's "Convolutional Layers User's Guide" (docs.nvidia.com/deeplearning/performance) says both: "Tensor
-  Layouts In Memory: NCHW vs NHWC" and "Channels In And Out". They are used for half precision, and for float32 where
-  the card supports it (TF32, from Ampere on) and `torch.backends.cudnn.allow_tf32` is left on.
-- Without them, filters of 3 x 3 get Winograd's algorithm, not fused: tiles of 4 x 4 results, for which source, filter
-  and result are transformed to 6 x 6, as a whole (A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural
+  Layouts In Memory: NCHW vs NHWC" and "Channels In And Out". They are used for half precision, and for float32 if the
+  card supports it (TF32, from Ampere on) and `torch.backends.cudnn.allow_tf32` is on.
+- Without them, 3 x 3 filters use Winograd's algorithm, not fused: tiles of 4 x 4 results, for which source, filter and
+  result are transformed to 6 x 6 as a whole (A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural
   Networks", arXiv 1509.09308, F(4 x 4, 3 x 3)). cuDNN documents no sizes; with these, predictions for trainings of
   PSPNet and UPerNet on V100s are within 0.5 % in the median (docs/estimates.md).
-- The gradient of weights is a sum over pixels, split so that all multiprocessors have work; the parts are in float32.
-- A tensor that is not in the layout that PyTorch chooses is copied before the call (cudnn_conv_suggest_memory_format in
+- The gradient of weights is a sum over pixels, split over all multiprocessors; partial sums are in float32.
+- A tensor that is not in the layout PyTorch chooses is copied before the call (cudnn_conv_suggest_memory_format in
   aten/src/ATen/native/ConvUtils.h; ConvShared.cpp).
 - Depthwise convolutions in PyTorch's usual layout have kernels without workspace, its own (DepthwiseConv2d.cu) or
   cuDNN's direct ones (use_cudnn_depthwise in Convolution.cpp).
@@ -45,9 +45,9 @@ _CHANNEL_BYTES = 16
 _FLOAT = 4
 # Multiprocessors of the H100 SXM (NVIDIA's "H100 Tensor Core GPU Architecture", table 3); most cards have fewer.
 _MULTIPROCESSORS = 132
-# What one multiprocessor works on at a time: the usual tile of the kernels in PyTorch's profiles ("128x128").
+# The tile that one multiprocessor computes at a time, usual for kernels in PyTorch's profiles ("128x128").
 _TILE = 128
-# Winograd's tiles, along a side: the filter, the results, and the transformed numbers.
+# Sides of Winograd's tiles: the filter, the results, and the transformed values.
 _FILTER, _RESULTS, _TRANSFORMED = 3, 4, 6
 # MiB above which cuDNN drops a kernel (PyTorch's docs/source/cuda_environment_variables.rst).
 _CAP = "CUDNN_CONV_WSCAP_DBG"
@@ -55,12 +55,12 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def convolution(args: Sequence[Any], result: Tensor, *, tensor_float: bool = True) -> Workspace | None:
-    """Source, weight and result are converted to channels last where they are not.
+    """Source, weight and result are converted to channels last unless they are already.
 
     Args:
         args: The operator's arguments.
         result: Its result.
-        tensor_float: Whether the card computes float32 by Tensor Cores.
+        tensor_float: Whether the card computes float32 with Tensor Cores.
     """
     source, weight, groups = args[0], args[1], args[8]
     if _is_without_workspace(source, weight, groups, transposed=args[6]):
@@ -80,7 +80,7 @@ def convolution_backward(args: Sequence[Any], result: Any, *, tensor_float: bool
     Args:
         args: The operator's arguments.
         result: Its results.
-        tensor_float: Whether the card computes float32 by Tensor Cores.
+        tensor_float: Whether the card computes float32 with Tensor Cores.
     """
     gradient, source, weight, mask, groups = args[0], args[1], args[2], args[10], args[9]
     if _is_without_workspace(source, weight, groups, transposed=args[7]):
@@ -103,7 +103,7 @@ def convolution_backward(args: Sequence[Any], result: Any, *, tensor_float: bool
 
 @contextmanager
 def layouts_without_driver() -> Iterator[None]:
-    """Give fakes of convolutions on a card cuDNN's layout also where PyTorch finds no cuDNN and takes another."""
+    """Give fakes of convolutions on a card cuDNN's layout even if PyTorch finds no cuDNN."""
     asked = torch._C._conv_determine_backend_memory_format
 
     def determined(source: Tensor, weight: Tensor, backend: Any) -> Any:
@@ -126,7 +126,7 @@ def _is_without_workspace(source: Tensor, weight: Tensor, groups: int, *, transp
 
 
 def _runs_channels_last(source: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch calls cuDNN with channels last: where the source or the weight has them so."""
+    """Whether PyTorch calls cuDNN with channels last, as it does if the source or the weight is."""
     last = _LAST.get(source.dim())
     return last is not None and any(
         tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous() for tensor in (source, weight)
@@ -147,7 +147,7 @@ def _allows_tensor_float() -> bool:
 
 
 def _is_winograd(args: Sequence[Any], source: Tensor, *, cores: bool) -> bool:
-    """Whether float32 is convolved by Winograd's algorithm; for a backward pass, its arguments from the source on."""
+    """Whether Winograd's algorithm is used; for a backward pass, `args` are its arguments from the source on."""
     weight, stride, dilation, transposed, groups = args[1], args[3], args[5], args[6], args[8]
     return (
         not cores
@@ -160,7 +160,7 @@ def _is_winograd(args: Sequence[Any], source: Tensor, *, cores: bool) -> bool:
 
 
 def _winograd(source: Tensor, result: Tensor) -> list[int]:
-    """Return the transformed bytes: source and result, which grow with the samples, and the filters."""
+    """Return the bytes of the transformed tensors: source and result, which grow with the samples, and filters."""
     n, outputs, *sides = result.shape
     inputs = source.shape[1]
     tiles = n * math.prod(math.ceil(side / _RESULTS) for side in sides)
@@ -168,7 +168,7 @@ def _winograd(source: Tensor, result: Tensor) -> list[int]:
 
 
 def _turned(tensor: Tensor, *, channels_last: bool, cores: bool) -> int:
-    """Return the bytes of a tensor as Tensor Cores read it; 0 if it is so already, or they do not compute it."""
+    """Return the bytes of a tensor in the Tensor Cores' layout; 0 if it has it already or they are not used."""
     if tensor.dtype not in _HALVES and not (tensor.dtype is torch.float32 and cores):
         return 0
     channels = tensor.shape[1]
@@ -177,14 +177,14 @@ def _turned(tensor: Tensor, *, channels_last: bool, cores: bool) -> int:
 
 
 def _partial_sums(weight: Tensor, groups: int) -> int:
-    """Return the bytes of the parts of a weight's gradient: as many parts as give each multiprocessor a tile."""
+    """Return the bytes of a weight gradient's partial sums, as many as give each multiprocessor a tile."""
     outputs, of_one = weight.shape[0] // groups or 1, weight.shape[1:].numel()
     tiles = groups * math.ceil(outputs / _TILE) * math.ceil(of_one / _TILE)
     return max(1, _MULTIPROCESSORS // tiles) * weight.numel() * _FLOAT
 
 
 def _capped(sizes: list[int]) -> list[int]:
-    """Return the pieces of one workspace, or the cap on it."""
+    """Return the parts of one workspace, or its cap if they exceed it."""
     cap = os.environ.get(_CAP, "")
     if cap.isdigit() and sum(sizes) > int(cap) << 20:
         return [int(cap) << 20]

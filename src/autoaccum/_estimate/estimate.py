@@ -1,12 +1,12 @@
-"""Predicts the peak memory of a full training step on fake tensors, which take no memory and compute nothing.
+"""Predicts the peak memory of a full training step on fake tensors, which have no memory and compute nothing.
 
-The step traced is the one that `fit` makes in the middle of a window: gradients and optimizer state in place, gradients
-accumulated, outputs freed before the backward pass, autocast with its cache of cast weights, an update. Speed is not
-predicted.
+The traced step is one that `fit` makes in the middle of training: gradients and optimizer state exist, gradients are
+accumulated, outputs are freed before the backward pass, autocast caches cast weights, and the optimizer updates. Speed
+is not predicted.
 
-For a card the fakes claim to be CUDA tensors, which needs no driver, so that the dispatcher itself takes CUDA's paths.
-The alternative, CPU fakes with rules for every difference, would have to rewrite dropout, batch norm and autocast's
-lists. What does need a driver (autograd's engine, the choice of attention's kernel) is replaced in
+For a card the fakes claim to be CUDA tensors, which needs no driver, so that the dispatcher takes CUDA's paths. The
+alternative, CPU fakes with rules for every difference, would have to rewrite dropout, batch norm and autocast's lists.
+The parts that need a driver (autograd's engine, the choice of attention kernel) are replaced in
 `_estimate/fake_backward.py` and `_estimate/cuda_dispatch.py`.
 """
 
@@ -62,16 +62,16 @@ __all__ = ["Traced", "estimate_step", "trace_step"]
 _WITH_LENGTH = 2
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
-_OF_LENGTHS = "; lengths that vary fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
-# By the runs in docs/estimates.md, "Against real cards".
+_OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
+# From the runs in docs/estimates.md, "Against real cards".
 _OF_CUDNN = (
-    "cuDNN chooses its convolutions' workspace when it runs; the usual choice is counted, and measured runs (in fp32, "
-    "on two cards) took from 16 % less to 20 % more than predicted"
+    "cuDNN chooses its convolutions' workspace at run time; the usual choice is counted, and measured runs (in fp32, "
+    "on two cards) used from 16 % less to 20 % more than predicted"
 )
 
 
 class WithoutValuesError(InvalidInputError):
-    """Tracing the model needs values, and it is on the meta device.
+    """Tracing the model needs values, but it is on the meta device.
 
     Attributes:
         reason: Why it needs them.
@@ -79,8 +79,8 @@ class WithoutValuesError(InvalidInputError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"the model cannot be traced without values ({reason}), and a real step cannot be run, since it is on the "
-            "meta device; pass the model itself, with its parameters"
+            f"the model cannot be traced without values ({reason}), and no real step can be run, because it is on the "
+            "meta device; pass the model with its parameters"
         )
         self.reason = reason
 
@@ -102,28 +102,28 @@ def trace_step(
     weights: torch.dtype | None = None,
     tensor_float: bool = True,
 ) -> Traced:
-    """Trace a training step without the device, in a few sizes.
+    """Trace a training step at a few sizes, without the device.
 
     Args:
         model: The model, which is not changed; or a function without arguments that makes it. The function is called on
-            the meta device, so that the model may be of any size; if it or the model reads values of tensors, it is
+            the meta device, so that the model can have any size; if it or the model reads values of tensors, it is
             called again on the CPU.
-        batch: A batch as the loader yields it; its samples stand for those of any size, with their lengths.
+        batch: A batch as the loader yields it; other sizes are made of its samples, with their lengths.
         loss: As for `fit`.
         optimizer: As for `fit`; an instance is copied without its state.
         precision: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         clip_grad_norm: As for `fit`.
-        kind: Whose kernels run: "cpu" or "cuda".
+        kind: The kernels to trace: "cpu" or "cuda".
         sizes: The sizes to trace; None for a few from 1 to `most`.
         most: The largest size of interest; None means the batch's own length.
-        adapt: Returns a context, given the traced copy of the model, that changes it as the training would for a while,
-            such as `fallback.checkpointed`. The copy is on the CPU or claims to be on "cuda:0"; random states must be
-            those of the CPU, since there may be no card.
-        weights: Traces the step as if model and loss had this type, as by `model.to(torch.bfloat16)`: parameters,
-            buffers, gradients, the optimizer's state and the model's inputs. None means as they are.
-        tensor_float: With kind="cuda", whether the card computes float32 by Tensor Cores (TF32, from Ampere on).
+        adapt: Takes the traced copy of the model and returns a context in which it is changed, such as
+            `fallback.checkpointed`. The copy is on the CPU or claims to be on "cuda:0"; random states must be those of
+            the CPU, because there may be no card.
+        weights: The type of parameters, buffers, gradients, the optimizer's state and the model's inputs, as after
+            `model.to(torch.bfloat16)` on model and loss. None keeps their types.
+        tensor_float: With kind="cuda", whether the card computes float32 with Tensor Cores (TF32, from Ampere on).
 
     Raises:
         InvalidInputError: An argument cannot be used, or the step cannot be traced.
@@ -179,7 +179,7 @@ def estimate_step(
         model: As for `trace_step`.
         batch: As for `trace_step`.
         card: The card; None for the CPU.
-        options: As for `trace_step`, all but `kind` and `tensor_float`.
+        options: As for `trace_step`, except `kind` and `tensor_float`.
 
     Raises:
         InvalidInputError: As for `trace_step`.
@@ -209,13 +209,13 @@ class _Job:
     tensor_float: bool = True
 
     def on_fakes(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
-        """Trace it without memory."""
+        """Trace the step without memory."""
         cuda = self.kind == "cuda"
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        # Without fallback kernels: those would take memory.
+        # Without fallback kernels, which would allocate memory.
         with _undisturbed(), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-            # PyTorch 2.8 asks a driver before each operator on a fake of CUDA. Here that raises an error that can be
-            # handled; inside some operators it would end the process.
+            # PyTorch 2.8 calls the driver before each operator on a CUDA fake. Here that raises an error that can be
+            # handled; inside some operators it ends the process.
             torch.empty(2, device=device)[:1]
             step = self._staged(device)
             with self._adapted(step):
@@ -234,7 +234,7 @@ class _Job:
                 )
 
     def for_real(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
-        """Run it on copies on the CPU, in the smallest sizes."""
+        """Run the step on copies on the CPU, at the smallest sizes."""
         device = torch.device("cpu")
         with _undisturbed(), torch.random.fork_rng(devices=()):
             step = self._staged(device, real=True)
@@ -252,7 +252,7 @@ class _Job:
 
                 try:
                     return _all_sizes(run, asked, 1, 2)
-                except ValueError:  # BatchNorm refuses a single value a channel
+                except ValueError:  # BatchNorm rejects a single value per channel
                     return _all_sizes(run, [size for size in asked if size > 1] or [2], 2, 4)
 
     def _adapted(self, step: TrainingStep) -> AbstractContextManager[object]:
@@ -277,7 +277,7 @@ class _Job:
         if device.type == "cuda":
             how = FakePrecision(own or self.precision, autocasts=own is None)
         else:
-            # bf16 and fp16 are of one size, and fp16 is slow on a CPU.
+            # bf16 and fp16 have the same size, and fp16 is slow on a CPU.
             name = "bf16" if real and self.precision == "fp16" else self.precision
             how = Precision(own or name, device, autocasts=own is None)
         return TrainingStep(objective, chosen, how, Simulated(2**60), clip_grad_norm=self.clip_grad_norm)
@@ -291,7 +291,7 @@ class _Job:
         }
         notes = []
         if lengths:
-            told = f"sequences are as long as in the batch given: {', '.join(map(str, sorted(lengths)))}"
+            told = f"sequences have the length of the batch passed: {', '.join(map(str, sorted(lengths)))}"
             notes.append(told + _OF_LENGTHS if self.kind == "cuda" else told)
         if self.kind == "cuda" and any(isinstance(part, _CONVOLUTIONS) for part in self.model.modules()):
             notes.append(_OF_CUDNN)
@@ -299,8 +299,8 @@ class _Job:
 
 
 def take_lists(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer work on lists of tensors, as it does on a card; fakes make it choose otherwise."""
-    if isinstance(optimizer, torch.optim.Adafactor):  # takes them only on request
+    """Make an optimizer work on lists of tensors, as on a card; with fakes it would not."""
+    if isinstance(optimizer, torch.optim.Adafactor):  # uses them only on request
         return
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
@@ -308,7 +308,7 @@ def take_lists(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Cast a model's floating-point inputs to one type; a forward pre-hook."""
+    """Cast a model's floating-point inputs; a forward pre-hook."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -319,8 +319,8 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, high: int) -> tuple[Timeline, ...]:
     """Trace two sizes, derive the others from them, and trace those in between that cannot be derived.
 
-    One sample comes last, and only if it cannot be derived: it can take other paths, which may fail, as a batch
-    statistic does. Then it is left out.
+    One sample is traced last, and only if it cannot be derived: it may take other paths and fail, as batch
+    statistics do. It is then left out.
     """
     known = {size: run(size) for size in sorted({low, high})}
     found = dict(known) if high < asked[-1] else {}
@@ -337,33 +337,33 @@ def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, h
 
 
 def _lowest(asked: Sequence[int]) -> int:
-    """Return the smaller of the two sizes to trace; if only one size is asked for, that one."""
+    """Return the smaller of the two sizes to trace; if only one size is requested, that one."""
     return asked[0] if len(asked) == 1 else min(2, asked[-1])
 
 
 def _why_stuck(error: Exception) -> str | None:
-    """Return why the step could not be traced on fakes; None for errors of other kinds."""
-    unformed = "; torch.library.register_fake gives it one"
+    """Return why the step could not be traced on fakes; None for other errors."""
+    unformed = "; register one with torch.library.register_fake"
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return f"the model branches on values, by {error.func}"
+        return f"the model branches on values, with {error.func}"
     if isinstance(error, UnsupportedOperatorException):
-        return f"the operator {error.func} has no fake form{unformed}"
-    # Custom operators of torch.library only say so in the message.
+        return f"the operator {error.func} has no fake implementation{unformed}"
+    # For custom operators of torch.library, only the message says so.
     if isinstance(error, RuntimeError) and "no fake impl" in str(error):
-        return f"a custom operator has no fake form ({first_line(error)}){unformed}"
+        return f"a custom operator has no fake implementation ({first_line(error)}){unformed}"
     if isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error):
-        return "the model reads values, by .numpy()"
-    # So do operators that need CUDA (cuDNN's LSTM), with messages that differ by build and machine; and autograd's
-    # engine, which a model calls by torch.autograd.grad, for the driver's context.
+        return "the model reads values, with .numpy()"
+    # The same holds for operators that need CUDA (cuDNN's LSTM), whose messages differ by build and machine, and for
+    # autograd's engine, which needs the driver's context if a model calls torch.autograd.grad.
     asks = "CUDA" in str(error) or "hasPrimaryContext" in str(error)
     if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and asks:
-        return f"an operator asks for a CUDA driver, and there is none here ({first_line(error)})"
+        return f"an operator needs a CUDA driver, and there is none here ({first_line(error)})"
     return None
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Pause the garbage collector, torch's warnings about a missing device, and its log of errors, which are raised."""
+    """Pause the garbage collector, torch's warnings about a missing device, and its log of errors that are raised."""
     enabled, logs = gc.isenabled(), _LOG.disabled
     gc.disable()
     _LOG.disabled = True

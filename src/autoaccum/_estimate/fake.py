@@ -1,7 +1,7 @@
-"""Copies of a model, its batch and its optimizer whose tensors are fake: shapes and types without memory.
+"""Makes copies of a model, its batch and its optimizer with fake tensors: shapes and types without memory.
 
-The originals are not changed. Make and use the copies under a `FakeTensorMode`. What a model keeps in Python is copied
-too, so that a forward pass on the copy leaves no trace in the original.
+The originals are not changed. Make and use the copies under a `FakeTensorMode`. A model's Python state is copied too,
+so a forward pass on the copy does not affect the original.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
-# The model, the copy of it that is stepped, its gradients, and the two numbers that Adam keeps for each parameter.
+# The model, the copy that is stepped, its gradients, and Adam's two values per parameter.
 _COPIES_OF_A_STEP = 5
-# Where a module keeps what moves with it.
+# Attributes in which a module keeps tensors that move with it.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
@@ -48,13 +48,13 @@ class Stage:
         self._real = real
         self._weights = weights
         self._memo: dict[int, Any] = {}
-        self._kept: list[Any] = []  # what the memo's keys stand for must stay alive
+        self._kept: list[Any] = []  # objects whose ids are the memo's keys must stay alive
 
     def copied(self, thing: Any) -> Any:
-        """Return a copy of a module, or of whatever holds modules; shared parameters stay shared.
+        """Return a copy of a module, or of any object that holds modules; shared parameters stay shared.
 
         Raises:
-            InvalidInputError: It cannot be copied.
+            InvalidInputError: The object cannot be copied.
         """
         self._fake(thing.modules() if isinstance(thing, nn.Module) else ())
         try:
@@ -84,7 +84,7 @@ class Stage:
                 self._fake_plain(module)
 
     def _fake_plain(self, module: nn.Module) -> None:
-        """Replace tensors in a module's plain attributes, which cannot be copied under PyTorch's fake mode."""
+        """Replace tensors in a module's plain attributes, which PyTorch's fake mode cannot copy."""
         kept = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
         for value in torch.utils._pytree.tree_leaves(kept):
             if isinstance(value, Tensor) and id(value) not in self._memo:
@@ -100,10 +100,10 @@ class Stage:
 
 
 class ValuesAssumed(TorchFunctionMode):
-    """Returns 1 where an optimizer reads a value that a fake tensor does not have.
+    """Returns 1 if an optimizer reads a value of a fake tensor.
 
-    For optimizers known to only scale an update by what they read (Adafactor's norms). Others may branch on it, as
-    models do, and then any value is a guess.
+    For optimizers known to only scale an update by the value (Adafactor's norms). Others may branch on it, as models
+    do, and then any value is a guess.
     """
 
     def __torch_function__(
@@ -127,12 +127,12 @@ _READ_AS: dict[Any, Callable[[int], object]] = {
 
 
 def built_on_meta(factory: Callable[[], Any], notices: Notices) -> nn.Module:
-    """Return the module that a function makes, without memory for its tensors unless the function reads their values.
+    """Return the module that a function makes, without memory for its tensors unless it reads their values.
 
     Random state is restored. Other exceptions of the function are raised unchanged.
 
     Raises:
-        InvalidInputError: The function returns no module.
+        InvalidInputError: The function does not return a module.
     """
     with torch.random.fork_rng(devices=()):
         try:
@@ -142,7 +142,7 @@ def built_on_meta(factory: Callable[[], Any], notices: Notices) -> nn.Module:
             if not _misses_values(error):
                 raise
             notices.say(
-                "model: made on the CPU, with memory for its tensors, since the function that makes it reads their "
+                "model: made on the CPU, with memory for its tensors, because the function that makes it reads their "
                 f"values ({first_line(error)})"
             )
             made = factory()
@@ -156,18 +156,18 @@ def built_for_real(factory: Callable[[], Any], on_meta: nn.Module, reason: str) 
 
     Args:
         factory: The function.
-        on_meta: What it made without memory.
-        reason: Why that cannot be traced.
+        on_meta: The module it made on the meta device.
+        reason: Why that module cannot be traced.
 
     Raises:
-        InvalidInputError: A step of it would not fit in the host's memory.
+        InvalidInputError: A step would not fit in the host's memory.
     """
     needed = _COPIES_OF_A_STEP * sum(parameter.nbytes for parameter in on_meta.parameters())
     free = psutil.virtual_memory().available
     if needed > free:
         raise InvalidInputError(
-            f"the model cannot be traced without values ({reason}), and a real step takes {format_bytes(needed)} or "
-            f"more for its parameters alone, of which {format_bytes(free)} are free here; use a larger machine, or "
+            f"the model cannot be traced without values ({reason}), and a real step needs {format_bytes(needed)} or "
+            f"more for its parameters alone, and {format_bytes(free)} are free here; use a larger machine, or "
             "estimate a smaller model of the same kind"
         )
     with torch.random.fork_rng(devices=()):
@@ -177,22 +177,22 @@ def built_for_real(factory: Callable[[], Any], on_meta: nn.Module, reason: str) 
 
 
 def _misses_values(error: Exception) -> bool:
-    """Whether an error is one of the meta device: tensors there have no values to read, and few kernels."""
+    """Whether an error comes from the meta device, whose tensors have no values and few kernels."""
     return isinstance(error, NotImplementedError | RuntimeError | TypeError) and "meta" in str(error).lower()
 
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape, strides and type without values."""
+    """Return a tensor of the same shape, strides and type, without values."""
     if tensor.layout is not torch.strided:
         return tensor.to(device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def batch_like(batch: Any, samples: int, device: torch.device) -> Any:
-    """Return a batch of `samples` samples, nested like `batch`, its tensors without values.
+    """Return a batch of `samples` samples nested like `batch`, with tensors without values.
 
     Raises:
-        InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
+        InvalidInputError: The batch is empty or cannot be cut.
     """
-    # A copy, since a cut is a view that holds the whole.
+    # A copy, because a cut is a view that keeps the whole alive.
     return copied(repeated(map_tensors(lambda tensor: like(tensor, device), batch), samples))

@@ -1,6 +1,6 @@
-"""A backward pass without autograd's engine, for fake tensors of a device that is not there.
+"""Runs a backward pass without autograd's engine, for fake tensors of an absent device.
 
-The engine asks a CUDA driver for its streams as soon as a graph holds CUDA tensors, fake ones too (pytorch issue
+The engine needs a CUDA driver's streams as soon as a graph holds CUDA tensors, even fake ones (pytorch issue
 92627); the graph's nodes do not, and can be called from Python. This calls them in the engine's order, adds gradients
 that meet (in place if nothing else refers to them), frees each node after it has run, and accumulates into `.grad`. A
 node and its saved tensors are freed when nothing else refers to it, so a loss that is still in use must have been
@@ -22,19 +22,19 @@ from torch.autograd.graph import get_gradient_edge
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# To a tensor that only a buffer holds: the buffer's, the local variable's, and the argument of `sys.getrefcount`.
+# References to a tensor that only a buffer holds: the buffer, the local variable, the argument to `getrefcount`.
 _REFERENCES = 3
 _arrivals = itertools.count()
-# Ids of backward passes; the engine counts its own from 0.
+# Ids of backward passes; the engine numbers its own from 0.
 _passes = itertools.count(2**32)
-# By node, the gradients received for each of its inputs.
+# For each node, the gradients received by each of its inputs.
 _Buffers = dict[Any, list[Tensor | None]]
 
 
 def loosened(value: Tensor) -> Tensor:
     """Return a tensor without the graph of `value`, from which `backward` continues into that graph.
 
-    Holding it does not hold the graph, which is freed as the pass proceeds. The engine empties its nodes itself, which
+    It does not keep the graph alive, so nodes are freed as the pass proceeds. The engine clears its nodes itself, which
     Python cannot do.
     """
     if value.grad_fn is None:
@@ -85,8 +85,8 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 def _known_as_one_pass() -> Iterator[None]:
     """Report one backward pass as running.
 
-    A checkpoint recomputes its block once per pass. Outside of the engine there is no pass, and it would recompute, and
-    keep, the block for every tensor that is needed.
+    A checkpoint recomputes its block once per pass. Outside the engine there is no pass, and it would recompute and
+    keep the block for every tensor needed.
     """
     asked, number = torch._C._current_graph_task_id, next(_passes)
     torch._C._current_graph_task_id = lambda: number
@@ -104,7 +104,7 @@ def _emptied(outputs: list[Tensor | None]) -> Any:
 
 
 def _count_down(node: Any, waiting: dict[Any, int], buffers: _Buffers, ready: list[tuple[int, int, Any]]) -> None:
-    """Note that one predecessor of a node has run; after the last, queue the node, or skip it if it got no gradient."""
+    """Record that a predecessor of a node has run; after the last, queue the node, or skip it without a gradient."""
     waiting[node] -= 1
     if waiting[node]:
         return
@@ -118,7 +118,7 @@ def _count_down(node: Any, waiting: dict[Any, int], buffers: _Buffers, ready: li
 
 
 def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
-    """Count for each node how many others send it a gradient."""
+    """Count, for each node, the nodes that send it a gradient."""
     waiting: dict[Any, int] = {}
     stack, seen = list(roots), set(roots)
     while stack:
@@ -133,12 +133,12 @@ def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
 
 
 def _entry(node: Any) -> tuple[int, int, Any]:
-    # The latest forward operator first, and gradients accumulate as soon as they exist; then in order of arrival.
+    # The latest forward operator first, with accumulation as soon as a gradient exists; then in order of arrival.
     return (-node._sequence_nr(), next(_arrivals), node)
 
 
 def _edges(node: Any) -> Any:
-    """Return the nodes that a node's gradients go to, and which of their inputs; for a loosened tensor, its graph."""
+    """Return the nodes, and their inputs, that receive a node's gradients; for a loosened tensor, its graph."""
     return getattr(node.variable, "_goes_on", ()) if hasattr(node, "variable") else node.next_functions
 
 
@@ -158,7 +158,7 @@ def _called(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
         del gradients
         made = node.apply(*whole)
         made = made if isinstance(made, tuple) else (made,)
-        # A result for every argument, but an edge only for tensors.
+        # It returns a result for every argument, but only tensors have an edge.
         wanted = iter([value for value, needed in zip(made, node.needs_input_grad, strict=False) if needed])
         return [None if follower is None else next(wanted, None) for follower, _ in node.next_functions]
     given = tuple(gradients)
@@ -186,7 +186,7 @@ def _collect(buffers: _Buffers, node: Any, slot: int, gradient: Tensor) -> None:
 
 
 def _is_held_by_one(tensor: Tensor) -> bool:
-    # One for the tensor, one for the Python object that asks.
+    # One for the tensor, one for the Python object.
     owners = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return owners <= 2 and tensor.is_contiguous()  # noqa: PLR2004 - as said
 

@@ -1,7 +1,7 @@
-"""Runs one training step under the ledger, on fake tensors or real ones, and returns its timeline.
+"""Runs one training step under the ledger, on fake or real tensors, and returns its timeline.
 
-The step is one from the middle of training: gradients and the optimizer's state exist, gradients are accumulated, and
-then the optimizer updates.
+The step is one from the middle of training: gradients and optimizer state exist, gradients are accumulated, then the
+optimizer updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FakePrecision(Precision):
-    """A precision on CUDA that needs no CUDA.
+    """A precision for CUDA that does not need CUDA.
 
     Args:
         name: "fp32", "bf16" or "fp16".
@@ -60,7 +60,7 @@ class LooseObjective(Objective):
     """An objective whose losses do not hold the graph, for `_estimate/fake_backward.py`."""
 
     def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
-        """Run one source on one micro-batch, as `Objective` does."""
+        """Run one source on one micro-batch, like `Objective`."""
         terms, outputs = super().terms(source, batch, samples)
         for term in terms:
             if not term.is_reported:
@@ -72,11 +72,11 @@ class Rehearsal:
     """Runs steps of several sizes.
 
     Args:
-        step: The step, on fake tensors or real ones.
-        device: Where they are, or claim to be.
+        step: The step, on fake or real tensors.
+        device: Their device, real or claimed.
         clip_grad_norm: As for `fit`.
         workspace_of: Returns kernels' workspaces; None to leave them out.
-        transfers: Whether the next micro-batch is transferred to the device meanwhile.
+        transfers: Whether the next micro-batch is transferred to the device during the step.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Rehearsal:
         used = [parameter for parameter in self._trainable if id(parameter) in arrived]
         if len(used) == len(self._trainable):
             return timeline
-        # Parameters that get no gradient in a step have none, and no optimizer state.
+        # Parameters that get no gradient in a step have no optimizer state either.
         for parameter in self._trainable:
             if id(parameter) not in arrived:
                 self._step.optimizer.state.pop(parameter, None)
@@ -151,7 +151,7 @@ class Rehearsal:
             return
         made = dict(optimizer.state)
         optimizer.state.clear()
-        # In the parameters' order, as the state would be allocated.
+        # In the parameters' order, in which the state would be allocated.
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             one = others.get(parameter, parameter)
             if one in made:
@@ -171,7 +171,7 @@ class Rehearsal:
             scaler.unscale_(step.optimizer)
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(step.parameters, self._clip_grad_norm)
-        # Not by the scaler, which would wait for the device to say whether a gradient has overflowed.
+        # Not with the scaler, which would wait for the device to check for overflow.
         with _one_of_each(step.optimizer), _values_assumed(step.optimizer):
             step.optimizer.step()
         if scaler is not None:
@@ -185,14 +185,14 @@ class Rehearsal:
 def _one_of_each(
     optimizer: torch.optim.Optimizer, *, lists_too: bool = False
 ) -> Iterator[dict[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Leave an optimizer only one parameter of each form while entered; yield those left out, each with that one.
+    """Reduce an optimizer to one parameter of each form while entered; yield the others, each with that parameter.
 
-    PyTorch's own optimizers update parameters one by one unless they work on lists. The temporary memory of a step is
-    then that of the largest parameter, and hundreds of others need not be traced.
+    PyTorch's optimizers update parameters one by one unless they work on lists. The temporary memory of a step is then
+    that of the largest parameter, and hundreds of others need not be traced.
 
     Args:
         optimizer: The optimizer.
-        lists_too: Do so for lists as well, where only the state that the step leaves matters.
+        lists_too: Also reduce optimizers that work on lists; correct only for the state that the step creates.
     """
     others: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     every = [group["params"] for group in optimizer.param_groups]
@@ -213,12 +213,12 @@ def _is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _values_assumed(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
-    """Let an optimizer read values of fakes, if all that it does with them is to scale an update."""
+    """Let an optimizer read values of fakes, if it only scales an update by them."""
     return ValuesAssumed() if _is_of_pytorch(optimizer) else nullcontext()
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Step counts have values even here, and are read.
+    # Step counts have values even here.
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
@@ -235,7 +235,7 @@ def _distinct(
 
 
 def _watched(parameter: torch.nn.Parameter, arrived: set[int]) -> Any:
-    """Note when a parameter gets a gradient; return the hook's handle."""
+    """Record when a parameter gets a gradient; return the hook's handle."""
     return parameter.register_post_accumulate_grad_hook(lambda one: arrived.add(id(one)))  # type: ignore[no-untyped-call]
 
 

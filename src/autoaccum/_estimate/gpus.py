@@ -1,6 +1,7 @@
-"""Cards by name: how much memory each has, and how much of it a process can use.
+"""Looks up cards by name: the memory of each, and how much of it a process can use.
 
-Nothing is guessed: a name that fits several cards is refused with all of them, an unknown one with the nearest.
+Nothing is guessed: a name that matches several cards raises an error that lists them, an unknown name one with the
+nearest.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from autoaccum.errors import InvalidInputError
 
 _MIB, _GIB = 2**20, 2**30
 
-# The share that PyTorch reports of the memory that nvidia-smi shows (or of the nominal memory, if only that is known):
-# the lowest among the cards below of which both are known, the T4's 14.56 GiB of 15360 MiB.
+# The share of nvidia-smi's memory (or of the nominal memory, if only that is known) that PyTorch reports: the lowest
+# among the cards below for which both are known, the T4's 14.56 GiB of 15360 MiB.
 _USABLE_SHARE = 0.97
 _SMI = "https://github.com/modal-labs/modal-client/pull/2797"
 _XMEM = "https://github.com/Stone-ResearchLife/xMem/tree/main/plot/data"
 _SPECS = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"
 
-# What CUDA takes for a process outside of PyTorch's allocator, in MiB, by architecture: the difference in messages of
+# CUDA's memory for a process outside PyTorch's allocator, in MiB, by architecture: the difference in messages of
 # torch.OutOfMemoryError between "in use" and "allocated" plus "reserved but unallocated", rounded up. It grows with the
 # kernels loaded.
 _CONTEXT_MIB = {
@@ -45,10 +46,10 @@ class Card:
     Attributes:
         name: Its name in this table, such as "h100-80gb".
         total_bytes: Its memory, as `torch.cuda.get_device_properties` reports it.
-        context_bytes: What CUDA itself takes of it for each process.
-        bf16: Whether it computes in bfloat16.
+        context_bytes: The part that CUDA itself uses for each process.
+        bf16: Whether it supports bfloat16.
         source: The origin of the numbers.
-        basis: How `total_bytes` is known: read from a card, or worked out from its nominal size.
+        basis: How `total_bytes` is known: read from a card, or derived from its nominal size.
     """
 
     name: str
@@ -60,12 +61,12 @@ class Card:
 
     @property
     def tensor_float(self) -> bool:
-        """Whether it computes float32 by Tensor Cores (TF32), which came with bfloat16."""
+        """Whether it computes float32 with Tensor Cores (TF32), introduced together with bfloat16."""
         return self.bf16
 
     @property
     def free_bytes(self) -> int:
-        """What a process alone on the card can reserve."""
+        """The memory that a process alone on the card can reserve."""
         return self.total_bytes - self.context_bytes
 
 
@@ -75,10 +76,10 @@ def known_cards() -> tuple[Card, ...]:
 
 
 def card_named(name: str) -> Card:
-    """Return the card of this name; upper and lower case, spaces, dashes and underscores make no difference.
+    """Return the card of this name, ignoring case, spaces, dashes and underscores.
 
     Raises:
-        InvalidInputError: There is no such card, or several.
+        InvalidInputError: No card matches, or several do.
     """
     if not isinstance(name, str):
         raise InvalidInputError(f"gpus: {shown(name)} is not the name of a card; pass one such as 'h100-80gb'")
@@ -87,7 +88,7 @@ def card_named(name: str) -> Card:
         return _BY_NAME[asked]
     several = [card.name for key, card in _CARDS.items() if asked and key.startswith(asked)]
     if len(several) > 1:
-        raise InvalidInputError(f"gpus: {name!r} is not one card but several: {', '.join(several)}; name one of them")
+        raise InvalidInputError(f"gpus: {name!r} matches several cards: {', '.join(several)}; name one of them")
     near = difflib.get_close_matches(asked, list(_BY_NAME), n=2 * _SUGGESTED, cutoff=0.5)
     names = list(dict.fromkeys(_BY_NAME[key].name for key in near))[:_SUGGESTED]
     nearest = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(card.name for card in known_cards())}"
@@ -100,15 +101,15 @@ def custom_card(device_memory: str) -> Card:
     """Return a card that is not in the table.
 
     Args:
-        device_memory: All of its memory, such as "24GiB", of which CUDA takes a part.
+        device_memory: Its total memory, such as "24GiB", including the part that CUDA uses.
 
     Raises:
-        InvalidInputError: The text is not a size, or CUDA leaves nothing of it.
+        InvalidInputError: The text is not a size, or not more than CUDA itself uses.
     """
     total, context = parse_size(device_memory, name="device_memory"), max(_CONTEXT_MIB.values()) * _MIB
     if total <= context:
         raise InvalidInputError(
-            f"device_memory={device_memory!r} leaves nothing: CUDA itself takes up to {context // _MIB} MiB; give more"
+            f"device_memory={device_memory!r} is too small: CUDA itself uses up to {context // _MIB} MiB; pass more"
         )
     return Card(
         f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory", basis="given"
@@ -136,32 +137,30 @@ def _card(
 def _read(
     name: str, architecture: str, total_bytes: int, page: str, where: str, context_mib: int | None = None
 ) -> Card:
-    """A card whose memory somebody has read from its driver, in bytes."""
-    left = (
-        "" if context_mib is None else f"; CUDA takes no more than the {context_mib} MiB left by the fullest run there"
-    )
+    """A card whose memory was read from its driver, in bytes."""
+    left = "" if context_mib is None else f"; CUDA uses at most the {context_mib} MiB left by the fullest run there"
     return _card(name, architecture, total_bytes, page, f"read from a card: {where}{left}", context_mib)
 
 
 def _told(name: str, architecture: str, total_gib: float, page: str, where: str) -> Card:
-    """A card whose memory a message of PyTorch gives to a hundredth of a GiB."""
+    """A card whose memory is known to 0.01 GiB from a message of PyTorch."""
     return _card(name, architecture, total_gib * _GIB, page, f"from a torch.OutOfMemoryError: {where}")
 
 
 def _shown(name: str, architecture: str, shown_mib: int, page: str, where: str) -> Card:
-    """A card of which only what nvidia-smi shows is known."""
-    basis = f"worked out: {_USABLE_SHARE:.0%} of the {shown_mib} MiB of nvidia-smi ({where})"
+    """A card for which only the memory shown by nvidia-smi is known."""
+    basis = f"derived: {_USABLE_SHARE:.0%} of the {shown_mib} MiB of nvidia-smi ({where})"
     return _card(name, architecture, _USABLE_SHARE * shown_mib * _MIB, page, basis)
 
 
 def _sold(name: str, architecture: str, sold_gib: int, page: str, *, loses_ecc: bool = False) -> Card:
-    """A card of which only the nominal size is known.
+    """A card for which only the nominal size is known.
 
-    Data-center cards with GDDR6 keep their error-correcting codes in a sixteenth of it (the T4 shows 15360 of 16384
-    MiB); HBM has room of its own for them.
+    Data-centre cards with GDDR6 store error-correcting codes in a sixteenth of it (the T4 shows 15360 of 16384 MiB);
+    HBM stores them separately.
     """
     without = " less a sixteenth for ECC" if loses_ecc else ""
-    basis = f"worked out: {_USABLE_SHARE:.0%} of the nominal {sold_gib} GiB{without}"
+    basis = f"derived: {_USABLE_SHARE:.0%} of the nominal {sold_gib} GiB{without}"
     return _card(name, architecture, _USABLE_SHARE * sold_gib * (15 / 16 if loses_ecc else 1) * _GIB, page, basis)
 
 
@@ -185,7 +184,7 @@ _TABLE = (
     _shown("a40", "ampere", 46068, "data-center/a40/", "https://github.com/sgl-project/sglang/issues/1522"),
     _read("a100-40gb", "ampere", 42298834944, "data-center/a100/", f"{_SPECS}/a100_sxm_40.txtpb"),
     _read("a100-80gb", "ampere", 85100068864, "data-center/a100/", f"{_SPECS}/a100_sxm_80.txtpb"),
-    # CUDA takes no more than what a run has left there at least: one had 11606 of 12037 MiB.
+    # CUDA uses at most what the fullest run left free: one had 11606 of 12037 MiB.
     _read("rtx-3060", "ampere", 12622168064, "geforce/graphics-cards/30-series/rtx-3060-3060ti/", _XMEM, 431),
     _sold("rtx-3080", "ampere", 10, "geforce/graphics-cards/30-series/rtx-3080-3080ti/"),
     _told(
@@ -204,7 +203,7 @@ _TABLE = (
     _told(
         "rtx-4090",
         "ada",
-        23.61,  # 23.64 and 23.65 in others; the least counts
+        23.61,  # 23.64 and 23.65 in others; the smallest counts
         "geforce/graphics-cards/40-series/rtx-4090/",
         "https://github.com/pinokiofactory/flux-webui/issues/11",
     ),
@@ -219,7 +218,7 @@ _TABLE = (
     _read("h100-pcie-80gb", "hopper", 84942979072, "data-center/h100/", f"{_SPECS}/h100_pcie.txtpb"),
     _told("h100-nvl-94gb", "hopper", 93.0, "data-center/h100/", "https://github.com/ali-vilab/VACE/issues/56"),
     _sold("gh200-96gb", "hopper", 96, "data-center/grace-hopper-superchip/"),
-    # 141 GB are 131 GiB, yet nvidia-smi shows 140 and PyTorch 139.8: its GB are GiB.
+    # 141 GB are 131 GiB, yet nvidia-smi shows 140 and PyTorch 139.8, so its GB are GiB.
     _sold("h200-141gb", "hopper", 141, "data-center/h200/"),
     _read("b200-180gb", "blackwell", 191514411008, "data-center/dgx-b200/", f"{_SPECS}/b200.txtpb"),
     _read(

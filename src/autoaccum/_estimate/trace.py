@@ -1,4 +1,4 @@
-"""Turns the timelines of a traced step into an `Estimate`: its peak on the CPU or on a card."""
+"""Turns the timelines of a traced step into an `Estimate` of its peak on the CPU or on a card."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A training step traced in a few sizes.
+    """A training step traced at a few sizes.
 
     Attributes:
         timelines: One for each size, ascending.
-        kind: Whose kernels ran: "cpu" or "cuda".
+        kind: The kernels traced: "cpu" or "cuda".
         real_step: Whether real tensors had to be used.
         notes: The assumptions, each a sentence.
     """
@@ -33,17 +33,17 @@ class Traced:
     notes: tuple[str, ...] = ()
 
     def estimate(self, card: Card | None = None) -> Estimate:
-        """Return what the steps take at their peaks.
+        """Return the peak memory of the steps.
 
         Args:
             card: The card whose caching allocator serves them; None for exact bytes, as the CPU's allocator counts.
 
         Raises:
-            InvalidInputError: The kernels were not those of a card.
+            InvalidInputError: A card is given, but the kernels traced were those of the CPU.
         """
         if card is not None and self.kind != "cuda":
             raise InvalidInputError(
-                f"the step was traced with kind={self.kind!r}, whose kernels are not those of a {card.name}; trace it "
+                f"the step was traced with kind={self.kind!r}, and the card {card.name} runs other kernels; trace it "
                 "with kind='cuda'"
             )
         footprints = tuple(_footprint(timeline, card) for timeline in self.timelines)
@@ -83,10 +83,10 @@ def _footprint(timeline: Timeline, card: Card | None) -> Footprint:
 
 
 def _served(timeline: Timeline, card: Card) -> Served:
-    """Replay a step in a card's memory; if that is too small, in as much as it takes."""
+    """Replay a step in a card's memory, or without a limit if it does not fit."""
     for_cublas = 2 * cublas_bytes(card.name)
     step = timeline.with_held(for_cublas)
     plenty = serve(step)
     assert plenty is not None
-    # Short of memory the allocator flushes its cache first.
+    # If memory is short, the allocator flushes its cache first.
     return plenty if plenty.reserved_bytes <= card.free_bytes else serve(step, card.free_bytes) or plenty

@@ -1,8 +1,8 @@
 """Records the storages of one training step as a timeline: every allocation and every free, in order.
 
-Operators are seen as they are dispatched, on fake tensors or on real ones; nothing here knows a model. A storage counts
-from the operator that returned it until it is freed. What a kernel allocates and frees within one operator no mode can
-see: rules give it (`_estimate/cpu_kernels.py`, `_estimate/cuda_dispatch.py`).
+It observes operators as they are dispatched, on fake or real tensors, whatever the model. A storage counts from the
+operator that returned it until it is freed. A dispatch mode cannot see memory that a kernel allocates and frees within
+one operator; rules provide it (`_estimate/cpu_kernels.py`, `_estimate/cuda_dispatch.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# Called on fake tensors thousands of times a step; it allocates nothing.
+# Called on fake tensors thousands of times per step; allocates nothing.
 _QUESTIONS = (torch.ops.prim.device.default,)
-# These do nothing to a fake tensor, and running them would take a tenth of a step's time.
+# These have no effect on a fake tensor; running them would take a tenth of a step's time.
 _IN_PLACE = frozenset(
     (
         _aten.add_.Tensor,
@@ -44,7 +44,7 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
 
     Args:
         size: Samples in the micro-batch.
-        device_type: Only storages there count.
+        device_type: Only storages on this type of device count.
         workspace_of: Returns an operator's workspace, given the operator, its arguments and its results.
         phase: Returns the step's current phase.
 
@@ -98,7 +98,7 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         return result
 
     def _is_fake_there(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a fake on this device; an optimizer's step counts are elsewhere and have values."""
+        """Whether a tensor is a fake on this device; an optimizer's step counts are not, and have values."""
         return isinstance(tensor, FakeTensor) and tensor.device.type == self._device_type
 
     def enter(self, phase: str) -> None:
@@ -147,13 +147,13 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _is_in_place_on_lists(func: Any) -> bool:
-    """Whether optimizers change lists of tensors by this operator; running a fake one costs hundreds of cache keys."""
+    """Whether the operator changes lists of tensors for an optimizer; a fake one costs hundreds of cache keys."""
     name: str = func._schema.name
     return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with storages that a tensor consists of."""
+    """Yield the tensors with storages that make up a tensor."""
     if tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
@@ -162,28 +162,28 @@ def _strided(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def quick_fake(func: Any, args: Sequence[Any]) -> Any:
-    """Return an operator's fake results at once; None where the operator itself must run.
+    """Return an operator's fake results directly; None if the operator itself must run.
 
-    PyTorch's fakes run the decompositions of these operators, tens of other operators for each new shape. Without that
-    the first estimate of ResNet-101 for a card took 1.9 s instead of 2.6 (`benchmarks/estimate_speed.py`, 2 cores). The
-    results have the same shapes, types and strides: `tests/estimate/test_tracer_quick_fakes.py` compares them.
+    PyTorch's fakes run these operators' decompositions, tens of operators for each new shape. Skipping them cut the
+    first estimate of ResNet-101 for a card from 2.6 s to 1.9 s (`benchmarks/estimate_speed.py`, 2 cores). The results
+    have the same shapes, types and strides, as `tests/estimate/test_tracer_quick_fakes.py` verifies.
     """
     rule = _QUICK.get(func)
     return None if rule is None else rule(args)
 
 
 def _batch_norm(args: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return normalised values and the statistics kept for backward; None where it is not for training."""
+    """Return normalised values and the statistics kept for backward; None outside training."""
     source, training = args[0], args[5]
     if not training:
         return None
-    # A card keeps halves' statistics in float32.
+    # On a card, statistics of half-precision inputs are in float32.
     kind = torch.float32 if source.dtype in _HALVES and source.device.type != "cpu" else source.dtype
     return torch.empty_like(source), *(source.new_empty(source.shape[1], dtype=kind) for _ in range(2))
 
 
 def _batch_norm_backward(args: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
-    """Return the gradients asked for; None where the forward pass was not for training."""
+    """Return the requested gradients; None if the forward pass was not for training."""
     source, weight, training, mask = args[1], args[2], args[7], args[9]
     if not training or weight is None:
         return None

@@ -23,7 +23,7 @@ def world_size() -> int:
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
-    return _number("WORLD_SIZE") if _is_to_be_set_up() else 1
+    return _number("WORLD_SIZE") if is_to_be_set_up() else 1
 
 
 def own_rank() -> int:
@@ -34,7 +34,7 @@ def own_rank() -> int:
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
-    return _number("RANK") if _is_to_be_set_up() else 0
+    return _number("RANK") if is_to_be_set_up() else 0
 
 
 def local_rank() -> int:
@@ -58,7 +58,12 @@ def timeout_s() -> float:
     return seconds
 
 
-def _is_to_be_set_up() -> bool:
+def is_to_be_set_up() -> bool:
+    """Whether a launcher started several processes, and torch.distributed is not set up yet.
+
+    Raises:
+        InvalidInputError: torchrun's variables are half set.
+    """
     if not distributed.is_available() or distributed.is_initialized():
         return False
     found = [name for name in VARIABLES if os.environ.get(name)]
