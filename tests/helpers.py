@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from autoaccum._engine.events import Events
+from autoaccum._engine.forward_backward import assemble
 from autoaccum._engine.runner import WindowRunner
-from autoaccum._engine.step import assemble
 from autoaccum._memory import backend_for
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices

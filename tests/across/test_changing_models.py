@@ -9,8 +9,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.parameters import Inventory
-from autoaccum._engine.step import TrainingStep
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from faults import FailAt

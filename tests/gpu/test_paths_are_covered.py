@@ -31,7 +31,7 @@ TESTS = {
     ],
     "_report/api.py": ["test_the_target_is_cut_in_what_fits"],
     "_report/dry_run.py": ["test_parts_add_up_to_what_tensors_held"],
-    "_report/suggestions.py": ["test_the_target_is_cut_in_what_fits"],
+    "_report/remedies.py": ["test_the_target_is_cut_in_what_fits"],
     "_engine/probing.py": ["test_the_target_is_cut_in_what_fits"],
     "_sizing/sizing.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
     "_snapshot.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
@@ -61,7 +61,7 @@ ELSEWHERE = {
     "_estimate/fake_step.py": "as _estimate/cuda_dispatch.py",
     "_estimate/trace.py": "as _estimate/cuda_dispatch.py",
     "_engine/micro_batches.py": "keeps a CPU's sums apart (test_on_a_card.py goes the other way in every test)",
-    "_engine/step.py": "keeps a CPU's weights apart (as _engine/micro_batches.py)",
+    "_engine/forward_backward.py": "keeps a CPU's weights apart (as _engine/micro_batches.py)",
 }
 
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.overlap import Weight
     from autoaccum._distributed.process_group import Ranks
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.peers import BeforeUpdate, Work
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.weighting import Weighting
     from autoaccum._sizing.sizing import Sizing

@@ -19,8 +19,8 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from autoaccum._engine.events import Events
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
-    from autoaccum._engine.step import GradientStep
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
 

@@ -32,8 +32,8 @@ from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Talk
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.terms import Term
 
 Metric = Callable[[Any, Any], Any]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from autoaccum._engine.forward_backward import Accumulated, check_weight
 from autoaccum._engine.gradients import Given
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.separate_gradients import Aside
-from autoaccum._engine.step import Accumulated, check_weight
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._loss.weighting import in_full
 from autoaccum._snapshot import Mark
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.peers import Peers, SharedWeights
-    from autoaccum._engine.step import GradientStep
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
     from autoaccum._sizing.sizing import Sizing
@@ -178,7 +178,7 @@ class MicroBatches:
             return len(self._written() if self._seen_written is None else self._seen_written)
 
     def end(self) -> None:
-        """Release the window, which has become an update."""
+        """Release the window, which has become an update or was abandoned; `sizes` and `recomputed` stay."""
         if self._norms.rescales:
             self._norms.put_back()
         if self._window.versions() != self._versions_of_data:

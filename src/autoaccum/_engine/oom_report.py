@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.live_storages import Alive
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._system.notices import Notices
 
 FORMAT, VERSION = "autoaccum.oom_report", 1

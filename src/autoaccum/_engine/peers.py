@@ -112,7 +112,7 @@ class Peers(Protocol):
         """Return how many parameters will have a gradient; None for as many as have one now."""
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
-        """Reduce the parts of all processes to the gradient and the losses of the whole window.
+        """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Args:
             given: The results of this part's micro-batches.
@@ -121,7 +121,8 @@ class Peers(Protocol):
                 abandoned.
 
         Returns:
-            The window; None if the attempt must be repeated.
+            The window; None if the attempt must be repeated, since another process lacks memory or has learned more
+            about what a loss runs over.
         """
 
     def commit(self, reduced: Reduced) -> Update:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.events import Events
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.micro_batches import MicroBatches
-    from autoaccum._engine.step import GradientStep
     from autoaccum._sizing.headroom import Headroom
     from autoaccum._sizing.sizing import Sizing
 

@@ -24,10 +24,10 @@ from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
+from autoaccum._engine.forward_backward import assemble, drop_old_gradients
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
-from autoaccum._engine.step import assemble, drop_old_gradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._records import DeviceScalar, Plan, StepReport
 from autoaccum._sizing.headroom import Headroom
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Reduced
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _SETTABLE = ("plan", "optimizer")
 
 
-class Progress(Protocol):
+class MovesWithUpdates(Protocol):
     """Whatever must move with every update."""
 
     def prepare(self, samples: int) -> None:
@@ -75,8 +75,8 @@ class Progress(Protocol):
         """
 
 
-class NoProgress:
-    """The `Progress` of a user's own loop, in which nothing moves with an update."""
+class NothingMoves:
+    """The `MovesWithUpdates` of a user's own loop, in which nothing moves with an update."""
 
     def prepare(self, samples: int) -> None:
         """Do nothing."""
@@ -115,7 +115,7 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        progress: Moves with every update.
+        moves: Moves with every update.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
     """
@@ -128,7 +128,7 @@ class WindowRunner:
         notices: Notices,
         *,
         peers: Peers | None = None,
-        progress: Progress | None = None,
+        moves: MovesWithUpdates | None = None,
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
     ) -> None:
@@ -137,7 +137,7 @@ class WindowRunner:
         self._events = events
         self._notices = notices
         self._peers: Peers = peers or Alone(step.updates)
-        self._progress = progress or NoProgress()
+        self._moves = moves or NothingMoves()
         self._loss_scope = loss_scope
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
@@ -161,42 +161,56 @@ class WindowRunner:
             AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
-        state, work, peers, recovery = self._state, self._work, self._peers, self._recovery
-        state.made_before, state.number, state.has_moved = self._step.updates.made, self._events.windows + 1, False
+        state, updates = self._state, self._step.updates
+        state.made_before, state.number, state.has_moved = updates.made, self._events.windows + 1, False
         try:
-            self._begin(part)
             try:
-                while True:
-                    lack = None
-                    try:
-                        peers.begin_attempt()
-                        given = work.run(aside=self._takes_gradients_aside())  # each micro-batch forward and backward
-                        self._step.updates.reserve(peers.expected_gradients())
-                        reduced = peers.reduce(given, work, self._before_update)  # to the gradient of the whole window
-                        if reduced is not None:
-                            update = self._update(reduced) if reduced.samples else None
-                            break
-                    except Exception as error:  # before the update: lack of memory is recovered from
-                        if self._update_is_made:
-                            raise
-                        peers.failed(error, work, state.number)
-                        lack = recovery.put_back_or_raise(error)
-                    self._step.updates.drop_reservation()
-                    if lack is not None:
-                        recovery.cut_smaller(lack)
-                    else:  # another process lacks memory, and all repeat the attempt
-                        self._step.memory.release()
-            except BaseException as error:  # no recovery: the window is abandoned
+                self._begin(part)
+                while (made := self._attempt()) is None:
+                    pass
+            except BaseException as error:  # no way to go on: the window is abandoned
                 if not self._update_is_made:
-                    recovery.give_up(error, part)
+                    self._recovery.give_up(error, part)
                 raise
             finally:
                 self._end()
-            return None if update is None else self._report(part, reduced, update, started)
+            reduced, update = made
+            if update is None:
+                return None
+            if part.samples:
+                self._choose_next_sizes()
+            return self._report(reduced, update, started)
         except BaseException as error:  # after the update there is no way back
             if self._update_is_made:
                 self._raise_as_update_complete(error)
             raise
+
+    def _attempt(self) -> tuple[Reduced, Update | None] | None:
+        """Try to make the window's update, continuing from the micro-batches that earlier attempts completed.
+
+        Returns:
+            The reduced window, and the update if any process has a sample of it. None if the attempt must be repeated:
+            memory ran out, here or in another process, or another process learned what a loss runs over.
+        """
+        step, work, peers, lack = self._step, self._work, self._peers, None
+        try:
+            peers.begin_attempt()
+            given = work.run(aside=self._takes_gradients_aside())  # each micro-batch forward and backward
+            step.updates.reserve(peers.expected_gradients())
+            reduced = peers.reduce(given, work, self._before_update)  # to the gradient of the whole window
+            if reduced is not None:
+                return reduced, self._update(reduced) if reduced.samples else None
+        except Exception as error:
+            if self._update_is_made:
+                raise
+            peers.failed(error, work, self._state.number)
+            lack = self._recovery.put_back_or_raise(error)
+        step.updates.drop_reservation()
+        if lack is not None:
+            self._recovery.cut_smaller(lack)
+        else:
+            step.memory.release()
+        return None
 
     @property
     def _update_is_made(self) -> bool:
@@ -270,7 +284,7 @@ class WindowRunner:
             if not self._step.holds_gradients():
                 raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
             self._state.is_checked, self._state.checks_finite = True, False
-        self._progress.prepare(samples)
+        self._moves.prepare(samples)
 
     def _update(self, reduced: Reduced) -> Update:
         """Step the optimizer, and move everything that moves with it."""
@@ -279,7 +293,7 @@ class WindowRunner:
             update = self._peers.commit(reduced)
             self._events.windows = self._state.number
             self._step.clear_gradients()
-            self._progress.update_made(skipped=update.skipped)
+            self._moves.update_made(skipped=update.skipped)
             self._state.has_moved = True
         return update
 
@@ -289,18 +303,19 @@ class WindowRunner:
         self._step.updates.drop_reservation()
         self._work.end()
 
-    def _report(self, part: Window, reduced: Reduced, update: Update, started: float) -> StepReport:
-        """Choose the next window's sizes based on memory use, and return a report on this one."""
+    def _choose_next_sizes(self) -> None:
+        """Choose the next window's sizes based on memory use."""
+        sizing = self._sizing
+        is_learning = sizing.is_learning
+        if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
+            self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
+            sizing.shrink()
+        else:
+            sizing.end(self._work.sizes, is_clean=not self._recovery.lacks, has_room=self._room.is_free)
+
+    def _report(self, reduced: Reduced, update: Update, started: float) -> StepReport:
+        """Return the report on the window that was just made."""
         sizing, work = self._sizing, self._work
-        if part.samples:
-            is_learning = sizing.is_learning
-            if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
-                self._notices.say(
-                    "the allocator finds no room without giving back its cache; micro-batches get smaller"
-                )
-                sizing.shrink()
-            else:
-                sizing.end(work.sizes, is_clean=not self._recovery.lacks, has_room=self._room.is_free)
         return StepReport(
             step=self._events.windows,
             samples=reduced.samples,

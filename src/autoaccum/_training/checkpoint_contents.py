@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan, ProbeResult, Trial
     from autoaccum._sizing.sizing import Cutting
 

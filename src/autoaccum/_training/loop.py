@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
-from autoaccum._engine.step import drop_old_gradients
+from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._records import FitResult
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.fallback import Fallbacks
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
@@ -164,7 +164,7 @@ class PlanLifecycle:
             events,
             self._notices,
             peers=self._world.peers,
-            progress=self._progress,
+            moves=self._progress,
             loss_scope=self._loss_scope,
             batchnorm=self._batchnorm,
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Evaluation, MemoryEvent
     from autoaccum._snapshot import RandomState
 
