@@ -4,7 +4,6 @@ import signal
 
 import pytest
 
-from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._launch.deaths import Ended, diagnose
 from autoaccum._launch.last_words import memory_words
 from autoaccum._system.reason_file import Reason
