@@ -164,8 +164,8 @@ class WindowRunner:
         state, updates = self._state, self._step.updates
         state.made_before, state.number, state.has_moved = updates.made, self._events.windows + 1, False
         try:
+            self._begin(part)
             try:
-                self._begin(part)
                 while (made := self._attempt()) is None:
                     pass
             except BaseException as error:  # no way to go on: the window is abandoned
