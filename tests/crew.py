@@ -117,6 +117,7 @@ def _fork_members(origin):
     """Fork a member whenever asked for one, and tell how one ended, until nobody can ask any more."""
     importlib.import_module("torch._dynamo")  # which the first optimizer does, in seconds
     importlib.import_module("autoaccum")
+    importlib.import_module("torchmetrics")  # as some members would, each for itself
     gc.collect()
     gc.freeze()  # else what is imported is gone through whenever memory is given back, by every member for itself
     while True:

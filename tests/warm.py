@@ -21,7 +21,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _MOST_BYTES = 1 << 20
 _address = None
 
@@ -29,6 +29,8 @@ _address = None
 def python():
     """The first words of a command; the process to fork from is started when this is first asked for."""
     global _address  # noqa: PLW0603
+    if not hasattr(os, "fork"):  # Windows
+        return [sys.executable]
     if _address is None:
         _address = _start()
     return [sys.executable, "-I", "-S", __file__, _address]
@@ -63,8 +65,8 @@ def _start():
 def _stand_in(address, arguments):
     """Be the process that is forked for these arguments, as far as whoever started this one can tell."""
     came = []
-    for number in _PASSED_ON:
-        signal.signal(number, lambda number, _: came.append(number))
+    for name in _PASSED_ON:
+        signal.signal(getattr(signal, name), lambda number, _: came.append(number))
     with socket.socket(socket.AF_UNIX) as origin:
         origin.connect(address)
         job = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}  # noqa: PTH109 - no import

@@ -92,7 +92,7 @@ def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_pa
 def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_where_the_ranks_start_again(
     crew, tmp_path, undisturbed_spread
 ):
-    ended = crew.answers("sharded_job:train", tmp_path, "lack", wait_s=5, size=2)
+    ended = crew.answers("sharded_job:train", tmp_path, "lack", wait_s=3, size=2)
     assert isinstance(ended[0], autoaccum.RankFailedError), ended
     assert isinstance(ended[1], autoaccum.StartAgainError), ended
 

@@ -1,5 +1,6 @@
 """A run that is interrupted and started again ends where the undisturbed run ends, to the last bit."""
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -37,10 +38,18 @@ STEPS = EPOCHS * STEPS_PER_EPOCH
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
+@functools.cache
+def whole_run(**options):
+    """A run from start to end without any checkpoint; made once for those that are to end like it."""
+    run = Run(**options)
+    run.fit()
+    run.loader = None  # else its worker processes would stay
+    return run
+
+
 def assert_goes_on_as_if_nothing_had_happened(folder, *steps, **options):
     """Stop a run after each of these steps, go on to the end, and compare with a run without any checkpoint."""
-    whole = Run(**options)
-    whole.fit()
+    whole = whole_run(**options)
     parts = [stopped_at(step, folder, **options) for step in steps]
     last = Run(checkpoint=folder, **options)
 
@@ -168,8 +177,7 @@ def test_run_stopped_several_times_goes_on_as_if_nothing_had_happened(tmp_path):
 
 
 def test_writing_checkpoints_changes_nothing(tmp_path):
-    whole = Run()
-    whole.fit()
+    whole = whole_run()
     often = Run(checkpoint=tmp_path, checkpoint_steps=1)
 
     often.fit()
@@ -245,9 +253,7 @@ def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    run = Run()
-    run.fit()
-    return run.end
+    return whole_run().end
 
 
 class Counting(Model):
@@ -429,9 +435,13 @@ def test_gradient_scaler_goes_on_with_its_scale(tmp_path):
     assert [report.step for report in result.history if report.skipped] == [step for step in skipped if step > 8]
 
 
+def with_workers():
+    return loader_of(Noisy(), num_workers=2)
+
+
 @pytest.mark.parametrize("step", [3, STEPS_PER_EPOCH, 8])
 def test_worker_processes_draw_again_what_they_drew(tmp_path, step):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=lambda: loader_of(Noisy(), num_workers=2))
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=with_workers)
 
 
 class Quiet(Noisy):
@@ -439,13 +449,14 @@ class Quiet(Noisy):
         return self.inputs[index], index % 3, index
 
 
+def with_workers_that_stay():
+    # Without noise: the generators of such workers are nobody's to set.
+    return loader_of(Quiet(), num_workers=2, persistent_workers=True)
+
+
 @pytest.mark.parametrize("step", [3, STEPS_PER_EPOCH, 8])
 def test_order_goes_on_where_worker_processes_stay_from_epoch_to_epoch(tmp_path, step):
-    def loader():
-        # Without noise: the generators of such workers are nobody's to set.
-        return loader_of(Quiet(), num_workers=2, persistent_workers=True)
-
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=loader)
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=with_workers_that_stay)
 
 
 def seeded():
@@ -505,11 +516,13 @@ class CountedData(Noisy):
         return super().__getitem__(index)
 
 
+def stateful_loader():
+    return loader_of(Noisy(), pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader)
+
+
 @pytest.mark.parametrize("step", [1, 3, STEPS_PER_EPOCH, 7, 2 * STEPS_PER_EPOCH])
 def test_stateful_loader_is_set_to_its_state(tmp_path, step):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=lambda: loader_of(Noisy(), stateful))
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=stateful_loader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

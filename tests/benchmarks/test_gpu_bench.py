@@ -66,7 +66,7 @@ def run(gpu, tmp_path):
 def test_part_that_hangs_or_crashes_keeps_what_it_had_and_does_not_stop_the_next(run):
     code, record, table = run(
         budget_s=90.0,
-        hangs=("tell(False); time.sleep(60)", 6),
+        hangs=("tell(False); time.sleep(60)", 3),
         crashes=("tell(False); os.kill(os.getpid(), 11)", 20),
         fails=("raise SystemExit(3)", 20),
         good=("tell()", 20),
@@ -74,7 +74,7 @@ def test_part_that_hangs_or_crashes_keeps_what_it_had_and_does_not_stop_the_next
 
     parts = record["parts"]
     assert code == 1
-    assert parts["hangs"]["status"] == "stopped after 6 s"
+    assert parts["hangs"]["status"] == "stopped after 3 s"
     assert parts["hangs"]["rows"][0]["what"] == "a thing"
     assert parts["crashes"]["status"] == "killed by signal 11"
     assert parts["fails"]["status"] == "failed with code 3"
@@ -88,7 +88,7 @@ def test_what_a_hanging_part_started_is_ended_with_it(run, tmp_path):
         "import subprocess; child = subprocess.Popen(['sleep', '60']); "
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); time.sleep(60)"
     )
-    run(hangs=(source, 6))
+    run(hangs=(source, 3))
 
     state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     deadline = time.monotonic() + 60

@@ -155,7 +155,7 @@ def test_caller_sees_the_trials_of_a_real_limit_on_the_host():
         from torch import nn
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4))
+        model = nn.Sequential(nn.Linear(64, 16384), nn.GELU(), nn.Linear(16384, 64), nn.GELU(), nn.Linear(64, 4))
         before = [parameter.detach().clone() for parameter in model.parameters()]
         batch = torch.randn(64, 64), torch.randint(0, 4, (64,))
         found = autoaccum.find_micro_batch(model, batch, max_micro_batch=4000, memory_limit="200MiB",
