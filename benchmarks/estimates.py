@@ -28,7 +28,7 @@ from bench import keep, machine
 
 from allocations import real_peak
 from autoaccum._data.batches import Window
-from autoaccum._engine.step import Accumulated, assemble
+from autoaccum._engine.forward_backward import Accumulated, assemble
 from autoaccum._estimate.estimate import estimate_step
 from autoaccum._estimate.fake import Stage
 from autoaccum._estimate.gpus import Card

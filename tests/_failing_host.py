@@ -6,6 +6,7 @@ since native code can die where it runs out of memory.
 
 # ruff: noqa: T201 - the process answers on stdout
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import warm
 from autoaccum._memory import Host
 from fault_cases import SAMPLES, Case
 from fault_sweep import Sweep, Tally
@@ -37,15 +39,15 @@ CASES = (
 _LIMITS = [1.2 * 0.85**step for step in range(10)]
 # That of the host backend.
 _LEAST_LIMIT_BYTES = 4 * 2**20
-# glibc would keep what the trainings before have freed, and no limit would count it. Autograd's threads for a card
-# would not survive the fork.
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "CUDA_VISIBLE_DEVICES": ""}
+# Autograd's threads for a card would not survive the fork.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
+_M_MMAP_THRESHOLD = -3
 
 
 def tally_of(case, every=1):
     """Run this file for a case, under every so manyeth limit; return what it found."""
     done = subprocess.run(
-        [sys.executable, __file__, str(CASES.index(case)), str(every)],
+        [*warm.python(), __file__, str(CASES.index(case)), str(every)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -78,6 +80,8 @@ def in_a_process_of_its_own(function, *arguments):
 
 
 def main():
+    # glibc would keep what the trainings before have freed, and no limit would count it.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 * 1024) == 1
     torch.set_num_threads(1)  # with more, a fork hangs
     warm_up()
     case, every = CASES[int(sys.argv[1])], int(sys.argv[2])

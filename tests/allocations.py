@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from autoaccum._data.batches import Piece, count
-from autoaccum._engine.step import Accumulated, assemble
+from autoaccum._engine.forward_backward import Accumulated, assemble
 from autoaccum._loss.objective import Factors
 from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices

@@ -18,7 +18,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._system.notices import Notices
-from autoaccum._training import seal
+from autoaccum._training import file_digest
 from autoaccum._training.checkpoint_files import Storage
 from long_runs import bits
 
@@ -392,7 +392,7 @@ def write_hostile(path, content, payload, *, sealed):
     if not sealed:
         torch.save(content | {"format": 1}, path)
         return
-    with path.open("wb") as file, seal.sealing(file) as into:
+    with path.open("wb") as file, file_digest.sealing(file) as into:
         torch.save(content, into)
 
 

@@ -378,4 +378,4 @@ def _putting_back(error):
 
 
 def _said_unweighed(played):
-    return any("could not be found out" in text for text in played.said)
+    return any("could not be inferred" in text for text in played.said)

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from autoaccum._engine.events import Events
+from autoaccum._engine.forward_backward import assemble
 from autoaccum._engine.runner import WindowRunner
-from autoaccum._engine.step import assemble
 from autoaccum._memory import backend_for
-from autoaccum._sizing.controller import Cutting, Sizing, SizingOptions
+from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices
 
 CPU = torch.device("cpu")

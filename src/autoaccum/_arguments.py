@@ -1,6 +1,6 @@
-"""Checks what kind of value an argument is, and refuses others with its name, the value and a next step.
+"""Checks the types and forms of arguments, and rejects others with the name, the value and a next step.
 
-The code that uses an argument checks what it means.
+The code that uses an argument checks its meaning.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Beyond it a double no longer holds every whole number, and losses are weighed by counts in doubles.
+# Beyond it a double cannot represent every integer, and losses are weighted by counts in doubles.
 MOST_COUNTED = 2**53
-# So much of a value is shown: the repr of a tensor or a model would bury the sentence around it.
+# The most characters shown of a value: the repr of a tensor or a model would bury the message.
 _SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """Return how a value looks, for a message: on one line, cut short, and never an error of its own."""
+    """Return the repr of a value for a message: on one line, truncated, and never raising."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - a number of 5,000 digits has no repr, and a class of the user's may fail too
+    except Exception:  # noqa: BLE001 - a number of 5,000 digits has no repr, and a user's class may fail too
         return f"<{type(value).__name__}>"
     text = " ".join(text.split("\n"))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_positive_int(name: str, value: object) -> int:
-    """Return `value` if it is a whole number from 1 to `MOST_COUNTED` (and no bool).
+    """Return `value` if it is an int (not a bool) from 1 to `MOST_COUNTED`.
 
     Raises:
-        InvalidInputError: It is not.
+        InvalidInputError: The value is not.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInputError(
@@ -49,10 +49,10 @@ def check_positive_int(name: str, value: object) -> int:
 
 
 def check_positive_number(name: str, value: object) -> float:
-    """Return `value` as a float if it is a number above 0; infinity is one.
+    """Return `value` as a float if it is a number above 0, including infinity.
 
     Raises:
-        InvalidInputError: It is not.
+        InvalidInputError: The value is not.
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:  # NaN is not
         try:
@@ -63,7 +63,7 @@ def check_positive_number(name: str, value: object) -> float:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Refuse anything but True and False: every text counts as true, "no" and "False" included.
+    """Reject anything but True and False, since any non-empty string is true, even "no" and "False".
 
     Raises:
         InvalidInputError: The value is neither.
@@ -73,15 +73,15 @@ def check_bool(name: str, value: object) -> None:
 
 
 def is_one_of(value: object, choices: Sequence[str]) -> bool:
-    """Whether a value is one of some texts; arrays and tensors, which compare by element, are not."""
+    """Whether a value is one of some strings; False for arrays and tensors, which compare by element."""
     return isinstance(value, str) and value in choices
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse what is none of some texts.
+    """Reject a value that is not one of some strings.
 
     Raises:
-        InvalidInputError: It is none of them.
+        InvalidInputError: The value is not one of them.
     """
     if not is_one_of(value, choices):
         several = [repr(choice) for choice in choices]
@@ -91,48 +91,48 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_path(name: str, value: object, what: str) -> Path:
-    """Return a path with "~" expanded; whether anything is there is not looked at.
+    """Return a path with "~" expanded, without checking whether it exists.
 
     Args:
         name: The argument.
-        value: What was given.
-        what: What the path is to be of, such as "folder for checkpoints".
+        value: Its value.
+        what: The meaning of the path, such as "folder for checkpoints".
 
     Raises:
-        InvalidInputError: It is not a path, or one that no file can have.
+        InvalidInputError: The value is not a path, or not a possible one.
     """
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
-    except Exception:  # noqa: BLE001 - a __fspath__ of the user's may raise anything
+    except Exception:  # noqa: BLE001 - a user's __fspath__ may raise anything
         text = None
-    if not isinstance(text, str):  # bytes are a path to the system, and none to pathlib
+    if not isinstance(text, str):  # the system accepts bytes as a path, but pathlib does not
         raise InvalidInputError(f"{name}={shown(value)} is not a path; pass the {what}")
-    if not text:  # which pathlib takes for the current folder
+    if not text:  # pathlib would take it for the current folder
         raise InvalidInputError(f"{name}='' names no {what}; pass one ('.' for the current folder)")
     if "\0" in text:
-        raise InvalidInputError(f"{name}={shown(value)} holds a null byte, which no path can; pass another {what}")
+        raise InvalidInputError(f"{name}={shown(value)} contains a null byte, which no path can; pass another {what}")
     try:
         os.fsencode(text)
         return Path(text).expanduser()
-    except (UnicodeEncodeError, RuntimeError) as error:  # the second: there is no such user
+    except (UnicodeEncodeError, RuntimeError) as error:  # RuntimeError: there is no such user
         reason = str(error) if isinstance(error, RuntimeError) else "it cannot be encoded"
         raise InvalidInputError(
-            f"{name}={shown(value)} cannot be found ({reason}); pass the {what} with its whole path"
+            f"{name}={shown(value)} cannot be found ({reason}); pass the {what} with its full path"
         ) from None
 
 
 def check_iterable(name: str, value: object) -> None:
-    """Refuse what does not yield batches.
+    """Reject a value that does not yield batches.
 
     Raises:
         InvalidInputError: The value cannot be iterated over, or is a dataset of single samples.
     """
     if isinstance(value, type):
-        raise InvalidInputError(f"{name}={shown(value)} is a class; pass an object of it, {value.__name__}(...)")
+        raise InvalidInputError(f"{name}={shown(value)} is a class; pass an instance, {value.__name__}(...)")
     if _is_map_style_dataset(value):
         raise InvalidInputError(
-            f"{name}={shown(value)} is a dataset, which gives single samples; wrap it in torch.utils.data.DataLoader, "
-            "which gives batches"
+            f"{name}={shown(value)} is a dataset, which yields single samples; wrap it in torch.utils.data.DataLoader, "
+            "which yields batches"
         )
     gives = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     if not gives or isinstance(value, str | bytes | bytearray):
@@ -142,25 +142,25 @@ def check_iterable(name: str, value: object) -> None:
 
 
 def _is_map_style_dataset(value: object) -> bool:
-    """Whether a value is a Dataset of torch's without an iterator: this module does without torch, so by name."""
+    """Whether a value is a torch Dataset without an iterator; checked by name, as this module does not import torch."""
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
     return "torch.utils.data.dataset.Dataset" in names and not hasattr(value, "__iter__")
 
 
 def check_function(name: str, value: object, parameters: str) -> None:
-    """Refuse what cannot be called as it is going to be.
+    """Reject a value that cannot be called with the given parameters.
 
     Args:
         name: The argument.
-        value: What was given.
-        parameters: What it is called with, such as "outputs, targets".
+        value: Its value.
+        parameters: The parameters it is called with, such as "outputs, targets".
 
     Raises:
-        InvalidInputError: It cannot be called, is a class, or takes other arguments.
+        InvalidInputError: The value is not callable, is a class, or takes other arguments.
     """
     if isinstance(value, type):
         raise InvalidInputError(
-            f"{name}={shown(value)} is a class, and calling it would only make an object; pass one: {value.__name__}()"
+            f"{name}={shown(value)} is a class, and a call would only create an object; pass one: {value.__name__}()"
         )
     if not callable(value):
         raise InvalidInputError(f"{name}={shown(value)} cannot be called; pass a callable of ({parameters})")
@@ -168,14 +168,14 @@ def check_function(name: str, value: object, parameters: str) -> None:
 
 
 def check_call(name: str, function: Callable[..., Any], parameters: str) -> None:
-    """Refuse a function (or a class) that cannot take so many arguments by place.
+    """Reject a function (or a class) that cannot take this many positional arguments.
 
     Raises:
         InvalidInputError: It cannot.
     """
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # a builtin that does not say what it takes
+    except (ValueError, TypeError):  # a builtin without a signature
         return
     count = len(parameters.split(", ")) if parameters else 0
     try:
@@ -183,17 +183,17 @@ def check_call(name: str, function: Callable[..., Any], parameters: str) -> None
     except TypeError as error:
         called = f"with ({parameters})" if parameters else "without arguments"
         raise InvalidInputError(
-            f"{name}={shown(function)} is called {called}, and takes {signature} ({error}); give the others defaults"
+            f"{name}={shown(function)} is called {called}, but takes {signature} ({error}); give the others defaults"
             if count <= len(signature.parameters)
-            else f"{name}={shown(function)} is called {called}, and takes {signature} ({error})"
+            else f"{name}={shown(function)} is called {called}, but takes {signature} ({error})"
         ) from None
 
 
 def check_whole_number(name: str, value: object, least: int, most: int) -> int:
-    """Return `value` if it is a whole number within bounds (and no bool).
+    """Return `value` if it is an int (not a bool) within bounds.
 
     Raises:
-        InvalidInputError: It is not.
+        InvalidInputError: The value is not.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInputError(f"{name}={shown(value)} must be a whole number")

@@ -1,8 +1,8 @@
-"""Classifies exceptions that a smaller micro-batch or a new process may cure, and releases what they pin.
+"""Classifies exceptions that a smaller micro-batch or a new process may fix, and releases the memory they pin.
 
-Memory ran out (`is_oom`), a kernel cannot count that far (`is_too_large`), or the device is lost for this process
-(`is_device_lost`). The type decides first, then the message, by one table: most libraries below Python only have a
-message. Nothing here frees device memory or decides what to do next.
+Either memory ran out (`is_oom`), a kernel cannot index that many elements (`is_too_large`), or the device is lost for
+this process (`is_device_lost`). Exceptions are classified by type first, then by message, since most native libraries
+provide only a message. This module does not free device memory or decide what to do next.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FIRST_LINE_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A message by which a failure is recognised.
+    """A pattern that identifies a failure by its message.
 
     Attributes:
-        pattern: Regular expression, searched for in the whole message, upper and lower case alike.
-        device: The kind of device, or the library, that says it.
-        seen: Where it was seen and how: a source file, the strings of a library, or an issue.
+        pattern: Regular expression, searched for in the whole message, ignoring case.
+        device: The kind of device, or the library, that raises it.
+        seen: Where the message was found: a source file, the strings of a library, or an issue.
     """
 
     pattern: str
@@ -39,7 +39,7 @@ class Sign:
     seen: str
 
     def matches(self, message: str) -> bool:
-        """Return whether the message shows this sign."""
+        """Return whether the message matches."""
         return re.search(self.pattern, message, re.IGNORECASE) is not None
 
 
@@ -180,19 +180,18 @@ DEVICE_LOST_SIGNS = (
 
 
 def is_oom(exception: BaseException) -> bool:
-    """Return whether the exception says that memory ran out.
+    """Return whether the exception reports that memory ran out.
 
-    True for torch.OutOfMemoryError, MemoryError and OSError with ENOMEM; for a RuntimeError
-    (torch.AcceleratorError is one) with a message from the table `OOM_SIGNS`; for a group of nothing else; and for an
-    exception that was raised *from* one of these, as wrappers around a step do. An exception that was merely
-    raised while another was handled (`__context__`) is a failure of its own. What autoaccum raises itself is a
-    conclusion already drawn, never lack of memory.
+    True for torch.OutOfMemoryError, MemoryError and OSError with ENOMEM; for a RuntimeError (such as
+    torch.AcceleratorError) with a message from the table `OOM_SIGNS`; for a group of only such exceptions; and for an
+    exception that was raised *from* one of these, as wrappers around a step do. An exception raised while another was
+    handled (`__context__`) is a failure of its own. Errors raised by autoaccum itself never count.
 
     Args:
         exception: Any exception.
 
     Raises:
-        InvalidInputError: It is not an exception.
+        InvalidInputError: The argument is not an exception.
     """
     if not isinstance(exception, BaseException):
         raise InvalidInputError(f"exception={shown(exception)} is not an exception; pass the one that was caught")
@@ -200,10 +199,10 @@ def is_oom(exception: BaseException) -> bool:
 
 
 def is_too_large(exception: BaseException) -> bool:
-    """Return whether a kernel refused the size because its indices or its grid do not reach that far.
+    """Return whether a kernel rejected the size as too large for its indices or its grid.
 
-    A smaller micro-batch helps here too, but no memory was lacking and `is_oom` is False. Causes are followed
-    as `is_oom` follows them.
+    A smaller micro-batch helps here too, but memory did not run out, and `is_oom` is False. Causes are followed as in
+    `is_oom`.
 
     Args:
         exception: Any exception.
@@ -221,9 +220,9 @@ def is_device_lost(exception: BaseException) -> bool:
 
 
 def first_line(exception: BaseException) -> str:
-    """Return the first line of the message for a report, at most 200 characters.
+    """Return the first line of the message, at most 200 characters.
 
-    Where the message is empty it is the name of the type.
+    If the message is empty, it is the name of the type.
 
     Args:
         exception: Any exception.
@@ -234,17 +233,17 @@ def first_line(exception: BaseException) -> str:
 
 
 def let_go(exception: BaseException) -> None:
-    """Clear the frames that the exception and all that is chained to it keep alive: nothing stays pinned.
+    """Clear the frames that the exception, and all exceptions chained to it, keep alive.
 
-    The traceback holds the frames, the frames hold the local variables, and those hold the activations of the
-    step that failed. File names and line numbers stay, so the traceback can still be printed.
+    The traceback holds the frames, the frames hold the local variables, and those hold the activations of the failed
+    step. File names and line numbers stay, so the traceback can still be printed.
 
-    This must be the last thing done with the exception before memory is released: a debugger or a logger that
-    wants the local variables finds nothing afterwards. Frames that are still running (the handler's own and
-    those that called it) cannot be cleared, so `release` belongs after the handler all the same.
+    Call this last, before memory is released: afterwards a debugger or a logger finds no local variables. Frames that
+    are still running (the handler's own and its callers) cannot be cleared, so `release` still belongs after the
+    handler.
 
     Args:
-        exception: The exception; exceptions in a group, causes and contexts are reached from it.
+        exception: The exception; its causes, contexts and exceptions in groups are cleared too.
     """
     pending: list[BaseException | None] = [exception]
     seen: set[int] = set()
@@ -260,7 +259,7 @@ def let_go(exception: BaseException) -> None:
 
 
 def _causes(exception: BaseException) -> Iterator[BaseException]:
-    """Yield the exception and what it was raised from, each once; our own errors end the chain."""
+    """Yield the exception and its causes, each once; autoaccum's own errors end the chain."""
     link: BaseException | None = exception
     seen: set[int] = set()
     while link is not None and id(link) not in seen and not isinstance(link, AutoaccumError):
@@ -280,8 +279,8 @@ def _says_oom(exception: BaseException) -> bool:
 
 
 def _shows(exception: BaseException, signs: tuple[Sign, ...]) -> bool:
-    # Native code reaches Python as RuntimeError. A ValueError or a user's own type with the same words is
-    # a sentence about memory, not a report of it.
+    # Native errors reach Python as RuntimeError. A ValueError or a user's own type with the same words does not report
+    # a failed allocation.
     if not isinstance(exception, RuntimeError):
         return False
     message = str(exception)

@@ -1,8 +1,8 @@
-"""Saves and restores what a training step changes: buffers, random state, parameters, gradients, optimizer.
+"""Saves and restores the state that a training step changes: buffers, random state, parameters, gradients, optimizer.
 
-`Mark` is cheap and taken for every window: buffers and random state, which a forward pass moves before it can fail.
-`Snapshot` is whole and taken once, before trials: also parameters, gradients and optimizer state, set aside in host
-memory so that a model that does not fit twice can be tried. Both put back bit for bit.
+`Mark` is cheap and taken for every window. It covers buffers and random state, which a forward pass changes before it
+can fail. `Snapshot` is complete and taken once, before trials. It also covers parameters, gradients and optimizer
+state, in host memory so that it works for a model that does not fit twice. Both restore bit for bit.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-# A Mersenne twister that has moved or was seeded again has another position or another key. Of its 624 words these are
-# enough to tell: two keys agree in them by chance once in 2 ** 128.
+# A Mersenne twister that has advanced or was reseeded has another position or another key. Of its 624 words these
+# suffice: two keys agree in them by chance once in 2 ** 128.
 _WORDS_LOOKED_AT = 4
 _WORD_BYTES = 4
 _KEY_BYTES = 624 * _WORD_BYTES
 
 
 class _NumpyState:
-    """NumPy's global generator, read again only when it has moved: reading it costs 33 microseconds."""
+    """NumPy's global generator, read again only when it has advanced, since a read takes 33 microseconds."""
 
     def __init__(self) -> None:
         self._generator: Any = None
@@ -60,9 +60,9 @@ class _NumpyState:
 
 
 class _PythonState:
-    """Python's global generator, read again only when it has moved: reading it costs 11 microseconds.
+    """Python's global generator, read again only when it has advanced, since a read takes 11 microseconds.
 
-    Where its key lies in memory is CPython's own business, so it is looked at only if it is found to be so.
+    The memory layout of its key is a detail of CPython, so it is verified before use.
     """
 
     def __init__(self) -> None:
@@ -86,18 +86,18 @@ class _PythonState:
 
 
 def _python_generator() -> random.Random:
-    """Return the generator of which the module's functions are the methods."""
+    """Return the generator that the functions of `random` are methods of."""
     return random.seed.__self__  # type: ignore[attr-defined,no-any-return]
 
 
 class RandomState:
-    """The random generators that a model, a loss or a transform may draw from.
+    """Saves and restores the random generators that a model, a loss or a transform may draw from.
 
-    These are torch's, Python's and NumPy's global ones, and generators that modules hold as attributes.
+    These are the global ones of torch, Python and NumPy, and generators that modules hold as attributes.
 
     Args:
-        device: Its generator is kept beside the CPU's.
-        modules: Their attributes are searched for generators, once.
+        device: Its generator is saved in addition to the CPU's.
+        modules: Their attributes are searched once for generators.
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
@@ -109,7 +109,7 @@ class RandomState:
         self._states: tuple[Any, ...] | None = None
 
     def take(self) -> None:
-        """Keep the states as they are now."""
+        """Save the current states."""
         self._states = (
             torch.default_generator.get_state(),
             None if self._module is None else self._module.get_rng_state(self._device),
@@ -119,7 +119,7 @@ class RandomState:
         )
 
     def put_back(self) -> None:
-        """Set the states to what they were at `take`."""
+        """Restore the states saved by `take`."""
         assert self._states is not None
         on_host, on_device, of_python, of_numpy, own_states = self._states
         torch.set_rng_state(on_host)
@@ -131,7 +131,7 @@ class RandomState:
             own.put_back(state)
 
     def has_moved(self) -> bool:
-        """Whether a global generator was drawn from, or seeded, since `take`."""
+        """Whether a global generator has advanced or been seeded since `take`."""
         on_host, on_device, of_python, of_numpy, _ = self.taken
         numpy_now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
         return (
@@ -143,12 +143,12 @@ class RandomState:
 
     @property
     def taken(self) -> tuple[Any, ...]:
-        """What `take` kept, for another to be set to by `assume`: it is never written to."""
+        """The states saved by `take`, for `assume` of another instance; never modified."""
         assert self._states is not None
         return self._states
 
     def assume(self, taken: tuple[Any, ...]) -> None:
-        """Keep what another one of the same device and modules took."""
+        """Use the states saved by another instance of the same device and modules."""
         self._states = taken
 
 
@@ -175,14 +175,14 @@ class _OwnGenerator:
 
 
 class OwnGenerators:
-    """Generators that belong to one owner, with the states in which they were found."""
+    """Generators of one owner, with their initial states."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._own = [_OwnGenerator(generator) for generator in generators]
         self._states = [own.take() for own in self._own]
 
     def put_back(self) -> None:
-        """Set them to the states in which they were found."""
+        """Restore the initial states."""
         for own, state in zip(self._own, self._states, strict=True):
             own.put_back(state)
 
@@ -196,13 +196,13 @@ def _generators(modules: Iterable[nn.Module]) -> list[Any]:
     return list(found.values())
 
 
-# Kernels like BatchNorm's write their statistics without moving the version counter, so small buffers are copied
-# every time. Larger ones (masks, position tables) are far too large for statistics, and copied when the counter moves.
+# Kernels like BatchNorm's write their statistics without changing the version counter, so small buffers are copied
+# every time. Larger ones (masks, position tables) are too large for statistics, and copied when the counter changes.
 _ALWAYS_COPIED_ELEMENTS = 65_536
 
 
 class _Kept:
-    """A tensor as it was: the tensor itself, since a model may put another in its place, and what it held."""
+    """A tensor and a copy of its values; the tensor itself, since a model may replace it."""
 
     __slots__ = ("copies_always", "copy", "tensor", "version")
 
@@ -222,7 +222,7 @@ class _Kept:
         if self.tensor.shape != self.copy.shape:
             self.tensor.resize_(self.copy.shape)  # the model resized it in place
         if self.tensor.layout is torch.strided and 0 in self.tensor.stride():
-            # Of an expanded tensor one row stands for all, and torch refuses to write it more than once.
+            # All rows of an expanded tensor share memory, which torch refuses to write more than once.
             rows = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self.tensor.stride())
             self.tensor[rows].copy_(self.copy[rows])
         else:
@@ -231,15 +231,14 @@ class _Kept:
 
 
 class Mark:
-    """Buffers and random state at one moment.
+    """Saves and restores buffers and random state.
 
-    Buffers are copied on their device: small ones every time, large ones when they were written.
+    Buffers are copied on their device: small ones every time, large ones only after a write.
 
     Args:
         modules: Modules whose buffers may change (the model, and losses that are modules).
-        device: Its random generator is kept.
-        earlier: Another mark of the same modules. Copies of large buffers are shared with it where both would hold the
-            same.
+        device: Its random generator is saved.
+        earlier: Another mark of the same modules. Equal copies of large buffers are shared with it.
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, earlier: Mark | None = None) -> None:
@@ -252,36 +251,33 @@ class Mark:
         self._earlier = earlier
 
     def keep_also(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Keep these parameters too, from the next `take` on: some models write theirs in the forward pass.
+        """Save these parameters too, from the next `take` on: some models modify theirs in the forward pass.
 
-        They are copied every time, since a write through `.data` moves no counter.
+        They are copied every time, since a write through `.data` changes no counter.
         """
         self._holders[self._modules :] = [(dict(enumerate(parameters)), {})]
 
     def take(self) -> None:
-        """Keep buffers and random state as they are now."""
+        """Save the current buffers and random state."""
         self.random.take()
         changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for number, (holder, kept) in enumerate(self._holders):
-            if holder:
+            if holder or kept:
                 self._keep(number, holder, kept, changed)
-            if len(kept) != len(holder):
-                for name in kept.keys() - holder.keys():
-                    del kept[name]
         if changed:
             with torch.no_grad():
                 for copies, tensors in changed.values():
                     torch._foreach_copy_(copies, tensors)
 
     def put_back(self) -> None:
-        """Set buffers and random state to what they were at `take`."""
+        """Restore the buffers and random state saved by `take`."""
         with torch.no_grad():
             for holder, kept in self._holders:
                 for name in holder.keys() - kept.keys():
                     del holder[name]
                 for name, known in kept.items():
                     holder[name] = known.tensor
-                    # All of them: a write through .data moves no counter, and this path need not be cheap.
+                    # All of them: a write through .data changes no counter, and this path need not be cheap.
                     known.write_back()
         self.random.put_back()
 
@@ -292,11 +288,12 @@ class Mark:
         kept: dict[Any, _Kept],
         changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]],
     ) -> None:
-        """Keep one module's tensors; those whose copies are to be written over are left to the caller, by type."""
+        """Save one module's tensors; existing copies to overwrite are left to the caller, grouped by type."""
         for name, tensor in holder.items():
             known = kept.get(name)
             if tensor is None:
-                kept[name] = _Kept(None)
+                if known is None or known.tensor is not None:
+                    kept[name] = _Kept(None)
             elif known is None or known.copy is None or not known.stands_for(tensor):
                 kept[name] = self._copy(number, name, tensor)
             elif known.copies_always:
@@ -305,9 +302,11 @@ class Mark:
                 tensors.append(tensor)
             elif known.version != tensor._version:
                 kept[name] = self._copy(number, name, tensor)
+        for name in kept.keys() - holder.keys():
+            del kept[name]
 
     def _copy(self, number: int, name: Any, tensor: Tensor) -> _Kept:
-        """Copy a tensor. Copies of large ones are never written to afterwards, and so can be shared."""
+        """Copy a tensor. Copies of large ones are never modified, so they can be shared."""
         if number >= self._modules:
             return _Kept(tensor, tensor.detach().clone(), always=True)
         if self._earlier is not None:
@@ -319,11 +318,11 @@ class Mark:
 
 
 class OptimizerSnapshot:
-    """What an optimizer's step writes, set aside in host memory: parameters, state, settings, and the scaler's scale.
+    """Copies in host memory of all that an optimizer step writes: parameters, state, settings and the scaler's scale.
 
     Args:
-        optimizer: Its parameters, state and settings are kept.
-        scaler: Its scale and how long that has held are kept.
+        optimizer: Its parameters, state and settings are saved.
+        scaler: Its scale and growth counter are saved.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -339,7 +338,7 @@ class OptimizerSnapshot:
         ]
 
     def undo(self) -> bool:
-        """Set everything to what it was when the snapshot was made; tensors keep their identity."""
+        """Restore the state at the time of the snapshot; tensors keep their identity."""
         with torch.no_grad():
             for parameter, value in self._values:
                 parameter.copy_(value)
@@ -356,13 +355,13 @@ class OptimizerSnapshot:
 
 
 class Snapshot:
-    """Everything a training step may change, set aside in host memory.
+    """Copies in host memory of everything that a training step may change.
 
     Args:
         modules: The model, and losses that are modules.
-        optimizer: Its state and settings are kept.
-        device: Its random generator is kept.
-        scaler: Its scale and how long that has held are kept.
+        optimizer: Its state and settings are saved.
+        device: Its random generator is saved.
+        scaler: Its scale and growth counter are saved.
     """
 
     def __init__(
@@ -381,7 +380,7 @@ class Snapshot:
         self._gradients = [(p, None if p.grad is None else (p.grad, _aside(p.grad))) for p in everything]
 
     def put_back(self) -> None:
-        """Set everything to what it was when the snapshot was made; tensors keep their identity."""
+        """Restore the state at the time of the snapshot; tensors keep their identity."""
         self._optimizer.undo()
         with torch.no_grad():
             for parameter, gradient in self._gradients:
@@ -393,7 +392,7 @@ class Snapshot:
 
 @contextmanager
 def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode for the block, then give each submodule the mode it had."""
+    """Put modules into evaluation mode for the block, then restore the mode of each submodule."""
     modules = list(modules)
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
@@ -416,7 +415,7 @@ class _KeptTensor:
 
 
 def _kept(value: Any) -> Any:
-    """Return what `_put_back` needs to restore this: new containers with the same tensors and their values."""
+    """Return a form of the value for `_put_back`: new containers with the same tensors and copies of their values."""
     if isinstance(value, Tensor):
         return _KeptTensor(value, _aside(value))
     if type(value) in (list, tuple):

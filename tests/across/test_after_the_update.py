@@ -13,6 +13,7 @@ from torch import nn
 
 import after_step
 import autoaccum
+import warm
 from after_step import same
 from autoaccum import UpdateCompleteError
 from autoaccum._cli.exit_codes import ExitCode, code_for
@@ -260,7 +261,7 @@ REAL = """
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on the host are Linux's")
 def test_scheduler_that_takes_more_than_a_real_limit_makes_no_update_twice(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(REAL), str(tmp_path)], capture_output=True, text=True, check=True
+        [*warm.python(), "-c", textwrap.dedent(REAL), str(tmp_path)], capture_output=True, text=True, check=True
     )
 
     assert json.loads(done.stdout) == {"error": ["UpdateCompleteError", 3, True], "steps": 3, "seen": [1, 2]}

@@ -9,8 +9,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.parameters import Inventory
-from autoaccum._engine.step import TrainingStep
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from faults import FailAt
@@ -320,10 +320,10 @@ def test_several_ranks_refuse_parameters_that_have_come_and_bear_those_that_have
     joint._step, joint._trained = step, [parameter for parameter in step.parameters if parameter.requires_grad]
 
     freeze(model, None)
-    assert step.look()
+    assert step.parameters_changed()
     joint.check_parameters()
     append_without_the_optimizer(model, None)
-    assert step.look()
+    assert step.parameters_changed()
     with pytest.raises(InvalidInputError, match=r"2 parameters are trained now .*\(8, 8\)"):
         joint.check_parameters()
 
@@ -347,5 +347,5 @@ def test_step_knows_of_parameters_after_a_look_only():
     append_without_the_optimizer(model, None)
 
     assert len(step.parameters) == count
-    assert step.look()
+    assert step.parameters_changed()
     assert len(step.parameters) == count + 2

@@ -8,10 +8,10 @@ import torch
 
 from autoaccum import _oom
 from autoaccum._data.batches import Window
-from autoaccum._engine.aside import Aside
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.optimizer_step import _Written
-from autoaccum._engine.step import TrainingStep
+from autoaccum._engine.separate_gradients import Aside
 from autoaccum._snapshot import Mark, OptimizerSnapshot, RandomState
 from autoaccum._system import signals
 from autoaccum.errors import StateDamagedError

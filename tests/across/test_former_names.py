@@ -2,11 +2,11 @@
 
 import pickle
 import subprocess
-import sys
 
 import pytest
 
 import autoaccum
+import warm
 from autoaccum import jobs
 from autoaccum._launch.slurm.again import MARK
 from autoaccum._launch.slurm.folder import JobFolder, Progress, Submitted
@@ -76,7 +76,7 @@ def test_batch_script_that_names_a_module_gets_the_same_answer(tmp_path, module)
     folder.log("5").write_text(f"{MARK}\n")
 
     ran = subprocess.run(
-        [sys.executable, "-m", module, folder.path, "5", "137"], capture_output=True, text=True, check=False
+        [*warm.python(), "-m", module, folder.path, "5", "137"], capture_output=True, text=True, check=False
     )
 
     assert ran.returncode == 0, ran.stderr

@@ -168,7 +168,7 @@ def test_run_that_is_given_no_cache_begins_small_again():
 
 def test_remembered_size_that_does_not_fit_any_more_is_found_anew(monkeypatch):
     _, _, first = fit("64MiB", cache=True)
-    monkeypatch.setattr("autoaccum._training.finding.key_of", lambda *_, **__: KEY)
+    monkeypatch.setattr("autoaccum._training.first_plan.key_of", lambda *_, **__: KEY)
     _, _, wide = fit("64MiB", cache=True)
     assert wide.plan == first.plan
 
@@ -351,7 +351,7 @@ def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys)
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr("autoaccum._sizing.controller.time.perf_counter", clock)
+    monkeypatch.setattr("autoaccum._sizing.sizing.time.perf_counter", clock)
     loader = list(itertools.chain.from_iterable([data()] * 10))
 
     _, told, result = fit("64MiB", model=Slow(), loader=loader, progress="lines")

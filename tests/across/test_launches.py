@@ -8,7 +8,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._data.batches import as_window
-from autoaccum._engine.step import TrainingStep
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.fake_step import FakePrecision
 from autoaccum._loss.objective import Objective

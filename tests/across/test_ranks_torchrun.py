@@ -11,6 +11,7 @@ import time
 import pytest
 
 import autoaccum
+import warm
 from autoaccum._distributed import process_group
 from autoaccum._memory.host import Host
 from autoaccum._system import launched
@@ -22,9 +23,9 @@ HERE = TESTS
 def torchrun(folder, action, *options, size=2, job="torchrun_job.py"):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     # An older torch would else let all that it starts on a machine meet at one and the same port.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
+    command = [*warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
     return subprocess.Popen(
-        [*command, str(HERE / job), str(folder), action],
+        [*command, "--no-python", *warm.python(), str(HERE / job), str(folder), action],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

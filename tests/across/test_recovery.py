@@ -10,7 +10,7 @@ from autoaccum._engine import micro_batches
 from autoaccum._memory.host import Host
 from autoaccum._records import MemoryReading
 from autoaccum._sizing.backoff import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
-from autoaccum._sizing.controller import Cutting
+from autoaccum._sizing.sizing import Cutting
 from autoaccum._system.notices import Notices
 from faults import differences, state_of
 from helpers import runner_of

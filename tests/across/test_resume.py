@@ -4,7 +4,6 @@ import itertools
 import json
 import multiprocessing
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import autoaccum
+import warm
 from autoaccum.errors import CheckpointError
 from folders import TESTS
 from long_runs import (
@@ -71,7 +71,7 @@ def lives(signals, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lives")
     script = TESTS / "kill_often.py"
     arguments = [*map(str, signals), "0"]
-    subprocess.run([sys.executable, "-W", "error", script, folder, *arguments], check=True, timeout=250)
+    subprocess.run([*warm.python(), "-W", "error", script, folder, *arguments], check=True, timeout=250)
     return folder
 
 
@@ -557,7 +557,7 @@ def test_loader_that_gives_fewer_batches_than_were_used_is_an_error_and_changes_
     run = Run(checkpoint=tmp_path, loader=lambda: (batch for batch in loader_of(Noisy(20))))
     before = run.state()
 
-    with pytest.raises(CheckpointError, match="after 7 batches of epoch 1, and now the loader gives only 3"):
+    with pytest.raises(CheckpointError, match="after 7 batches of epoch 1, but the loader now yields only 3"):
         run.fit()
 
     assert run.state() == before
@@ -566,16 +566,16 @@ def test_loader_that_gives_fewer_batches_than_were_used_is_an_error_and_changes_
 def test_loader_whose_batches_became_smaller_is_an_error(tmp_path):
     stopped_at(2, tmp_path)
 
-    with pytest.raises(CheckpointError, match="3 samples of batch 4 of epoch 1, and now that batch holds 2"):
+    with pytest.raises(CheckpointError, match="3 samples of batch 4 of epoch 1, but now that batch holds 2"):
         Run(checkpoint=tmp_path, loader=lambda: iter(list(loader_of(Noisy(), batch_size=2)))).fit()
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: loader_of(Noisy(), batch_size=6), "a loader of 8 batches an epoch, and this one has 9"),
-        (lambda: loader_of(Noisy(48), batch_size=6), "a loader of 7 samples a batch, and this one has 6"),
-        (lambda: lists()[1:], "a loader of 8 batches an epoch, and this one has 7"),
+        (lambda: loader_of(Noisy(), batch_size=6), "a loader of 8 batches per epoch, and this one has 9"),
+        (lambda: loader_of(Noisy(48), batch_size=6), "a loader of 7 samples per batch, and this one has 6"),
+        (lambda: lists()[1:], "a loader of 8 batches per epoch, and this one has 7"),
     ],
 )
 def test_another_loader_over_the_same_data_is_refused_in_the_middle_of_an_epoch(tmp_path, other, message):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import warm
 from autoaccum._cli import app
 from autoaccum._records import ProbeResult
 from autoaccum.errors import (
@@ -91,8 +92,8 @@ def given(monkeypatch):
 
 
 def command(*arguments):
-    """The command line as a process of its own would be started."""
-    return [sys.executable, "-m", "autoaccum._cli.app", *(str(argument) for argument in arguments)]
+    """The command line as a process of its own."""
+    return [*warm.python(), "-m", "autoaccum._cli.app", *(str(argument) for argument in arguments)]
 
 
 def run(*arguments):

@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from types import FunctionType
 
@@ -14,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import autoaccum
+import warm
 from autoaccum._cli import app, report
 from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._cli.report import verdict
@@ -202,7 +202,7 @@ def test_a_recipe_whose_loss_takes_other_arguments_is_refused_with_what_it_is_ca
     result = invoke(f"{recipe}:loss_of_outputs")
 
     assert result.exit_code == ExitCode.BAD_INPUT
-    assert "is called with (outputs, targets), and takes (outputs)" in result.stderr
+    assert "is called with (outputs, targets), but takes (outputs)" in result.stderr
 
 
 def test_a_model_that_is_made_of_values_is_made_on_the_cpu(invoke, recipe):
@@ -360,7 +360,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--time", "soon"], "--time='soon' is not a time"),
         (["{recipe}", "--length", "long"], "--length long is not a length"),
         (["{recipe}", "--length", "512"], "--length 512: the batch holds no sequences"),
-        (["{recipe}", "--device", "gpu"], "--device 'gpu' is no device"),
+        (["{recipe}", "--device", "gpu"], "--device 'gpu' is not a device"),
         (["{recipe}", "--memory-limit", "1e"], "--memory-limit '1e'"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),
         (["{recipe}", "--precision", "fp8"], "--precision 'fp8'"),
@@ -418,7 +418,7 @@ def test_the_prologue_on_the_page_is_a_script_that_a_shell_can_read(tmp_path):
 
 
 def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
-    command = [sys.executable, "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
+    command = [*warm.python(), "-m", "autoaccum._cli.app", "report", f"{recipe}:on_host", "--json"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 

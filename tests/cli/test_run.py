@@ -1,10 +1,10 @@
 """`autoaccum run` as a command line: options, what belongs to the command, and exit codes."""
 
 import subprocess
-import sys
 
 import pytest
 
+import warm
 from autoaccum._cli import app
 from autoaccum._launch.run import Options
 from run_invoked import given, invoke  # noqa: F401 - a fixture
@@ -56,7 +56,7 @@ def test_as_a_process_it_is_the_command_and_nothing_else():
     command = python("import os; os.write(1, b'out\\xff'); os.write(2, b'err\\r'); os._exit(9)")
 
     done = subprocess.run(
-        [sys.executable, "-m", "autoaccum", "run", "--", *command], capture_output=True, check=False, timeout=LONG_S
+        [*warm.python(), "-m", "autoaccum", "run", "--", *command], capture_output=True, check=False, timeout=LONG_S
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (9, b"out\xff", b"err\r")

@@ -7,8 +7,8 @@ from torch import nn
 import autoaccum
 from autoaccum._engine.accumulator import Accumulator
 from autoaccum._engine.events import Events
-from autoaccum._engine.step import assemble_without_optimizer
-from autoaccum._sizing.controller import Cutting, Sizing, SizingOptions
+from autoaccum._engine.forward_backward import assemble_without_optimizer
+from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices
 
 SAMPLES, CLASSES = 12, 3

@@ -55,7 +55,7 @@ def test_device_that_torch_does_not_know_is_refused_with_what_there_is(device, n
 
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "xpu", "meta", torch.device("cuda", 99)], ids=str)
 def test_device_that_is_not_there_is_refused_with_what_there_is(device, notices):
-    with pytest.raises(InvalidInputError, match=f"device='{device}' is not there; this machine has 'cpu'"):
+    with pytest.raises(InvalidInputError, match=f"device='{device}' is not available; this machine has 'cpu'"):
         devices.resolve(device, nn.Linear(1, 1), notices)
 
 

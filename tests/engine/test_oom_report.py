@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 import autoaccum
+import warm
 from autoaccum._memory import Simulated
 from autoaccum._report.oom_view import read_postmortem, show_postmortem
 from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError
@@ -130,7 +131,7 @@ def in_a_process_of_its_own(tmp_path_factory):
     folders = {capacity: str(tmp_path_factory.mktemp("alone")) for capacity in (IN_FORWARD, IN_BACKWARD)}
     script = f"import test_oom_report as tests\nfor given in {folders}.items(): tests.train(*given)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS / "engine"), *sys.path])}
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=200, env=environment)
+    subprocess.run([*warm.python(), "-c", script], check=True, timeout=200, env=environment)
     return folders
 
 
@@ -367,7 +368,7 @@ autoaccum.fit(model, loader, 512, loss=nn.CrossEntropyLoss(), optimizer=optimize
 """
     source = Path(autoaccum.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [*warm.python(), "-c", script],
         capture_output=True,
         text=True,
         timeout=200,

@@ -2,7 +2,6 @@
 
 import random
 import subprocess
-import sys
 import textwrap
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import autoaccum
+import warm
 from autoaccum._data.batches import Window
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._snapshot import Mark
@@ -173,7 +173,7 @@ def test_caller_sees_the_trials_of_a_real_limit_on_the_host():
         """
     )
 
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm.python(), "-c", script], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
 
@@ -306,7 +306,7 @@ def test_process_at_its_own_limit_is_told_that_a_search_does_not_fit():
             print(error)
     """
 
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm.python(), "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
 
     assert "the copy of all that a search puts back does not fit on host memory" in done.stdout, done.stderr
 

@@ -31,9 +31,9 @@ TESTS = {
     ],
     "_report/api.py": ["test_the_target_is_cut_in_what_fits"],
     "_report/dry_run.py": ["test_parts_add_up_to_what_tensors_held"],
-    "_report/suggestions.py": ["test_the_target_is_cut_in_what_fits"],
+    "_report/remedies.py": ["test_the_target_is_cut_in_what_fits"],
     "_engine/probing.py": ["test_the_target_is_cut_in_what_fits"],
-    "_sizing/controller.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
+    "_sizing/sizing.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
     "_snapshot.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
     "_data/transfer.py": [
         "test_micro_batches_that_arrive_beside_the_computing_are_the_samples",
@@ -51,17 +51,17 @@ ELSEWHERE = {
     "_launch/slurm/task.py": "chooses one of several cards (tests/launch/test_slurm_task.py stands in for them)",
     "_launch/world.py": "counts cards (tests/launch/test_world.py)",
     "_memory/__init__.py": "chooses the backend (tests/memory/test_base.py, marked gpu)",
-    "_memory/present.py": "asks only which devices there are (test_card_that_is_not_there_is_named)",
+    "_memory/available_devices.py": "asks only which devices there are (test_card_that_is_not_there_is_named)",
     "_training/packing.py": "brings tensors to the host (_training/checkpoint_contents.py's test)",
     "_training/checkpoint_schema.py": "names the device of a checkpoint (_training/checkpoint_contents.py's test)",
     "_memory/accelerator.py": "other devices than cards (tests/memory/test_base.py)",
-    "_report/answers.py": "names the kind of kernels that it has measured",
+    "_report/capacity.py": "names the kind of kernels that it has measured",
     "_estimate/tracer.py": "fakes (tests/estimate/test_tracer_quick_fakes.py)",
     "_distributed/process_group.py": "NCCL takes a card for each rank",
     "_estimate/fake_step.py": "as _estimate/cuda_dispatch.py",
     "_estimate/trace.py": "as _estimate/cuda_dispatch.py",
     "_engine/micro_batches.py": "keeps a CPU's sums apart (test_on_a_card.py goes the other way in every test)",
-    "_engine/step.py": "keeps a CPU's weights apart (as _engine/micro_batches.py)",
+    "_engine/forward_backward.py": "keeps a CPU's weights apart (as _engine/micro_batches.py)",
 }
 
 

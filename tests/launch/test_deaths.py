@@ -4,8 +4,7 @@ import signal
 
 import pytest
 
-from autoaccum._cli.exit_codes import ExitCode
-from autoaccum._launch.deaths import DOES_NOT_FIT, START_AGAIN, Ended, diagnose
+from autoaccum._launch.deaths import Ended, diagnose
 from autoaccum._launch.last_words import memory_words
 from autoaccum._system.reason_file import Reason
 
@@ -88,7 +87,6 @@ def test_another_reason_is_not_acted_upon():
 
 
 def test_exit_codes_of_our_own_are_final_or_ask_to_be_started_again():
-    assert (DOES_NOT_FIT, START_AGAIN) == (ExitCode.DOES_NOT_FIT, ExitCode.START_AGAIN)
     assert diagnose(Ended(4, tail=TRACEBACK + CUDA)).kind == "other"
     assert diagnose(Ended(75)).kind == "out_of_memory"
 

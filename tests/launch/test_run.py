@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autoaccum
+import warm
 from autoaccum._launch.run import Options, run_command
 from wrapped import python, run, until
 
@@ -315,7 +316,7 @@ def test_a_script_that_exhausts_a_real_limit_is_survived(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(HUNGRY)
 
-    wrapper, code = run(tmp_path, [sys.executable, path, "{micro_batch}"], target_batch=2)
+    wrapper, code = run(tmp_path, [*warm.python(), path, "{micro_batch}"], target_batch=2)
 
     assert code == 0
     assert lines_of(wrapper) == ["1 at once"]
@@ -341,7 +342,7 @@ def test_arguments_in_the_style_of_transformers_are_filled(tmp_path):
     path.write_text(TRANSFORMERS_STYLE)
     arguments = ["--per_device_train_batch_size", "{micro_batch}", "--gradient_accumulation_steps", "{accum_steps}"]
 
-    wrapper, code = run(tmp_path, [sys.executable, path, *arguments], target_batch=256, micro_batch=32)
+    wrapper, code = run(tmp_path, [*warm.python(), path, *arguments], target_batch=256, micro_batch=32)
 
     assert code == 0
     assert lines_of(wrapper) == ["32 8"]
@@ -353,7 +354,7 @@ def test_a_script_that_uses_fit_goes_on_from_its_checkpoint_and_ends_where_the_u
     for name in ("disturbed", "undisturbed"):
         (tmp_path / name).mkdir()
 
-    wrapper, code = run(tmp_path, [sys.executable, path, tmp_path / "disturbed"])
+    wrapper, code = run(tmp_path, [*warm.python(), path, tmp_path / "disturbed"])
 
     assert code == 0
     assert lines_of(wrapper) == ["2 6"]

@@ -131,7 +131,7 @@ def test_class_weights_in_a_plain_function_are_weighed_by_samples_and_that_is_sa
     asked = Asked(nn.Linear(4, 4), weighted).settle(*[(inputs, targets)] * 3)
 
     assert asked.found[0] is Over.OPAQUE
-    assert asked.said("could not be found out, so") == 1
+    assert asked.said("could not be inferred, so") == 1
 
 
 def test_class_that_weighs_otherwise_and_comes_late_is_noticed():
@@ -202,7 +202,7 @@ def test_own_loss_in_bfloat16_is_found_out_or_it_is_said_that_it_cannot_be_told(
 
     asked = Asked(Own().bfloat16(), None).settle(*[{"tokens": tokens, "labels": labels}] * 2)
 
-    assert asked.found == (Over.COUNTED, -100) or asked.said("do not settle what it runs over") == 1
+    assert asked.found == (Over.COUNTED, -100) or asked.said("do not determine its reduction") == 1
 
 
 def test_function_that_holds_tensors_in_single_precision_is_asked_in_that():
@@ -241,7 +241,7 @@ def test_model_that_needs_autocast_is_asked_under_it():
     without = Asked(Frozen(), ignoring).settle(window)
     within = Asked(Frozen(), ignoring).settle(window, autocast=autocast)
 
-    assert without.said("could not be found out in evaluation mode") == 1
+    assert without.said("could not be inferred in evaluation mode") == 1
     assert within.found == (Over.COUNTED, 0)
 
 
@@ -255,7 +255,7 @@ def test_loss_that_compares_samples_with_each_other_is_weighed_by_samples_and_th
     asked = Asked(nn.Linear(4, 3), contrastive).settle(*[rows([0, 1, 2])] * 3)
 
     assert asked.found[0] is Over.OPAQUE
-    assert asked.said("could not be found out") == 1
+    assert asked.said("could not be inferred") == 1
 
 
 def test_losses_that_are_all_alike_are_asked_about_again_when_the_model_has_moved():
@@ -281,7 +281,7 @@ def test_losses_that_stay_alike_are_given_up_and_that_is_said_once():
 
     asked = Asked(model, plain).settle(*[rows([0, 1, 2, 1, 1, 0])] * 10)
 
-    assert asked.said("do not settle what it runs over") == 1
+    assert asked.said("do not determine its reduction") == 1
     assert asked.runs < 40
 
 
@@ -293,7 +293,7 @@ def test_samples_that_cannot_stand_in_one_batch_weigh_by_samples_and_that_is_sai
 
     assert asked.found[0] is Over.OPAQUE
     assert asked.runs < 4  # it is not asked again and again
-    assert asked.said("no two samples of a window can stand in one batch") == 1
+    assert asked.said("no two samples of a window can be batched together") == 1
 
     asked.settle(sentences(-100))
 
@@ -461,5 +461,5 @@ def test_loss_that_draws_random_numbers_is_named_as_such_with_loss_reduction_as_
 def test_loss_that_is_unknown_for_another_reason_is_not_called_random():
     asked = Asked(nn.Linear(4, 3), lambda outputs, targets: outputs.std() ** 3).settle(rows([0, 1, 1, 2]))
 
-    assert asked.said("could not be found out, so") == 1
+    assert asked.said("could not be inferred, so") == 1
     assert asked.said("random") == 0

@@ -21,9 +21,11 @@ _MIB = 2**20
 
 def run_checks(*names):
     """Run checks in one child process and return what each returned, or its traceback as a string."""
+    import warm
+
     source = Path(__file__).resolve().parents[2] / "src"
     done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, *names],
+        [*warm.python(), "-W", "error", __file__, *names],
         capture_output=True,
         text=True,
         timeout=240,

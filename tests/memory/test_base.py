@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+import warm
 from autoaccum._memory import Simulated, backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
@@ -209,7 +210,7 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 
 def run_in_child():
     done = subprocess.run(
-        [sys.executable, "-W", "error", __file__],
+        [*warm.python(), "-W", "error", __file__],
         capture_output=True,
         text=True,
         timeout=240,

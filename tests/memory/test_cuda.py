@@ -192,5 +192,5 @@ def nvml_with(shares):
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta"])
 def test_device_that_does_not_exist_is_named(device):
-    with pytest.raises(InvalidInputError, match=f"device='{device}' is not there"):
+    with pytest.raises(InvalidInputError, match=f"device='{device}' is not available"):
         backend_for(torch.device(device))

@@ -26,7 +26,7 @@ def found():
 def test_limit_in_a_second_thread_is_refused_and_both_leave_the_process_as_it_was(found):
     seen = found["second_thread_is_refused"]
 
-    assert "the thread 'first' works under one" in seen["refusal"]
+    assert "the thread 'first' already has a limit" in seen["refusal"]
     assert seen["limited"] != seen["before"]
     assert seen["after"] == seen["before"]
     assert seen["afterwards"] == "limited"

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+import warm
 from autoaccum.errors import InvalidInputError
 from report_examples import MANY_CARDS, NOTHING_FITS, REPORT
 
@@ -52,6 +53,6 @@ except ValueError as error:
     print(error)
 """
 
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ran = subprocess.run([*warm.python(), "-c", script], capture_output=True, text=True, check=True)
 
     assert "pip install 'autoaccum[report]'" in ran.stdout

@@ -6,12 +6,12 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import warm
 from autoaccum._sizing import cache as cache_module
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of_command
 from autoaccum._system.notices import Notices
@@ -291,7 +291,7 @@ def test_folder_in_place_of_a_file_is_left_alone(cache, notices):
     assert path.is_dir()
     assert len(notices.texts) == 2
     assert "a folder, a pipe or a device" in notices.texts[0]
-    assert "nothing could be written" in notices.texts[1]
+    assert "cannot be written to" in notices.texts[1]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
@@ -512,7 +512,7 @@ print(hits, *notices.texts)
 def test_processes_that_write_read_and_delete_at_once_never_meet_half_a_file(tmp_path):
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", CROWD, str(tmp_path), str(number)],
+            [*warm.python(), "-c", CROWD, str(tmp_path), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

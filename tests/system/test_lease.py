@@ -116,7 +116,7 @@ def test_holder_that_renews_is_waited_for_and_then_named_in_the_refusal(of_host,
 
     assert clock.now - started == pytest.approx(3 * SECONDS, abs=3)
     assert len(set(said)) == 1
-    assert "in use by process 7 on node1; waiting until that ends, or has not renewed its lease for 60 s" in said[0]
+    assert "in use by process 7 on node1; waiting until it ends or has not renewed its lease for 60 s" in said[0]
     owner.check()
 
 
@@ -215,7 +215,7 @@ def test_what_is_no_file_is_never_followed_nor_waited_for(tmp_path, clock, kind)
 def test_call_within_a_call_is_refused_at_once(tmp_path, clock):
     lease = take(Lease(tmp_path), clock)
 
-    with pytest.raises(CheckpointInUseError, match="another call of fit in this very process"):
+    with pytest.raises(CheckpointInUseError, match="another call of fit in this process"):
         take(Lease(tmp_path), clock)
 
     lease.check()
@@ -479,7 +479,7 @@ def test_fit_within_a_fit_on_the_same_folder_is_refused_and_the_outer_one_goes_o
     class Nested(autoaccum.Callback):
         def on_step(self, report, *, epoch):
             if report.step == 2:
-                with pytest.raises(CheckpointInUseError, match="this very process"):
+                with pytest.raises(CheckpointInUseError, match="call of fit in this process"):
                     Run(checkpoint=tmp_path).fit()
 
     expected = Run(max_steps=4)
@@ -504,7 +504,7 @@ def test_run_that_has_lost_its_folder_ends_at_the_next_window_and_writes_nothing
                 made[0].is_lost = not made[0]._renewed()  # as its thread does every few seconds
 
     run = Run(checkpoint=tmp_path, checkpoint_minutes=None, max_steps=9)
-    with pytest.raises(CheckpointInUseError, match="on node2, which has taken it over from this process"):
+    with pytest.raises(CheckpointInUseError, match="on node2, which has taken it over because"):
         run.fit(Lost())
 
     assert list(run.samples.windows) == [1, 2, 3]

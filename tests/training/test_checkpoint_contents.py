@@ -177,7 +177,7 @@ def test_resume_false_starts_anew_and_replaces_the_old_ones_by_its_first(tmp_pat
         ({"checkpoint": 5}, "checkpoint=5 is not a path"),
         ({"checkpoint": ""}, "checkpoint='' names no folder"),
         ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' cannot be found"),
-        ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' holds a null byte"),
+        ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' contains a null byte"),
         ({"checkpoint": "unused", "checkpoint_steps": 0}, "checkpoint_steps must be at least 1, got 0"),
         ({"checkpoint": "unused", "checkpoint_steps": 1.5}, "checkpoint_steps must be a whole number"),
         ({"checkpoint": "unused", "checkpoint_minutes": 0}, "checkpoint_minutes=0 must be a positive number"),
@@ -353,7 +353,7 @@ def once():
 def test_damage_is_not_gone_back_from_where_the_loader_can_be_read_only_once(tmp_path):
     run = Run(checkpoint=tmp_path, checkpoint_steps=2, optimizer=damaging(4), loader=once)
 
-    with pytest.raises(CheckpointError, match=r"must begin after batch 4 of epoch 1, .*read only once") as caught:
+    with pytest.raises(CheckpointError, match=r"must resume after batch 4 of epoch 1, .*read only once") as caught:
         run.fit()
 
     assert isinstance(caught.value.__cause__, StateDamagedError)
@@ -365,7 +365,7 @@ def test_generator_that_another_call_has_read_from_is_refused_and_a_new_one_is_n
     with pytest.raises(StoppedError):
         run.fit(StopAt(2))
 
-    with pytest.raises(CheckpointError, match="can be read only once and is read from already"):
+    with pytest.raises(CheckpointError, match="can be read only once and has been read from"):
         run.fit()
     assert Run(checkpoint=tmp_path, loader=lambda: (batch for batch in once())).fit().resumed_from == 2
 

@@ -26,7 +26,7 @@ from autoaccum._cli.run import SETTINGS, run_command_line
 from autoaccum._cli.slurm import jobs_command, slurm_command
 from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, trial_record
 from autoaccum._launch import load_recipe
-from autoaccum._launch.recipe_exits import exits_refused
+from autoaccum._launch.recipe_exit_guard import exits_refused
 from autoaccum._system.output import Dropping, stand_in_for_closed
 from autoaccum._training.api import fit
 from autoaccum._training.loggers import JSONLinesLog

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from autoaccum._launch.deaths import DOES_NOT_FIT
 from autoaccum._system.output import drop_pending, write_line
 from autoaccum.errors import (
     AutoaccumError,
@@ -41,13 +42,13 @@ class ExitCode(enum.IntEnum):
     UNEXPECTED = 1
     USAGE = 2
     BAD_INPUT = 3
-    DOES_NOT_FIT = 4
+    DOES_NOT_FIT = DOES_NOT_FIT
     DAMAGED = 5
     SMALLER = 6
     NO_DEVICE = 7
     IN_USE = 8
     NOT_FINITE = 9
-    START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
+    START_AGAIN = StartAgainError.exit_code
     INTERRUPTED = 130
     TERMINATED = 143
 

@@ -85,6 +85,9 @@ _BY_TYPE = {
     "int | None": _Form(int),
     "float | None": _Form(float),
     "str | PathLike[str] | None": _Form(Path, "FOLDER"),
+    "str": _Form(str),
+    "str | None": _Form(str),
+    "bool": _Form(bool),
 }
 _BY_NAME = {
     "memory_limit": _Form(str, "SIZE", "Memory limit: 600MiB, bytes, or a fraction such as 0.5."),
@@ -133,7 +136,8 @@ def of_fit(*names: str, without: frozenset[str] = frozenset()) -> dict[str, insp
 
 
 def _option(name: str, form: _Form, text: str) -> inspect.Parameter:
-    declared = [form.flag] if form.flag else []
+    flag = form.flag or (f"--{name.replace('_', '-')}" if form.type is bool else None)
+    declared = [flag] if flag else []
     option = typer.Option(
         *declared, metavar=form.metavar, help=form.help or _first_clause(text), parser=form.parser, show_default=False
     )

@@ -26,7 +26,7 @@ from autoaccum._data.batches import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._launch import load_recipe
 from autoaccum._launch.job import shared_arguments
-from autoaccum._launch.recipe_exits import exits_refused, is_exit
+from autoaccum._launch.recipe_exit_guard import exits_refused, is_exit
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight

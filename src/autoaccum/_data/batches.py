@@ -1,8 +1,8 @@
-"""Counts, cuts and joins batches of any nesting, and regroups a loader's batches into windows. Touches no device.
+"""Counts, cuts and joins batches of any nesting, and regroups a loader's batches into windows. Uses no device.
 
-A batch is what a loader yields: a tensor, or tuples, lists, named tuples and mappings of tensors, nested at will. Its
-samples run along the first dimension of every tensor. What is not a tensor but as long as the batch (a list of file
-names) is cut with it; what is neither (a temperature, a flag) is passed on whole.
+A batch is what a loader yields: a tensor, or arbitrarily nested tuples, lists, named tuples and mappings of tensors.
+The first dimension of every tensor indexes the samples. Other sequences as long as the batch (a list of file names) are
+cut with it; anything else (a temperature, a flag) is passed on whole.
 """
 
 from __future__ import annotations
@@ -27,32 +27,38 @@ LAST_WINDOW = ("step", "drop")
 
 _NAMESPACE = "autoaccum"
 _PAIR = 2
-# What optree takes apart itself; every other mapping (a Transformers BatchEncoding, a ModelOutput) is taken apart here
-# and rebuilt as its own type.
+# The mappings that optree flattens itself; others (a Transformers BatchEncoding, a ModelOutput) are flattened here and
+# rebuilt as their own type.
 _OPTREE_MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 class Piece:
-    """One batch of a loader, taken apart once, so that cutting it afterwards costs little.
+    """One batch of a loader, flattened once so that it can be cut cheaply.
 
     Args:
-        batch: What the loader yielded.
+        batch: The batch as the loader yielded it.
 
     Attributes:
         batch: The same object.
         samples: The number of samples in it.
 
     Raises:
-        InvalidInputError: The batch holds no tensor, tensors of unequal first size, or something that cannot be cut.
+        InvalidInputError: The batch holds no tensor, tensors that differ in their first dimension, or something that
+            cannot be cut.
     """
 
-    __slots__ = ("_cuttable", "_kind", "_leaves", "_spec", "batch", "samples")
+    __slots__ = ("_cuttable", "_kind", "_leaves", "_sequence", "_spec", "batch", "samples")
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
-        self._leaves, self._spec = optree.tree_flatten(
-            _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
-        )
+        # A list or a tuple of tensors, the usual batch, needs no optree.
+        is_flat = type(batch) in (list, tuple) and all(map(_is_tensor, batch))
+        self._sequence: type[list[Any] | tuple[Any, ...]] | None = type(batch) if is_flat else None
+        self._spec: optree.PyTreeSpec | None = None
+        if is_flat:
+            self._leaves = list(batch)
+        else:
+            self._leaves, self._spec = _flatten(batch)
         self.samples = _count(self._leaves, batch)
         self._cuttable = [_runs_along_the_batch(leaf, self.samples) for leaf in self._leaves]
         self._kind: tuple[Any, ...] | None = None
@@ -61,20 +67,16 @@ class Piece:
         """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
         if start == 0 and stop == self.samples:
             return self.batch
-        return self._rebuild(
-            [
-                leaf[start:stop] if cuttable else leaf
-                for leaf, cuttable in zip(self._leaves, self._cuttable, strict=True)
-            ]
-        )
+        leaves = [leaf[start:stop] if self._cuttable[i] else leaf for i, leaf in enumerate(self._leaves)]
+        return self._rebuild(leaves)
 
     def joins(self, other: Piece) -> bool:
-        """Whether the samples of both can stand in one batch: same nesting, types, trailing shapes, same rest."""
-        return self._spec == other._spec and self._describe() == other._describe() and self._same_rest(other)
+        """Whether both can be joined into one batch: equal nesting, types, trailing shapes and non-tensor values."""
+        return self._nests_as(other) and self._describe() == other._describe() and self._same_rest(other)
 
     def resembles(self, other: Piece) -> bool:
         """Whether both have the same nesting, types and numbers of dimensions."""
-        return self._spec == other._spec and all(
+        return self._nests_as(other) and all(
             mine.dtype == theirs.dtype and mine.ndim == theirs.ndim
             for mine, theirs in zip(self._leaves, other._leaves, strict=True)
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor)
@@ -89,7 +91,15 @@ class Piece:
         return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
 
     def _rebuild(self, leaves: list[Any]) -> Any:
-        return optree.tree_unflatten(self._spec, leaves)
+        return self._sequence(leaves) if self._sequence else optree.tree_unflatten(self._structure(), leaves)
+
+    def _nests_as(self, other: Piece) -> bool:
+        if self._spec is None and other._spec is None:
+            return self._sequence is other._sequence and len(self._leaves) == len(other._leaves)
+        return bool(self._structure() == other._structure())
+
+    def _structure(self) -> optree.PyTreeSpec:
+        return _flatten(self.batch)[1] if self._spec is None else self._spec
 
     def _describe(self) -> tuple[Any, ...]:
         if self._kind is None:
@@ -122,9 +132,9 @@ class _Span(NamedTuple):
 
 
 class Window(Sequence[Any]):
-    """The samples of one optimizer update, as the pieces in which the loader gave them.
+    """The samples of one optimizer update, in the pieces that the loader yielded.
 
-    As a sequence it holds batches of the loader's nesting. Pieces whose tensors differ in their trailing shape are
+    As a sequence it contains batches of the loader's nesting. Pieces whose tensors differ in their trailing shape are
     never joined: a micro-batch ends where such a piece begins.
 
     Args:
@@ -134,7 +144,7 @@ class Window(Sequence[Any]):
         samples: Samples in all pieces together.
 
     Raises:
-        InvalidInputError: There is no piece, or a piece cannot be cut.
+        InvalidInputError: There are no pieces, or a piece cannot be cut.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -156,7 +166,7 @@ class Window(Sequence[Any]):
 
     @classmethod
     def empty(cls) -> Window:
-        """Return a window without samples: the part of a process that has none left of one that others still have."""
+        """Return a window without samples, for a process that has no part of a window that others have."""
         return cls._of_spans([])
 
     def _set(self, spans: Sequence[_Span]) -> None:
@@ -183,7 +193,7 @@ class Window(Sequence[Any]):
         return f"Window({self.samples} samples in {len(self)} pieces)"
 
     def groups(self) -> list[int]:
-        """Sizes of the runs of samples that can stand in one batch, in order."""
+        """Sizes of the consecutive groups of samples that can be joined into one batch."""
         if self._groups is None:
             self._groups = self._grouped()
         return self._groups
@@ -233,19 +243,19 @@ class Window(Sequence[Any]):
         return Window._of_spans(self._between(start, min(stop, self.samples)) if start < self.samples else [])
 
     def joined(self) -> Any:
-        """The window as one batch where its pieces can be joined, else the window itself."""
+        """The window as one batch if its pieces can be joined, else the window itself."""
         return self.cut(0, self.samples) if len(self.groups()) == 1 else self
 
     @property
     def used_of_last(self) -> int:
-        """How many samples of its last batch it and the windows before it have used; 0 where all of them."""
+        """How many samples of its last batch this window and earlier ones have used; 0 if all of them."""
         if not self._spans:
             return 0
         last = self._spans[-1]
         return 0 if last.stop == last.piece.samples else last.stop
 
     def versions(self) -> list[int]:
-        """How often each tensor was written in place, views of it included."""
+        """How often each tensor was modified in place, including through views."""
         return [tensor._version for tensor in self.tensors()]
 
     def tensors(self) -> list[Tensor]:
@@ -256,19 +266,19 @@ class Window(Sequence[Any]):
 
 
 def windows(loader: Iterable[Any], target_batch: int, *, last_window: str = "step") -> Iterator[Any]:
-    """Regroup a loader's batches into windows of `target_batch` samples, every sample once and in order.
+    """Regroup a loader's batches into windows of `target_batch` samples, each sample once and in order.
 
     Args:
-        loader: Anything that can be iterated over and yields batches, of whatever size and nesting.
-        target_batch: Samples a window.
-        last_window: What becomes of a shorter rest at the end: "step" yields it, "drop" leaves it out.
+        loader: Any iterable of batches, of any size and nesting.
+        target_batch: Samples per window.
+        last_window: What to do with a shorter last window: "step" yields it, "drop" leaves it out.
 
     Yields:
-        A batch of the loader's nesting with the window's samples; where the trailing shapes of the loader's batches
-        differ within a window (padding to the longest of each batch), a `Window` of the pieces instead.
+        The window's samples as a batch of the loader's nesting, or as a `Window` of pieces if their trailing shapes
+        differ (padding to the longest of each batch).
 
     Raises:
-        InvalidInputError: An argument or a batch cannot be used.
+        InvalidInputError: An argument or a batch is not valid.
     """
     check_windows(target_batch, last_window)
     check_iterable("loader", loader)
@@ -279,7 +289,7 @@ def check_windows(target_batch: int, last_window: str) -> None:
     """Check the arguments of `windows`.
 
     Raises:
-        InvalidInputError: One of them cannot be used.
+        InvalidInputError: One of them is not valid.
     """
     check_positive_int("target_batch", target_batch)
     check_choice("last_window", last_window, LAST_WINDOW)
@@ -291,7 +301,7 @@ def stream(
     """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
 
     The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
-    Windows may each have a size of their own.
+    `target_batch` may be an iterable of one size per window.
     """
     sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
     spans: list[_Span] = []
@@ -301,7 +311,7 @@ def stream(
         start, skip = skip, 0
         while start < piece.samples:
             if missing == 0:
-                missing = next(sizes)  # not before there is a sample: only then is it known how many there are
+                missing = next(sizes)  # only once there is a sample: the size is not known before
             stop = min(piece.samples, start + missing)
             spans.append(_Span(piece, start, stop))
             missing -= stop - start
@@ -314,13 +324,13 @@ def stream(
 
 
 def as_window(given: Any) -> Window:
-    """Take what a user hands to `Runner.step`: a `Window`, one batch, or a sequence of the loader's batches.
+    """Convert the argument of `Runner.step`: a `Window`, one batch, or a sequence of the loader's batches.
 
-    A list whose items are batches themselves is a sequence of them. Two equal ones could as well be the inputs and
-    targets of one batch, so that case is refused.
+    A list whose items are batches is a sequence of them. Two of the same form could as well be the inputs and targets
+    of one batch, so that case is rejected.
 
     Raises:
-        InvalidInputError: It cannot be told what is meant, or there is nothing in it that can be cut.
+        InvalidInputError: The argument is ambiguous, or contains nothing that can be cut.
     """
     window = given if isinstance(given, Window) else Window(_batches_in(given))
     if not window.samples:
@@ -339,8 +349,8 @@ def _batches_in(given: Any) -> Iterable[Any]:
             return [given]
         if first.samples == second.samples:
             raise InvalidInputError(
-                "a list of two batches of the same form may be two batches or the inputs and targets of one; say "
-                "which: autoaccum.Window([first, second]) for two batches, a tuple (inputs, targets) for one"
+                "a list of two batches of the same form may be two batches or the inputs and targets of one; pass "
+                "autoaccum.Window([first, second]) for two batches, or a tuple (inputs, targets) for one"
             )
     return given
 
@@ -349,13 +359,14 @@ def count(batch: Any) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        InvalidInputError: It holds no tensor, tensors of unequal first size, or something that cannot be cut.
+        InvalidInputError: It holds no tensor, tensors that differ in their first dimension, or something that cannot be
+            cut.
     """
     return Piece(batch).samples
 
 
 def repeated(batch: Any, samples: int) -> Any:
-    """Return a batch of `samples` samples, made of those of `batch` over and over, in order.
+    """Return a batch of `samples` samples that repeats those of `batch` in order.
 
     Raises:
         InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
@@ -383,7 +394,7 @@ def copied(batch: Any) -> Any:
 
 
 def map_tensors(function: Any, batch: Any) -> Any:
-    """Return the batch with `function` applied to every tensor in it, everything else passed on."""
+    """Return the batch with `function` applied to every tensor; everything else is passed on."""
     return optree.tree_map(
         lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf,
         _with_foreign_mappings(batch),
@@ -397,7 +408,7 @@ def map_tensors(function: Any, batch: Any) -> Any:
 
 
 class _ForeignType:
-    """What is needed to rebuild a mapping as its own type; equal where type and keys are."""
+    """A prototype for rebuilding a mapping as its own type; equal if type and keys are."""
 
     __slots__ = ("keys", "prototype")
 
@@ -417,7 +428,7 @@ class _ForeignType:
 
 
 class _Foreign:
-    """A mapping that optree does not know, as a node of the tree."""
+    """A mapping of a type unknown to optree, as a node of the tree."""
 
     __slots__ = ("kind", "values")
 
@@ -432,19 +443,19 @@ def _rebuild_foreign(kind: _ForeignType, values: Iterable[Any]) -> Any:
         made = _copied(kind.prototype)
         for key, value in items.items():
             made[key] = value  # type: ignore[index]
-    except TypeError:  # a read-only mapping: its type has to take a dict
+    except TypeError:  # a read-only mapping: its type has to accept a dict
         return type(kind.prototype)(items)  # type: ignore[call-arg]
-    # Attributes that say the same as an item (batch.labels beside batch["labels"]) have to follow it.
+    # Attributes that duplicate an item (batch.labels for batch["labels"]) are updated with it.
     attributes = getattr(made, "__dict__", {})
     attributes.update((name, items[name]) for name in attributes.keys() & items.keys())
     return made
 
 
 def _copied(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a copy that holds the same values and can be written to without a trace in the original."""
+    """Return a copy with the same values that can be modified without affecting the original."""
     if isinstance(mapping, dict) or hasattr(mapping, "__copy__"):
         return copy.copy(mapping)
-    # A shallow copy of a mapping around a dict of its own would write into the original's.
+    # A shallow copy of a mapping that wraps a dict would share the original's dict.
     return copy.deepcopy(mapping, {id(value): value for value in mapping.values()})
 
 
@@ -461,7 +472,7 @@ def _is_foreign(node: Any) -> bool:
 
 
 def _with_foreign_mappings(batch: Any) -> Any:
-    """Return the batch with mappings that optree does not know as nodes that it knows."""
+    """Return the batch with mappings unknown to optree wrapped in nodes that it knows."""
     if _is_foreign(batch):
         return _Foreign(_ForeignType(batch), [_with_foreign_mappings(value) for value in batch.values()])
     if isinstance(batch, Tensor) or not isinstance(batch, Mapping | tuple | list):
@@ -477,8 +488,18 @@ def _with_foreign_mappings(batch: Any) -> Any:
     )
 
 
+def _flatten(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten(
+        _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
+    )
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Tensor)
+
+
 def _is_whole(node: Any) -> bool:
-    """Whether a sequence is data (a list of file names, a PackedSequence) and not a level of the nesting."""
+    """Whether a node is a leaf (a list of file names, a PackedSequence) and not a level of the nesting."""
     if isinstance(node, PackedSequence):
         return True
     return type(node) in (list, tuple) and not any(_holds_tensor(item) for item in node)
@@ -503,12 +524,12 @@ def _count(leaves: Iterable[Any], batch: Any) -> int:
     if not sizes:
         raise InvalidInputError(
             f"a batch of type {type(batch).__name__} holds no tensor with samples along its first dimension, so it "
-            "cannot be counted or cut; let the loader yield tensors (torch.utils.data.default_collate makes them)"
+            "cannot be counted or cut; have the loader yield tensors (torch.utils.data.default_collate makes them)"
         )
     if len(sizes) > 1:
         raise InvalidInputError(
-            "the tensors of a batch must agree in their first size, the number of samples, but found "
-            f"{shapes_of(batch)}; let the loader yield one entry a sample in each of them"
+            "the tensors of a batch must agree in their first dimension, the number of samples, but found "
+            f"{shapes_of(batch)}; have the loader yield one entry per sample in each of them"
         )
     return sizes.pop()
 
@@ -519,13 +540,13 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
         raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be cut by samples; pad or densify it")
     if not isinstance(leaf, Tensor) and (isinstance(leaf, PackedSequence) or any(map(_holds_tensor, _inside(leaf)))):
         raise InvalidInputError(
-            f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; let the "
+            f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; have the "
             "loader yield tensors in tuples, lists or mappings"
         )
 
 
 def _inside(leaf: Any) -> Iterator[Any]:
-    """Yield the attributes of an object, those in slots included."""
+    """Yield the attributes of an object, including those in slots."""
     yield from getattr(leaf, "__dict__", {}).values()
     for kind in type(leaf).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -533,7 +554,7 @@ def _inside(leaf: Any) -> Iterator[Any]:
 
 
 def shapes_of(batch: Any) -> str:
-    """Return the shapes of a batch's tensors, each with where it is, in words."""
+    """Return the paths and shapes of a batch's tensors in words."""
     paths, leaves, _ = optree.tree_flatten_with_path(
         _with_foreign_mappings(batch), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
     )

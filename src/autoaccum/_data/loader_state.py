@@ -1,9 +1,9 @@
-"""Records the position in a loader as values that a checkpoint can keep, and brings a loader back to it.
+"""Records the position in a loader in a form that a checkpoint can store, and returns a loader to it.
 
 A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) restores its position itself. Any
-other is wound forward: its epoch begins again from the same random state, which gives the same order and the same seeds
-for its workers, and batches are drawn and thrown away. The random state before the last batch is kept as well, since a
-later window may need the rest of that batch: transforms then draw what they drew the first time.
+other is fast-forwarded: its epoch is restarted from the same random state, which gives the same order and worker seeds,
+and batches are drawn and discarded. The random state before the last batch is kept as well, since a later window may
+need the rest of that batch: transforms then draw the same numbers as the first time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 
 from autoaccum._data.batches import count
-from autoaccum._data.undoing import remember
+from autoaccum._data.load_state_rollback import remember
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum.errors import CheckpointError
 
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._snapshot import RandomState
 
-# What `RandomState` takes: a value, never written to.
+# The value of `RandomState.taken`, never modified.
 RandomStates = tuple[Any, ...]
 
-# Generators that a call of `fit` has read from: another call, as in a notebook's next cell, would miss those batches.
+# Generators that a call of `fit` has read from: another call, as in a later notebook cell, would miss those batches.
 _read_from: WeakSet[Any] = WeakSet()
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands in its loader, between two windows.
+    """The position of a run in its loader, between two windows.
 
     Attributes:
         epoch: The epoch, from 1.
-        batches: Batches drawn in the epoch; 0 before it begins.
-        used: Samples of the last of them that are used; 0 where all are.
-        closed: Whether what follows an epoch's last window (the evaluation) is done, or no window has come since.
-        start: The random state before the epoch's iterator was made; None before the epoch begins.
-        before_last: The random state before the last batch was drawn, where a part of it is left.
-        generators: The loader's own generators before the epoch's iterator was made.
-        loader_state: The `state_dict` of a loader that has one: before the last batch where a part of that is left,
-            else after it.
-        length: `len` of the loader; None where it has none.
-        batch_size: `batch_size` of the loader; None where it has none.
+        batches: Batches drawn in the epoch; 0 before it starts.
+        used: Samples of the last batch that were used; 0 if all were.
+        closed: Whether no window has followed the last epoch that is complete, including its evaluation.
+        start: The random state before the epoch's iterator was created; None before the epoch starts.
+        before_last: The random state before the last batch was drawn, if a part of that batch is left.
+        generators: States of the loader's own generators before the epoch's iterator was created.
+        loader_state: The `state_dict` of a loader that has one: before the last batch if a part of it is left, else
+            after it.
+        length: `len` of the loader; None if it has none.
+        batch_size: `batch_size` of the loader; None if it has none.
     """
 
     epoch: int = 1
@@ -66,14 +66,13 @@ class Position:
 
 
 class Track:
-    """Iterates over a loader, epoch by epoch, and knows the position in it.
+    """Iterates over a loader, epoch by epoch, and tracks the position in it.
 
-    Keeps no reference to a batch that it has yielded, and passes errors of the loader on as they are.
+    Keeps no reference to a yielded batch, and propagates errors of the loader unchanged.
 
     Args:
         loader: The loader.
-        random: The generators whose states matter to it; None: only what costs nothing is kept track of, and there is
-            no way back.
+        random: The generators that affect it; None tracks only what costs nothing, and `go_to` is not possible.
     """
 
     def __init__(self, loader: Iterable[Any], random: RandomState | None) -> None:
@@ -81,7 +80,8 @@ class Track:
         self._random = random
         self._keeps_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._generators = generators_of(loader)
-        # Asked once and for all: some loaders have another length in each epoch, and the next process asks a new one.
+        # Read only once: some loaders have another length in each epoch, and the next process reads that of a new
+        # loader.
         self._length, self._batch_size = (None, None) if random is None else (_length(loader), _batch_size(loader))
         self._is_its_own_iterator = False
         self._batches: Iterator[Any] = iter(())
@@ -106,7 +106,7 @@ class Track:
         try:
             batch = next(self._batches)
         except StopIteration:
-            # Kept apart: with this state a loader that is asked for batches begins the next epoch.
+            # Kept separately: from this state, a loader starts the next epoch.
             self._state_at_end = self._loader_state()
             raise
         self._state_after = self._loader_state()
@@ -114,7 +114,7 @@ class Track:
         return batch
 
     def begin(self, epoch: int) -> Self:
-        """Begin an epoch and return its batches."""
+        """Start an epoch and return its batches."""
         self._epoch, self._drawn = epoch, 0
         _set_epoch(self._loader, epoch)
         if self._random is not None:
@@ -129,7 +129,7 @@ class Track:
         return self
 
     def _start_workers_that_stay(self) -> None:
-        """Start worker processes as if an earlier epoch had, and draw nothing for them: later epochs do not."""
+        """Start persistent workers without using random numbers, as if an earlier epoch had started them."""
         loader: Any = self._loader
         if not getattr(loader, "persistent_workers", False) or getattr(loader, "_iterator", loader) is not None:
             return
@@ -140,7 +140,7 @@ class Track:
             generator.set_state(state)
 
     def close(self) -> None:
-        """Let go of the epoch's batches, and so of the processes that load them."""
+        """Release the epoch's iterator, and with it the worker processes."""
         self._batches, self._waiting = iter(()), []
 
     def after(self, window: Window) -> Position:
@@ -160,18 +160,18 @@ class Track:
         )
 
     def at_start(self, epoch: int) -> Position:
-        """Return the position before an epoch, all of the one before being done."""
+        """Return the position before an epoch, with the previous one complete."""
         return Position(epoch, generators=self._generator_states(), loader_state=self._state_at_end)
 
     def go_to(self, position: Position) -> Self:
-        """Go where `position` was taken, and return the epoch's remaining batches.
+        """Return to `position`, and return the epoch's remaining batches.
 
-        The first of them is the one that was drawn last, where `position.used` says that a part of it is left. The
-        random state is the caller's to set afterwards; where the epoch is still to begin, before `begin`.
+        If `position.used` is not 0, the first of them is the batch that was drawn last. The caller sets the random
+        state afterwards; if the epoch has not started, before `begin`.
 
         Raises:
-            CheckpointError: The loader is another one, gives other batches than it did, refuses its state or cannot be
-                begun again; it is as it was, except that batches of it may have been drawn.
+            CheckpointError: The loader is a different one, yields other batches than before, refuses its state or
+                cannot be restarted. It is unchanged, except that batches may have been drawn from it.
         """
         undo = self.undo()
         try:
@@ -181,7 +181,7 @@ class Track:
             raise
 
     def undo(self) -> Callable[[], None]:
-        """Return a function that gives the loader, its samplers and its generators the state that they have now."""
+        """Return a function that restores the current state of the loader, its samplers and its generators."""
         owners = [self._loader] if self._keeps_state else []
         undos = [remember(owner, enters=False) for owner in (*owners, *_told_of_epochs(self._loader))]
         states = self._generator_states()
@@ -213,7 +213,7 @@ class Track:
         if self._keeps_state:
             with _refusals_told(self._loader):
                 self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
-                self.begin(position.epoch)  # where some take it in
+                self.begin(position.epoch)  # some apply the state here
         else:
             self.begin(position.epoch)
         self._start, self._start_generators = position.start, position.generators
@@ -229,21 +229,21 @@ class Track:
         return self
 
     def _check_that_nothing_is_lost(self, position: Position) -> None:
-        """Refuse to go back in what can only go on: it would give the batches after those that were drawn."""
+        """Reject going back in a loader that can only go forward: it would skip the batches that were drawn."""
         goes_back = self._is_its_own_iterator and self._drawn > 0 and position.epoch <= self._epoch
         was_read = isinstance(self._loader, GeneratorType) and self._loader in _read_from
         is_anothers = was_read and self._drawn == 0 and position.batches > 0
         if (goes_back or is_anothers) and not self._keeps_state:
             raise CheckpointError(
-                f"training must begin after batch {position.batches} of epoch {position.epoch}, and the loader, a "
-                f"{type(self._loader).__name__}, can be read only once and is read from already; run again with a new "
-                "one, or pass a DataLoader or a list, which can be begun again"
+                f"training must resume after batch {position.batches} of epoch {position.epoch}, but the loader, a "
+                f"{type(self._loader).__name__}, can be read only once and has been read from; run again with a new "
+                "one, or pass a DataLoader or a list, which can be restarted"
             )
 
     def _check_that_it_is_the_same(self, position: Position) -> None:
         for there, here, what in (
-            (position.length, self._length, "batches an epoch"),
-            (position.batch_size, self._batch_size, "samples a batch"),
+            (position.length, self._length, "batches per epoch"),
+            (position.batch_size, self._batch_size, "samples per batch"),
         ):
             if there is not None and here is not None and there != here:
                 raise CheckpointError(
@@ -255,8 +255,8 @@ class Track:
         if self._keeps_state and position.loader_state is not None:
             with _refusals_told(self._loader):
                 self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
-                # Takes the state in. The epoch is begun by another iterator, since this one has drawn random numbers
-                # for the epoch that it finds finished.
+                # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
+                # random numbers for an epoch that turns out to be finished.
                 iter(self._loader)
         self._set_generators(position)
 
@@ -265,8 +265,8 @@ class Track:
             return next(self)
         except StopIteration:
             raise CheckpointError(
-                f"the checkpoint was made after {position.batches} batches of epoch {position.epoch}, and now the "
-                f"loader gives only {self._drawn}; pass the same loader over the same data"
+                f"the checkpoint was made after {position.batches} batches of epoch {position.epoch}, but the "
+                f"loader now yields only {self._drawn}; pass the same loader over the same data"
             ) from None
 
     def _taken(self) -> RandomStates:
@@ -305,7 +305,7 @@ def _refusals_told(loader: Any) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{type(loader).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
-            f"{first_line(error)}), and everything is as it was before; pass the same loader over the same data, or "
+            f"{first_line(error)}), and nothing was changed; pass the same loader over the same data, or "
             "resume=False to start from scratch"
         ) from error
 
@@ -315,14 +315,14 @@ def _check_rest(batch: Any, position: Position) -> None:
     if samples <= position.used:
         raise CheckpointError(
             f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
-            f"{position.epoch}, and now that batch holds {samples}; pass the same loader over the same data"
+            f"{position.epoch}, but now that batch holds {samples}; pass the same loader over the same data"
         )
 
 
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # the second is what a dataset raises that leaves it open
+    except (TypeError, NotImplementedError):  # datasets without a length raise the second
         return None
 
 
@@ -332,7 +332,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell samplers that shuffle by the number of the epoch (DistributedSampler), which count from 0."""
+    """Set the epoch of samplers that shuffle by it (DistributedSampler), which count from 0."""
     for sampler in _told_of_epochs(loader):
         sampler.set_epoch(epoch - 1)
 
@@ -344,7 +344,7 @@ def _told_of_epochs(loader: Any) -> list[Any]:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a DataLoader and its samplers were given."""
+    """Return the generators of a DataLoader and its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]

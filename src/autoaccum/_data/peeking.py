@@ -1,7 +1,7 @@
 """Reads a loader's first batches and then restores its random state and its counters.
 
-Callers leave alone what cannot be read twice, such as a generator. What a dataset keeps in lists or files is not
-restored.
+Callers do not use it on loaders that cannot be read twice, such as generators. State that a dataset keeps in lists or
+files is not restored.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 
 
 def can_be_looked_at(loader: Any) -> bool:
-    """Whether a loader can be begun, left and begun again.
+    """Whether iteration over a loader can be started, abandoned and started again.
 
-    Not one that is its own iterator; nor one that keeps its place in a state of its own (torchdata's
-    StatefulDataLoader), which goes on where it was left.
+    False for a loader that is its own iterator, and for one that keeps its position (torchdata's StatefulDataLoader),
+    which continues where it stopped.
     """
     return not isinstance(loader, Iterator) and not hasattr(loader, "load_state_dict")
 
 
 def can_be_read_once(loader: Any) -> bool:
-    """Whether a loader surely gives its batches only once; a class of the user's may begin again in `__iter__`."""
+    """Whether a loader certainly yields its batches only once; a user's class may restart in `__iter__`."""
     own = isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", itertools.__name__)
     return own or isinstance(loader, GeneratorType)
 
 
 @contextmanager
 def left_as_it_was(loader: Any) -> Iterator[None]:
-    """Put back random state, the loader's generators and counters, and workers that stand between epochs."""
+    """Restore random state, the loader's generators and counters, and persistent workers."""
     shared = RandomState(torch.device("cpu"))
     shared.take()
     owners = _owners(loader)
@@ -54,14 +54,14 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
             yield
     finally:
         if hasattr(loader, "_iterator"):
-            loader._iterator = standing  # workers that were started here end with what held them
+            loader._iterator = standing  # workers started here end with their iterator
         own.put_back()
         shared.put_back()
 
 
 @contextmanager
 def counters_kept(owners: Iterable[Any]) -> Iterator[None]:
-    """Put back the numbers, flags and texts that objects hold as attributes: counts of calls, an epoch's number."""
+    """Restore the numbers, flags and strings that objects hold as attributes, such as call counts or an epoch."""
     kept = [
         (owner, {name: value for name, value in vars(owner).items() if isinstance(value, _PLAIN)}) for owner in owners
     ]
@@ -75,12 +75,12 @@ def counters_kept(owners: Iterable[Any]) -> Iterator[None]:
 
 
 def _begins_with_class(owner: Any, name: str) -> bool:
-    """Whether an attribute shadows one of its class, as a count does that begins there (`calls = 0`)."""
+    """Whether an attribute shadows one of its class, such as a counter that starts there (`calls = 0`)."""
     return isinstance(vars(owner)[name], _PLAIN) and isinstance(getattr(type(owner), name, owner), _PLAIN)
 
 
 def _owners(loader: Any) -> list[Any]:
-    """Return the loader and what it draws by: samplers and dataset."""
+    """Return the loader, its samplers and its dataset."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, batch_sampler, getattr(loader, "dataset", None)]
     parts += [getattr(owner, "sampler", None) for owner in (loader, batch_sampler)]

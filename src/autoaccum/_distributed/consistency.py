@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._system.notices import Notices
 
 

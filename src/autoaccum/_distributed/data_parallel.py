@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.overlap import Weight
     from autoaccum._distributed.process_group import Ranks
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.peers import BeforeUpdate, Work
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.weighting import Weighting
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
 
 
 _T = TypeVar("_T")
@@ -199,7 +199,7 @@ class DataParallel:
             self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
 
-    def prepare(self) -> None:
+    def begin_attempt(self) -> None:
         """Prepare for an attempt at the window. Nothing to do, since each rank makes its passes by itself."""
 
     def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it

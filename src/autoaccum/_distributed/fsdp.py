@@ -24,9 +24,9 @@ from autoaccum._distributed.data_parallel import (
     pairs_weigh_nothing,
 )
 from autoaccum._engine.dtensor import least_size
+from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
-from autoaccum._engine.step import Accumulated
 from autoaccum._loss.objective import SAMPLES, Factors
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from autoaccum._distributed.process_group import Ranks
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.peers import Work
-    from autoaccum._engine.step import TrainingStep
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
 _NOTHING = Factors(0.0, 0.0, alone=False)
@@ -106,7 +106,7 @@ class ShardedDataParallel(DataParallel):
             self.share = self._share_of(window)
         return self.share
 
-    def prepare(self) -> None:
+    def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:

@@ -7,10 +7,12 @@ exchanged between hosts (gloo), whatever the device; tensors go through the devi
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import pickle
 import struct
+import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from autoaccum._memory.present import existing
+from autoaccum._memory.available_devices import existing
 from autoaccum._oom import first_line
 from autoaccum._system.launched import (
-    _is_to_be_set_up,
+    is_to_be_set_up,
     local_rank,
     timeout_s,
 )
@@ -43,6 +45,9 @@ _MESSAGE_BYTES = 512
 _INLINE_BYTES = _MESSAGE_BYTES - _HEAD.size
 # Poll immediately at first, then less and less often: other ranks may share this one's cores.
 _LOOK_FIRST_S, _LOOK_LAST_S = 2e-5, 1e-3
+
+# Errors that have ended a training of several ranks in this process.
+_failures: list[str] = []
 
 
 class Ranks:
@@ -296,7 +301,7 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
         InvalidInputError: Only some of the variables are set.
         RankFailedError: Another process has not joined.
     """
-    makes_group = _is_to_be_set_up()
+    makes_group = is_to_be_set_up()
     if makes_group:
         _set_up(memory.device)
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
@@ -307,10 +312,10 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
     ranks = Ranks(memory)
     try:
         yield ranks
-    except RankFailedError:
-        raise
     except BaseException as error:
-        ranks.fail(error)
+        _failures.append(type(error).__name__)
+        if not isinstance(error, RankFailedError):
+            ranks.fail(error)
         raise
     finally:
         if makes_group:
@@ -323,6 +328,7 @@ def join_ranks(device: str | torch.device | None = None) -> None:
     Like `torch.distributed.init_process_group`, with a backend each for hosts and GPUs, the GPU at this process's local
     rank, and store names that an earlier attempt (torchrun --max-restarts) has not used. Does nothing if a group is
     already set up, or if this process is alone. `AUTOACCUM_RANK_TIMEOUT_S` sets how long ranks wait for each other.
+    The group is destroyed when the process exits, unless an error ends it.
 
     Args:
         device: The device that this process computes on; None for a GPU if there is one.
@@ -332,11 +338,23 @@ def join_ranks(device: str | torch.device | None = None) -> None:
         RankFailedError: Another process has not joined.
     """
     chosen = existing(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if not _is_to_be_set_up():
+    if not is_to_be_set_up():
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(local_rank() if chosen.index is None else chosen.index)
     _set_up(chosen)
+    atexit.register(_destroy_at_exit)
+
+
+def _destroy_at_exit() -> None:
+    """Destroy the group while the interpreter is intact: gloo's threads may abort a process that ends with a group.
+
+    See https://github.com/pytorch/pytorch/issues/190489. After a failure the other ranks may be inside a collective,
+    where destroying the group could wait for them.
+    """
+    has_failed = hasattr(sys, "last_value") or _failures
+    if not has_failed and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _written(value: Any) -> bytes:

@@ -19,9 +19,9 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from autoaccum._engine.events import Events
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
-    from autoaccum._engine.step import GradientStep
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
 
 
@@ -97,7 +97,7 @@ class Accumulator:
         """
         window = as_window(batch)
         step, work, recovery = self._step, self._work, self._recovery
-        if step.look():
+        if step.parameters_changed():
             self._norms.search()
             work.take_stock()
         earlier = [parameter.grad for parameter in step.parameters]
@@ -110,8 +110,8 @@ class Accumulator:
                         given = work.run(aside=False)
                         self._correct(given)
                         break
-                    except Exception as error:  # noqa: BLE001 - put_back re-raises anything but lack of memory
-                        lack = recovery.put_back(error)
+                    except Exception as error:  # noqa: BLE001 - put_back_or_raise re-raises anything but lack of memory
+                        lack = recovery.put_back_or_raise(error)
                     recovery.cut_smaller(lack)
             except BaseException as error:
                 recovery.give_up(error, window)

@@ -10,9 +10,9 @@ from torch import nn
 
 from autoaccum._arguments import shown
 from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import existing, find_accelerator, there_is
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import describe_neighbours, format_bytes
-from autoaccum._memory.present import existing, find_accelerator, there_is
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system import launched
 from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError

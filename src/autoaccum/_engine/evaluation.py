@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.batches import Window, copied, map_tensors
-from autoaccum._engine.holdings import Holdings
+from autoaccum._engine.object_state import Holdings
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.window_loss import WindowLoss
@@ -32,8 +32,8 @@ from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Talk
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.terms import Term
 
 Metric = Callable[[Any, Any], Any]

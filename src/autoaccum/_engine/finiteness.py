@@ -22,7 +22,7 @@ from autoaccum.errors import NotFiniteError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import StepReport
 
 ON_NAN = ("warn", "stop", "ignore")

@@ -8,16 +8,16 @@ failure.
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum._engine.aside import Aside
+from autoaccum._engine.forward_backward import Accumulated, check_weight
 from autoaccum._engine.gradients import Given
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.step import Accumulated, check_weight
+from autoaccum._engine.separate_gradients import Aside
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._loss.weighting import in_full
 from autoaccum._snapshot import Mark
@@ -25,17 +25,18 @@ from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.peers import Peers, SharedWeights
-    from autoaccum._engine.step import GradientStep
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
 
+
+T = TypeVar("T")
 
 # Elements of a frozen parameter summed at once: their copies in double precision take 2 MiB.
 _SUMMED_AT_ONCE = 2**18
@@ -141,13 +142,13 @@ class MicroBatches:
         else:
             self._run_rest(aside=aside)
             pair_weight = self._pair_weight()
-            losses = {name: _total(values) for name, values in self._accumulated.losses.items()}
+            losses = {name: _total(values) for name, values in _by_name(self._accumulated.losses).items()}
             noted = self._accumulated.reported
         self.size = None
         self._see_what_is_written()
         return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {})
 
-    def keep(self) -> None:
+    def put_back_failed(self) -> None:
         """After running out of memory, restore only what has to be repeated."""
         if self._window.versions() != self._versions_of_data:
             raise InvalidInputError(
@@ -177,7 +178,7 @@ class MicroBatches:
             return len(self._written() if self._seen_written is None else self._seen_written)
 
     def end(self) -> None:
-        """Release the window, which has become an update."""
+        """Release the window, which has become an update or was abandoned; `sizes` and `recomputed` stay."""
         if self._norms.rescales:
             self._norms.put_back()
         if self._window.versions() != self._versions_of_data:
@@ -196,11 +197,11 @@ class MicroBatches:
             self._start_over()
 
     def _start_over(self) -> None:
-        self.recomputed += sum(self.sizes[: self._done])
+        self.recomputed += self._samples_done
         self._put_back_window()
 
     def _forget(self) -> None:
-        self._done = self._entered = 0
+        self._done = self._samples_done = self._entered = 0
         self._accumulated = Accumulated()
         self._factors: list[Factors] = []
         self._losses_of_whole: dict[str, Tensor] | None = None
@@ -248,25 +249,22 @@ class MicroBatches:
 
     def _run_rest(self, *, aside: bool) -> None:
         """Run the remaining micro-batches, forward and backward."""
-        while sum(self.sizes[: self._done]) < self._window.samples:
+        window, sending = self._window, self._sending
+        while self._samples_done < window.samples:
             self._plan()
             if self._norms.is_there and not self._sizing.is_learning:
                 self._norms.announce(self.sizes)  # only for a cut that will be used again
-            start = sum(self.sizes[: self._done])
             rest = self.sizes[self._done :]
             if self._sizing.is_learning and not self._step.objective.mixes_pairs():
                 rest = rest[:1]  # its measurement decides the next size
-            with closing(self._step.transfer.feed(self._window, rest, start)) as feed:
+            with closing(self._step.transfer.feed(window, rest, self._samples_done)) as feed:
                 for size in rest:
-                    with self._sent_on(size, aside=aside):
-                        self._one(feed, size, aside=aside)
-
-    def _sent_on(self, size: int, *, aside: bool) -> AbstractContextManager[None]:
-        """Return a context for the next micro-batch, in which gradients may be sent as they arrive."""
-        is_last = sum(self.sizes[: self._done]) + size == self._window.samples
-        if self._sending is None or not is_last or (aside and self._done):
-            return nullcontext()
-        return self._sending.last()
+                    is_aside = aside and self._done > 0
+                    if sending is not None and not is_aside and self._samples_done + size == window.samples:
+                        with sending.last():
+                            self._one(feed, size, aside=False)
+                    else:
+                        self._one(feed, size, aside=is_aside)
 
     def _run_whole(self, whole: WholeWindow) -> dict[str, Tensor]:
         """Run a window whose loss is computed over all of it, unless only its update has to be retried."""
@@ -278,25 +276,28 @@ class MicroBatches:
 
     def _one(self, feed: Generator[Any, None, None], size: int, *, aside: bool) -> None:
         """Run one micro-batch forward and backward."""
-        step, first = self._step, self._done == 0
+        step, stage = self._step, self._step.stage
         self.size = size
         self._moved = step.has_added = False
         self._adding = None
-        step.stage.phase = Phase.SET_ASIDE
-        if not first:
+        stage.phase = Phase.SET_ASIDE
+        if self._done:
             self._at_micro_batch.take()
         self._moved = True
         self._enter(size)
-        step.stage.phase = Phase.TRANSFER
+        stage.phase = Phase.TRANSFER
         batch = next(feed)
         given = Accumulated()
-        if aside and not first:
+        if aside:
             self._adding = Aside(step.parameters)
-        with self._adding or nullcontext():
+            with self._adding:
+                step.accumulate(batch, size, self._factors[self._done], given)
+        else:
             step.accumulate(batch, size, self._factors[self._done], given)
         if self._sizing.measures:
             self._sizing.leave(size)
         self._accumulated.add(given)
+        self._samples_done += size
         self._done += 1
 
     def _enter(self, size: int | None) -> None:
@@ -304,21 +305,16 @@ class MicroBatches:
         self.size = size
         if size is None:
             return
-        start = self._entered % self._window.samples if self._whole is not None else sum(self.sizes[: self._done])
+        self._sizing.start = self._samples_done if self._whole is None else self._entered % self._window.samples
         self._entered += size
         if self._norms.rescales:
             self._norms.rescale(size / self._window.samples)
-        self._sizing.start = start
         if self._sizing.measures:
             self._sizing.enter(size)
 
     def _worked_on(self) -> int:
         """Samples that have been processed in this window since its last (re)start."""
-        return (
-            min(self._entered, self._window.samples)
-            if self._whole
-            else sum(self.sizes[: self._done]) + (self.size or 0)
-        )
+        return min(self._entered, self._window.samples) if self._whole else self._samples_done + (self.size or 0)
 
     def _is_intact(self) -> bool:
         """Whether completed gradients are whole and can be separated from those of the failed micro-batch."""
@@ -388,14 +384,17 @@ class MicroBatches:
     def _pair_weight(self) -> float | Tensor | None:
         """Return the total weight of a (sum, weight) pair, whose gradients were accumulated with a provisional one."""
         given = self._accumulated
-        if not given.pair_weights or (self._is_part and self._share is None and len(given.losses) > 1):
+        if not given.pair_weights:
             return None
-        if len(given.losses) > 1:
+        losses = _by_name(given.losses)
+        if self._is_part and self._share is None and len(losses) > 1:
+            return None
+        if len(losses) > 1:
             raise InvalidInputError(
-                f"losses {', '.join(map(repr, given.losses))}: a (sum, weight) pair cannot be combined with other "
+                f"losses {', '.join(map(repr, losses))}: a (sum, weight) pair cannot be combined with other "
                 "losses if its weight is not known before the backward pass"
             )
-        ((name, weights),) = given.pair_weights.items()
+        ((name, weights),) = _by_name(given.pair_weights).items()
         total = sum(weights)
         if not self._is_part:
             check_weight(name, total)
@@ -436,6 +435,13 @@ class MicroBatches:
                 f"memory ran out after forward() had modified {len(written)} of the model's parameters for the first "
                 "time, and they cannot be restored; reload them, and begin with a smaller micro_batch"
             )
+
+
+def _by_name(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    found: dict[str, list[T]] = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    return found
 
 
 def _total(values: list[Tensor]) -> Tensor:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_path
-from autoaccum._engine.alive import CATEGORIES, survey
-from autoaccum._engine.places import Places
+from autoaccum._engine.live_storages import CATEGORIES, survey
+from autoaccum._engine.tensor_origins import Places
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
 from autoaccum.errors import InvalidInputError
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from autoaccum._engine.alive import Alive
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.live_storages import Alive
     from autoaccum._system.notices import Notices
 
 FORMAT, VERSION = "autoaccum.oom_report", 1

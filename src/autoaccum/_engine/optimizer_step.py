@@ -135,7 +135,7 @@ class Updates:
         """
         try:
             self.reserve()
-            return self.commit(self.prepare(correction))
+            return self.commit(self.unscale_and_clip(correction))
         finally:
             self._ready = None
 
@@ -145,18 +145,19 @@ class Updates:
         Args:
             gradients: How many parameters will have a gradient; None for as many as have one now.
         """
+        held = self._held()
         if gradients is None:
-            gradients = len(self._gradients())
+            gradients = sum(parameter.grad is not None for parameter in held)
         self._stage.phase = Phase.RESERVE
         self._ready = None
-        need = self._need if self._need is not None and self._need.is_of(gradients, self._held()) else None
+        need = self._need if self._need is not None and self._need.is_of(gradients, held) else None
         makes_state = need is not None and need.keeps_state and not self._optimizer.state
         if need is not None:
             self._memory.reserve(need.transient_bytes + (need.state_bytes if makes_state else 0))
         copy = self._copy() if need is None or makes_state else None
         self._ready = _Ready(gradients, copy, is_measured=need is None)
 
-    def prepare(self, correction: float | Tensor = 1.0) -> Tensor | None:
+    def unscale_and_clip(self, correction: float | Tensor = 1.0) -> Tensor | None:
         """Bring the gradients into the form that the optimizer needs.
 
         Args:
@@ -199,7 +200,7 @@ class Updates:
         """Step the optimizer; if it fails without having written, this can be retried.
 
         Args:
-            norm: What `prepare` returned.
+            norm: What `unscale_and_clip` returned.
 
         Raises:
             StateDamagedError: The optimizer failed after it had begun to write.
@@ -235,7 +236,7 @@ class Updates:
         except MemoryError:
             self._need = None
 
-    def let_go(self) -> None:
+    def drop_reservation(self) -> None:
         """Release the preparations for a step."""
         self._ready = None
 

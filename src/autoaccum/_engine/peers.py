@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.optimizer_step import Update, Updates
-    from autoaccum._sizing.controller import Sizing
+    from autoaccum._sizing.sizing import Sizing
 
     BeforeUpdate = Callable[[dict[str, Tensor], int], None]
 
@@ -105,14 +105,14 @@ class Peers(Protocol):
             sizing: Cuts this process's part.
         """
 
-    def prepare(self) -> None:
+    def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
     def expected_gradients(self) -> int | None:
         """Return how many parameters will have a gradient; None for as many as have one now."""
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
-        """Reduce the parts of all processes to the gradient and the losses of the whole window.
+        """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Args:
             given: The results of this part's micro-batches.
@@ -121,7 +121,8 @@ class Peers(Protocol):
                 abandoned.
 
         Returns:
-            The window; None if the attempt must be repeated.
+            The window; None if the attempt must be repeated, since another process lacks memory or has learned more
+            about what a loss runs over.
         """
 
     def commit(self, reduced: Reduced) -> Update:
@@ -156,7 +157,7 @@ class Alone:
     def begin(self, window: Window, sizing: Sizing) -> None:
         """Do nothing: the part is the window."""
 
-    def prepare(self) -> None:
+    def begin_attempt(self) -> None:
         """Do nothing: no other process is waiting."""
 
     def expected_gradients(self) -> None:
@@ -168,7 +169,7 @@ class Alone:
         if given.pair_weight is not None:
             losses = given.corrected_losses()
         before_update(losses, given.samples)
-        norm = self._updates.prepare(correction)
+        norm = self._updates.unscale_and_clip(correction)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm)
 
     def commit(self, reduced: Reduced) -> Update:

@@ -11,7 +11,7 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
 from autoaccum._engine import devices
 from autoaccum._engine.fallback import ways_left
-from autoaccum._engine.step import TrainingStep, assemble
+from autoaccum._engine.forward_backward import TrainingStep, assemble
 from autoaccum._engine.trial import Trials
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._memory import backend_for
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._engine.step import GradientStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Trial

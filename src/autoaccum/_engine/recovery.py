@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.events import Events
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.micro_batches import MicroBatches
-    from autoaccum._engine.step import GradientStep
-    from autoaccum._sizing.controller import Sizing
     from autoaccum._sizing.headroom import Headroom
+    from autoaccum._sizing.sizing import Sizing
 
 # Attempts at finding out what the loss runs over; it takes many small steps, and each can fail.
 _TRIES_TO_WEIGH = 4
@@ -79,7 +79,7 @@ class Recovery:
         self.lacks = []
         self._has_failed = False
 
-    def put_back(self, error: Exception) -> MemoryEvent:
+    def put_back_or_raise(self, error: Exception) -> MemoryEvent:
         """Restore what has to be repeated. Call from the handler that caught the error.
 
         Returns:
@@ -94,7 +94,7 @@ class Recovery:
         if step.witness is not None:
             number, is_trial = self._events.windows + 1, self._sizing.is_learning
             step.witness.see(error, phase=step.phase, size=work.size, step=number, is_trial=is_trial)
-        work.keep()
+        work.put_back_failed()
         event = MemoryEvent(step.phase.value, work.size, _oom.first_line(error))
         _oom.let_go(error)
         return event

@@ -20,18 +20,18 @@ from autoaccum import _oom
 from autoaccum._arguments import check_iterable, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import as_window
-from autoaccum._engine import afterwards, devices, optimizers
+from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
+from autoaccum._engine.forward_backward import assemble, drop_old_gradients
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
-from autoaccum._engine.step import assemble, drop_old_gradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._records import DeviceScalar, Plan, StepReport
-from autoaccum._sizing.controller import Cutting, Sizing, SizingOptions
 from autoaccum._sizing.headroom import Headroom
+from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Reduced
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _SETTABLE = ("plan", "optimizer")
 
 
-class Commit(Protocol):
+class MovesWithUpdates(Protocol):
     """Whatever must move with every update."""
 
     def prepare(self, samples: int) -> None:
@@ -76,7 +76,7 @@ class Commit(Protocol):
 
 
 class NothingMoves:
-    """The `Commit` for a user's own loop, in which nothing moves with an update."""
+    """The `MovesWithUpdates` of a user's own loop, in which nothing moves with an update."""
 
     def prepare(self, samples: int) -> None:
         """Do nothing."""
@@ -86,8 +86,8 @@ class NothingMoves:
 
 
 @dataclass(slots=True)
-class _Now:
-    """The state of a runner.
+class _WindowState:
+    """The state of a runner and of its current window.
 
     Attributes:
         made_before: Number of updates made before the current window.
@@ -115,7 +115,7 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        commit: Moves with every update.
+        moves: Moves with every update.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
     """
@@ -128,7 +128,7 @@ class WindowRunner:
         notices: Notices,
         *,
         peers: Peers | None = None,
-        commit: Commit | None = None,
+        moves: MovesWithUpdates | None = None,
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
     ) -> None:
@@ -137,14 +137,14 @@ class WindowRunner:
         self._events = events
         self._notices = notices
         self._peers: Peers = peers or Alone(step.updates)
-        self._move = commit or NothingMoves()
+        self._moves = moves or NothingMoves()
         self._loss_scope = loss_scope
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms, peers=self._peers)
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
-        self._now = _Now(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
+        self._state = _WindowState(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -161,49 +161,66 @@ class WindowRunner:
             AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
-        now, work, peers, recovery = self._now, self._work, self._peers, self._recovery
-        now.made_before, now.number, now.has_moved = self._step.updates.made, self._events.windows + 1, False
+        state, updates = self._state, self._step.updates
+        state.made_before, state.number, state.has_moved = updates.made, self._events.windows + 1, False
         try:
-            self._begin(part)
             try:
-                while True:
-                    lack = None
-                    try:
-                        peers.prepare()
-                        given = work.run(aside=self._takes_gradients_aside())  # each micro-batch forward and backward
-                        self._step.updates.reserve(peers.expected_gradients())
-                        reduced = peers.reduce(given, work, self._before_update)  # to the gradient of the whole window
-                        if reduced is not None:
-                            update = self._update(reduced) if reduced.samples else None
-                            break
-                    except Exception as error:
-                        if self._is_made:
-                            raise
-                        peers.failed(error, work, now.number)
-                        lack = recovery.put_back(error)
-                    self._step.updates.let_go()
-                    recovery.cut_smaller(lack) if lack is not None else self._step.memory.release()
-            except BaseException as error:
-                if not self._is_made:
-                    recovery.give_up(error, part)
+                self._begin(part)
+                while (made := self._attempt()) is None:
+                    pass
+            except BaseException as error:  # no way to go on: the window is abandoned
+                if not self._update_is_made:
+                    self._recovery.give_up(error, part)
                 raise
             finally:
                 self._end()
-            return None if update is None else self._report(part, reduced, update, started)
-        except BaseException as error:
-            if self._is_made:
-                self._tell_that_it_is_made(error)
+            reduced, update = made
+            if update is None:
+                return None
+            if part.samples:
+                self._choose_next_sizes()
+            return self._report(reduced, update, started)
+        except BaseException as error:  # after the update there is no way back
+            if self._update_is_made:
+                self._raise_as_update_complete(error)
             raise
 
+    def _attempt(self) -> tuple[Reduced, Update | None] | None:
+        """Try to make the window's update, continuing from the micro-batches that earlier attempts completed.
+
+        Returns:
+            The reduced window, and the update if any process has a sample of it. None if the attempt must be repeated:
+            memory ran out, here or in another process, or another process learned what a loss runs over.
+        """
+        step, work, peers, lack = self._step, self._work, self._peers, None
+        try:
+            peers.begin_attempt()
+            given = work.run(aside=self._takes_gradients_aside())  # each micro-batch forward and backward
+            step.updates.reserve(peers.expected_gradients())
+            reduced = peers.reduce(given, work, self._before_update)  # to the gradient of the whole window
+            if reduced is not None:
+                return reduced, self._update(reduced) if reduced.samples else None
+        except Exception as error:
+            if self._update_is_made:
+                raise
+            peers.failed(error, work, self._state.number)
+            lack = self._recovery.put_back_or_raise(error)
+        step.updates.drop_reservation()
+        if lack is not None:
+            self._recovery.cut_smaller(lack)
+        else:
+            step.memory.release()
+        return None
+
     @property
-    def _is_made(self) -> bool:
+    def _update_is_made(self) -> bool:
         """Whether the update of the current window is made."""
-        return self._step.updates.made != self._now.made_before
+        return self._step.updates.made != self._state.made_before
 
     @property
     def is_past_return(self) -> bool:
         """Whether the update of the most recent window is made, here or by other processes."""
-        return self._is_made or self._peers.is_decided
+        return self._update_is_made or self._peers.is_decided
 
     @property
     def windows_done(self) -> int:
@@ -245,59 +262,60 @@ class WindowRunner:
     def _begin(self, part: Window) -> None:
         """Prepare for a window: check its parameters, drop old gradients, and choose its cut."""
         step = self._step
-        if step.look():
+        if step.parameters_changed():
             self._peers.check_parameters()
             self._norms.search()
             self._work.take_stock()
-            self._now.is_checked = False
-            self._say_what_stays()
+            self._state.is_checked = False
+            self._warn_of_untrained_parameters()
         drop_old_gradients(step, self._notices)
         self._room.follow(self._sizing.plan)
         self._recovery.begin()
         if part.samples:
             self._sizing.begin(part)
         self._work.begin(part, self._peers.begin(part, self._sizing))
-        self._now.is_at_work = True
+        self._state.is_at_work = True
 
     def _before_update(self, losses: dict[str, Tensor], samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
-        if not self._now.is_checked:
-            if self._now.checks_finite:
+        if not self._state.is_checked:
+            if self._state.checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():
                 raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
-            self._now.is_checked, self._now.checks_finite = True, False
-        self._move.prepare(samples)
+            self._state.is_checked, self._state.checks_finite = True, False
+        self._moves.prepare(samples)
 
     def _update(self, reduced: Reduced) -> Update:
         """Step the optimizer, and move everything that moves with it."""
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         with signals.held():
             update = self._peers.commit(reduced)
-            self._events.windows = self._now.number
+            self._events.windows = self._state.number
             self._step.clear_gradients()
-            self._move.update_made(skipped=update.skipped)
-            self._now.has_moved = True
+            self._moves.update_made(skipped=update.skipped)
+            self._state.has_moved = True
         return update
 
     def _end(self) -> None:
         """Release the window."""
-        self._now.is_at_work = False
-        self._step.updates.let_go()
+        self._state.is_at_work = False
+        self._step.updates.drop_reservation()
         self._work.end()
 
-    def _report(self, part: Window, reduced: Reduced, update: Update, started: float) -> StepReport:
-        """Choose the next window's sizes based on memory use, and return a report on this one."""
+    def _choose_next_sizes(self) -> None:
+        """Choose the next window's sizes based on memory use."""
+        sizing = self._sizing
+        is_learning = sizing.is_learning
+        if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
+            self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
+            sizing.shrink()
+        else:
+            sizing.end(self._work.sizes, is_clean=not self._recovery.lacks, has_room=self._room.is_free)
+
+    def _report(self, reduced: Reduced, update: Update, started: float) -> StepReport:
+        """Return the report on the window that was just made."""
         sizing, work = self._sizing, self._work
-        if part.samples:
-            is_learning = sizing.is_learning
-            if self._room.look(reads_peak=not is_learning) and not is_learning:
-                self._notices.say(
-                    "the allocator finds no room without giving back its cache; micro-batches get smaller"
-                )
-                sizing.shrink()
-            else:
-                sizing.end(work.sizes, is_clean=not self._recovery.lacks, has_room=self._room.is_free)
         return StepReport(
             step=self._events.windows,
             samples=reduced.samples,
@@ -312,13 +330,13 @@ class WindowRunner:
             device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
         )
 
-    def _tell_that_it_is_made(self, error: BaseException) -> None:
+    def _raise_as_update_complete(self, error: BaseException) -> None:
         """Raise a failure after the update as an error which states that the update is made, unless it already does."""
-        self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
+        self._events.windows = self._state.number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = afterwards.told(error, self._now.number, has_moved=self._now.has_moved)
+        said = update_complete.told(error, self._state.number, has_moved=self._state.has_moved)
         if said is error:
             return
         try:
@@ -335,7 +353,7 @@ class WindowRunner:
         trained = (p for p in self._step.parameters if p.requires_grad)
         return self._room.is_free(sum(p.numel() * p.element_size() for p in trained))
 
-    def _say_what_stays(self) -> None:
+    def _warn_of_untrained_parameters(self) -> None:
         """Report once any parameters that need a gradient but are not in the optimizer; they may be new."""
         held = {parameter for group in self._step.optimizer.param_groups for parameter in group["params"]}
         if left := sum(p.requires_grad and p not in held for p in self._step.parameters):
@@ -438,8 +456,8 @@ class Runner(WindowRunner):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer | MakesOptimizer) -> None:
-        if optimizer is None or self._now.is_at_work:
-            why = "within a window" if self._now.is_at_work else "to None"
+        if optimizer is None or self._state.is_at_work:
+            why = "within a window" if self._state.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 

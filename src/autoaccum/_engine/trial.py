@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window, copied, count, repeated
-from autoaccum._engine.step import Accumulated
+from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Trial
@@ -20,7 +20,7 @@ from autoaccum.errors import StateDamagedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.window_loss import WholeWindow
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Piece, Window, copied, map_tensors, repeated
+from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.step import check_weight
 from autoaccum._loss import reported
 from autoaccum._loss.counting import is_pair
 from autoaccum._loss.objective import Factors, no_gradient
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._data.transfer import Transfer
-    from autoaccum._engine.step import GradientStep
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.terms import Term
 
 LOSS_SCOPES = ("micro_batch", "window")

@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import (
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import Piece, copied, count, map_tensors, repeated
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
-from autoaccum._engine.step import TrainingStep
 from autoaccum._estimate.allocation_trace import Timeline, between
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._data.batches import Piece, copied
+from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.precision import Precision
-from autoaccum._engine.step import Accumulated
 from autoaccum._estimate import cuda_dispatch
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
@@ -26,7 +26,7 @@ from autoaccum._loss.objective import Factors, Objective
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._estimate.allocation_trace import Storage, Timeline
     from autoaccum._estimate.cpu_kernels import Workspace
     from autoaccum._loss.objective import Source

@@ -15,15 +15,15 @@ from autoaccum._launch.last_words import killed_by, memory_words
 from autoaccum._launch.launchers import KILLED, SIGNAL_BASE
 from autoaccum._memory.kills import risen
 from autoaccum._system.reason_file import OUT_OF_MEMORY
+from autoaccum.errors import StartAgainError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autoaccum._system.reason_file import Reason
 
-# Of ExitCode: not even one sample fits; restart with a smaller cut.
+# The exit code of every command of autoaccum if not even one sample fits.
 DOES_NOT_FIT = 4
-START_AGAIN = 75
 
 _LINE_CHARS = 120
 
@@ -102,7 +102,7 @@ def _by_words(ended: Ended, reason: Reason | None) -> Diagnosis | None:
         if reason.reason == OUT_OF_MEMORY:
             return Diagnosis("out_of_memory", f"its reason file: {where}{_short(reason.message)}", reason.micro_batch)
         return Diagnosis("other", f"its reason file: {where}{_short(f'{reason.reason}: {reason.message}')}")
-    if ended.exit_code == START_AGAIN:
+    if ended.exit_code == StartAgainError.exit_code:
         return Diagnosis("out_of_memory", "exit code 75, which requests a restart with a smaller cut")
     said = memory_words(ended.tail, ended.code)
     if said is not None:

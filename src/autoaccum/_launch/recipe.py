@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._launch.job import Job
-from autoaccum._launch.recipe_exits import exit_error, is_exit
+from autoaccum._launch.recipe_exit_guard import exit_error, is_exit
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

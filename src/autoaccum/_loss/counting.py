@@ -1,4 +1,4 @@
-"""Finds the target tensors of a batch, and counts by them what each micro-batch of a cut weighs. Calls no model."""
+"""Finds the target tensors of a batch, and counts the targets of each micro-batch of a cut. Calls no model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from autoaccum._loss.weighting import Tally, Weighting
 
 _PAIR = 2
-# Names under which mappings keep what a loss compares with, and what says which of it counts.
+# Names of targets and masks in mappings.
 _TARGET_WORDS = ("label", "target")
 _MASK_WORD = "mask"
-# Dimensions of what is no target by its name: a uint8 image or a (N, heads, T, T) mask says nothing of what counts.
+# The most dimensions of a tensor not named as a target: a uint8 image or a (N, heads, T, T) mask selects no targets.
 _MAX_DIM = 2
 
 
@@ -28,10 +28,10 @@ def is_pair(batch: Any) -> bool:
 
 
 def target_tensors(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors in a batch that may say what counts, by name, the likeliest first.
+    """Return the tensors of a batch that may determine which targets count, by name, the likeliest first.
 
-    Of a pair these are the targets. Of a mapping they are what is named so, then masks and whole numbers: a loss that
-    is given the whole batch may compare with any of them.
+    In a pair these are the targets. In a mapping they are the tensors named as targets, then masks and integer tensors,
+    since a loss that receives the whole batch may use any of them.
     """
     return {str(name): value for name, value in _named_targets(batch) if isinstance(value, Tensor) and value.dim()}
 
@@ -55,18 +55,18 @@ def _may_count(name: str, value: Any) -> bool:
 
 
 def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full: bool = False) -> list[Tally]:
-    """Return how much counts in each micro-batch of a cut.
+    """Return the tally of each micro-batch of a cut.
 
     Args:
-        how: The way of weighing.
+        how: The weighting.
         window: The samples.
         sizes: The cut.
-        in_full: Whether the numbers are to be compared with those of other windows, and not only among themselves.
+        in_full: Whether the tallies must be comparable with those of other windows, and not only with each other.
     """
     if not how.needs_targets:
         return list(sizes)
     if not in_full and len(window.groups()) == 1 and all(how.counts_all(target_tensors(part)) for part in window):
-        return list(sizes)  # the usual case, and far cheaper: all samples weigh the same
+        return list(sizes)  # the usual case, and far cheaper: all samples have the same weight
     tallies, start = [], 0
     for size in sizes:
         parts = window.parts(start, start + size)
@@ -76,12 +76,12 @@ def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full:
 
 
 def tallies_of_each(hows: Sequence[Weighting], window: Window, start: int, stop: int) -> Tensor:
-    """Return how much counts in each of a window's samples `start` to `stop`, shape (weightings, samples)."""
+    """Return the tally of each of a window's samples `start` to `stop`, shape (weightings, samples)."""
     parts = [(target_tensors(part), samples) for part, samples in window.parts(start, stop)]
     return torch.stack([torch.cat([how.tally_each(samples, named) for named, samples in parts]) for how in hows])
 
 
 def constants_of(window: Window, start: int, stop: int) -> frozenset[tuple[str, float]]:
-    """Return which of the target tensors of samples `start` to `stop` hold one value alone, and which."""
+    """Return the target tensors of samples `start` to `stop` that hold a single value, with that value."""
     parts = [constants(target_tensors(part)) for part, _ in window.parts(start, stop)]
     return frozenset.intersection(*parts)

@@ -1,7 +1,7 @@
-"""Runs a micro-batch through the model and the loss, and weighs its samples in the loss of the window.
+"""Runs a micro-batch through the model and the loss, and weights its samples within the loss of the window.
 
-The result are loss terms with their graphs; the caller back-propagates them. `reduction_inference` finds out how an
-unknown loss weighs its samples.
+Returns loss terms with their graphs, which the caller back-propagates. `reduction_inference` infers how an unknown loss
+weights its samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen, map_tensors
 from autoaccum._loss import weighting
 from autoaccum._loss.counting import is_pair, tallies_of
-from autoaccum._loss.named_losses import TOTAL, Entries
+from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.reduction_inference import Run, Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
@@ -39,23 +39,23 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 
 Loss = Callable[..., Any]
 
-# What parts of a window add up by: their samples, not at all, or the weight of a pair, which only its loss tells; else
-# the weight of the loss of that name.
+# The weight by which parts of a window are combined: their samples, none, or the weight of a pair, which only its loss
+# returns; otherwise the weight of the loss of that name.
 SAMPLES, SUM, PAIR = "", " sum", " pair"
 _BY_SAMPLES = Weighting(Over.SAMPLES)
-# A batch of (inputs, targets), as `counting.is_pair` has it; it is asked for every micro-batch.
+# For recognising (inputs, targets) as `counting.is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
 
 
 @dataclass(slots=True)
 class Factors:
-    """What the losses of one micro-batch are to be multiplied by, so that the window's add up to its loss.
+    """The factors of the losses of one micro-batch, with which those of a window sum to its loss.
 
     Attributes:
-        usual: For every loss that is not named: its share of the window's samples.
-        provisional: For the sum of a (sum, weight) pair whose weight over the window is not known yet.
-        alone: Whether the micro-batch is the whole window, so that a pair's weight is its own.
-        named: By name, for losses that weigh their samples otherwise. Of a (sum, weight) pair it multiplies the sum.
+        usual: For every loss not in `named`: the micro-batch's share of the window's samples.
+        provisional: For the sum of a (sum, weight) pair whose total weight over the window is not known yet.
+        alone: Whether the micro-batch is the whole window, so that a pair is divided by its own weight.
+        named: By name, for losses with another weighting. For a (sum, weight) pair the factor applies to the sum.
     """
 
     usual: float
@@ -68,17 +68,17 @@ class Factors:
         return self.named.get(name, self.usual)
 
     def times(self, number: float) -> Factors:
-        """Return the same, multiplied by a number."""
+        """Return these factors multiplied by a number."""
         named = {name: factor * number for name, factor in self.named.items()}
         return Factors(self.usual * number, self.provisional * number, self.alone, named)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One forward pass and what it gives: a mapping of raw losses by name, and the model's outputs if there are any.
+    """One forward pass, which gives a mapping of raw losses by name, and the model's outputs if there are any.
 
     Attributes:
-        run: Makes the pass; called with the objective and a batch.
+        run: Runs the pass; called with the objective and a batch.
         total: The name of the entry that is the total.
     """
 
@@ -87,19 +87,19 @@ class Source:
 
 
 class Objective:
-    """A model and what to minimise, ready to be asked about one micro-batch after another.
+    """A model and its loss, evaluated on one micro-batch after another.
 
     Args:
-        model: Called as DESIGN's conventions say: a pair's first half, a mapping's items, or the batch itself.
+        model: Called by DESIGN's conventions with a pair's first half, a mapping's items, or the batch itself.
         loss: A callable of (outputs, targets) or (outputs, batch); a list of callables of (model, batch), each with a
             forward pass of its own; None for the model's own loss or one chosen by the targets' type.
-        forward: A callable of (model, batch) that returns the outputs, in place of the conventions.
-        loss_reduction: "mean" or "sum" where it should not be found out.
+        forward: A callable of (model, batch) that returns the outputs, replacing the conventions.
+        loss_reduction: "mean" or "sum"; None to infer it.
         notices: Reports choices.
 
     Attributes:
-        returns_pairs: Whether a loss has been a (sum, weight) pair so far.
-        may_look: Whether a sample may be run through the model to see which entries of a mapping have a gradient.
+        returns_pairs: Whether any loss so far was a (sum, weight) pair.
+        may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
 
     Raises:
         InvalidInputError: The arguments cannot be used.
@@ -140,12 +140,12 @@ class Objective:
 
     @property
     def loss(self) -> Loss | Sequence[Loss] | None:
-        """The loss that was given."""
+        """The loss argument."""
         return self._loss
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The model, and losses that are modules: everything whose buffers and parameters belong to the step."""
+        """The model, and losses that are modules: all whose buffers and parameters belong to the step."""
         losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
         return [self.model, *(loss for loss in losses if isinstance(loss, nn.Module))]
 
@@ -158,10 +158,10 @@ class Objective:
             samples: Its number of samples.
 
         Returns:
-            The loss terms with their graphs, and the model's outputs (None for a callable that keeps them).
+            The loss terms with their graphs, and the model's outputs (None for a callable that does not return them).
 
         Raises:
-            InvalidInputError: What came out is no loss.
+            InvalidInputError: The returned value is not a loss.
         """
         raw, outputs = source.run(self, batch)
         if len(raw) == 1:
@@ -179,15 +179,15 @@ class Objective:
         return self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
 
     def terms_of(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
-        """Return the loss terms of outputs that are there already; not for a list of losses, which make their own.
+        """Return the loss terms of existing outputs; not for a list of losses, which compute their own.
 
         Args:
             outputs: The model's outputs.
-            batch: What they were made from, on the device; of a pair only the targets are looked at.
+            batch: The batch that they were computed from, on the device; of a pair only the targets are used.
             samples: Its number of samples.
 
         Raises:
-            InvalidInputError: What came out is no loss.
+            InvalidInputError: The returned value is not a loss.
         """
 
         def with_gradients() -> Mapping[str, Any] | None:
@@ -199,40 +199,40 @@ class Objective:
 
     @property
     def takes_outputs(self) -> bool:
-        """Whether the loss is a function of outputs, whose rows it can be asked about without the model."""
+        """Whether the loss is a function of outputs, so that it can be called on some of their rows alone."""
         return self._loss is not None and not isinstance(self._loss, list | tuple)
 
     @property
     def weighting_by_default(self) -> Weighting | None:
-        """What the loss that was chosen runs over, once it has run; None where none had to be chosen."""
+        """The weighting of the default loss, once it has run; None if a loss was given."""
         return None if self._default is None else Weighting(self._default)
 
     @property
     def of_unknown_weight(self) -> list[str]:
-        """Names of the losses that weigh by samples only because what they run over could not be found out."""
+        """Names of the losses that are weighted by samples only because their reduction could not be inferred."""
         if self._said is not None:
             return []
         return [name for name, how in self._settler.known.items() if how.over is Over.OPAQUE]
 
     def weighting(self, name: str) -> Weighting:
-        """What the loss of this name runs over, as far as is known; samples where nothing is."""
+        """Return the weighting of the loss of this name; by samples while it is unknown."""
         return self._settler.known.get(name, self._said or _BY_SAMPLES)
 
     def factors(
         self, window: Window, sizes: Sequence[int], totals: Mapping[str, float] | None = None, *, is_part: bool = False
     ) -> list[Factors]:
-        """Return for each micro-batch what its losses are to be multiplied by.
+        """Return the factors of each micro-batch's losses.
 
-        A micro-batch's factors are the same to the last bit however the rest of the window is cut.
+        A micro-batch's factors are bitwise identical however the rest of the window is cut.
 
         Args:
             window: The samples.
-            sizes: The micro-batches in which they are cut.
-            totals: `weights` of the window of which these samples are a part; None where only these count.
-            is_part: Whether they are a part, whose losses are to be weighed among those of others afterwards.
+            sizes: The micro-batch sizes.
+            totals: `weights` of the window that these samples are a part of; None if they are the whole.
+            is_part: Whether they are a part, whose losses are later combined with those of other parts.
 
         Raises:
-            InvalidInputError: No target of the window counts, and it is no part.
+            InvalidInputError: No target of the window counts, and it is not a part.
         """
         alone = len(sizes) == 1 and not is_part
         usual_total = None if totals is None else totals[SAMPLES]
@@ -244,7 +244,7 @@ class Objective:
             tallies = tallies_of(how, window, sizes, in_full=totals is not None)
             total = None if totals is None else totals.get(name)
             if totals is None and is_part:
-                # Of an unknown weight all samples are counted, also those of which none counts.
+                # With an unknown weighting all samples count, including those without counted targets.
                 total = float(window.samples) if how.over is Over.OPAQUE else how.worth(sum(tallies))
             shares = weighting.shares(how, tallies, window.samples, total)
             for micro, share in zip(factors, shares, strict=True):
@@ -252,12 +252,12 @@ class Objective:
         return factors
 
     def weights(self, window: Window) -> dict[str, float]:
-        """Return what the samples of a window weigh: how many they are, and for each loss that weighs otherwise."""
+        """Return the weights of a window's samples: their number, and one for each loss with another weighting."""
         found = {SAMPLES: float(window.samples)}
         for name, how in self._settler.known.items():
             if _is_usual(how) or how.over is Over.SUM or not window.samples:
                 continue
-            # Of an unknown weight all samples are counted, as in one process.
+            # With an unknown weighting all samples count, as in one process.
             is_guess = how.over is Over.OPAQUE
             found[name] = how.worth(
                 window.samples if is_guess else tallies_of(how, window, [window.samples], in_full=True)[0]
@@ -266,7 +266,7 @@ class Objective:
 
     @property
     def common_weight(self) -> str | None:
-        """By which of `weights` parts of a window add up, where that is one for all losses; None where it is not."""
+        """The one of `weights` by which parts of a window are combined; None if losses differ in it."""
         known = self._settler.known
         names = {SAMPLES if _is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()}
         pairs = [name for name, how in known.items() if how.over is Over.PAIR]
@@ -278,22 +278,22 @@ class Objective:
 
     @property
     def has_questions(self) -> bool:
-        """Whether it is still to be found out what a loss runs over."""
+        """Whether the reduction of a loss is still to be inferred."""
         return self._settler.has_questions
 
     @property
     def knowledge(self) -> dict[str, tuple[Weighting, int]]:
-        """What is known of each loss, with how much was ruled out for it."""
+        """The weighting of each loss as far as known, with the number of alternatives ruled out."""
         return self._settler.knowledge
 
     def adopt(self, known: Mapping[str, Weighting]) -> None:
-        """Take over what another process of the same training knows."""
+        """Adopt the weightings known to another process of the same training."""
         known = {name: how for name, how in known.items() if not self._entries.is_reported(name)}
         self._settler.known = {**self._settler.known, **known}
         self._settler.is_settled = False
 
     def mixes_pairs(self) -> bool:
-        """Whether, as far as is known, some but not all of the losses are (sum, weight) pairs, or several are."""
+        """Whether one of several losses is known to be a (sum, weight) pair."""
         known = self._settler.known.values()
         return len(known) > 1 and any(how.over is Over.PAIR for how in known)
 
@@ -305,21 +305,21 @@ class Objective:
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Find out, where it matters and is not known, what the losses run over.
+        """Infer the reductions of the losses that are unknown and matter.
 
-        An unknown loss is run on a few samples and on parts of them, in evaluation mode and without gradients. Where
-        the samples at hand cannot tell two candidates apart (no padding yet) the question stays open until a window
-        comes in which they differ.
+        An unknown loss is run on a few samples and on parts of them, in evaluation mode and without gradients. If the
+        samples do not distinguish two candidates (no padding yet), the question stays open until a window in which they
+        differ.
 
         Args:
-            window: Samples to try it on.
-            sizes: The micro-batches in which the window will be cut.
+            window: Samples to try the losses on.
+            sizes: The micro-batch sizes that the window will be cut into.
             place: Moves a batch to the device.
-            mark: Taken and put back here.
-            autocast: In which the model runs where it does not without.
+            mark: Taken and restored here.
+            autocast: Returns a context to run the model in if it fails without.
 
         Raises:
-            InvalidInputError: A pair that a loss returned is not a (sum, weight).
+            InvalidInputError: A loss returned a pair that is not (sum, weight).
         """
         if not self._settler.is_settled:
             self._settler.settle(window, sizes, Run(self, place, mark, autocast))
@@ -360,7 +360,8 @@ class Objective:
             raw = self._loss(outputs, batch[1])  # type: ignore[operator]
         else:
             raw = self._loss_of_batch(outputs, batch)
-        return dict(raw) if isinstance(raw, Mapping) else {TOTAL: raw}
+        # Asking whether a tensor is a Mapping is slow.
+        return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
     def _terms(
         self, raw: Mapping[str, Any], samples: int, total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
@@ -374,8 +375,8 @@ class Objective:
                 reported = reported_term(name, value, samples, summed=summed)
                 if reported is None:
                     self._notices.say(
-                        f"loss {name!r} is {describe(value)}, so it is not reported; a number, a vector of per-sample "
-                        "values or a (sum, weight) pair is",
+                        f"loss {name!r} is {describe(value)}, so it is not reported; return a number, a vector of "
+                        "per-sample values or a (sum, weight) pair",
                         key=f"not reported {name}",
                     )
                 else:
@@ -383,19 +384,19 @@ class Objective:
         return terms
 
     def _looked_at(self, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Run something with gradients, which is switched off around it, to see what has one."""
+        """Run something with gradients, which the caller has disabled, to see which entries have one."""
         try:
             with torch.enable_grad(), evaluation_mode(self.modules):
                 return run()
         except Exception as error:
             lacks = _oom.is_oom(error) or _oom.is_too_large(error)
-            # Once it is the caller's to make room.
+            # The first time, the caller has to free memory.
             if _oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
                 self._has_lacked_memory = True
                 raise
             self._notices.say(
-                f"which entries of the loss have a gradient could not be found out ({_oom.first_line(error)}); all are "
-                "added up until training shows it. An entry 'loss' says which is the total",
+                f"which entries of the loss have a gradient could not be inferred ({_oom.first_line(error)}); all are "
+                "summed until training shows it. Return an entry 'loss' to mark the total",
                 key="entries unknown",
             )
             _oom.let_go(error)
@@ -405,7 +406,7 @@ class Objective:
         if weighting.of_loss_module(self._loss) is not None:
             raise InvalidInputError(
                 f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
-                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... that picks them"
+                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
             )
         return self._loss(outputs, batch)  # type: ignore[operator,misc]
 
@@ -415,7 +416,7 @@ class Objective:
             return own
         if not is_pair(batch):
             raise InvalidInputError(
-                f"no loss: the model returned {describe(outputs)}, which holds none, and a batch of type "
+                f"no loss: the model returned {describe(outputs)}, which contains none, and a batch of type "
                 f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"
             )
         loss, self._default = _default_loss(outputs, batch[1])
@@ -434,7 +435,7 @@ class Objective:
 
 
 def _is_usual(how: Weighting) -> bool:
-    """Whether a loss weighs by samples, as an unknown one does."""
+    """Whether a loss is weighted by samples, as an unknown one is."""
     return how.over in (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE) and not how.void
 
 
@@ -463,8 +464,8 @@ def _check_loss(loss: object) -> None:
 def no_gradient(names: Iterable[str]) -> InvalidInputError:
     """Return the error for losses of these names that have no graph."""
     return InvalidInputError(
-        f"loss {'+'.join(names)!r} has no gradient: it does not depend on a parameter that needs one; look for "
-        ".detach(), .item() or torch.no_grad() on the way"
+        f"loss {'+'.join(names)!r} has no gradient: it does not depend on a trainable parameter; look for "
+        ".detach(), .item() or torch.no_grad() in its computation"
     )
 
 
@@ -474,7 +475,7 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 def _own_loss(outputs: Any) -> Any:
-    """Return the loss that a model computed itself; None where there is none."""
+    """Return the loss that the model itself computed; None if there is none."""
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() == 0 else None
     if not isinstance(outputs, Mapping):
@@ -483,7 +484,7 @@ def _own_loss(outputs: Any) -> Any:
         values = outputs.values()
         all_losses = bool(outputs) and all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
         return outputs if all_losses else None
-    # Beside a loss a model returns its outputs; what has no dimension among them is a part of the loss, or a metric.
+    # Besides a loss a model returns its outputs; scalars among them are parts of the loss or metrics.
     return {
         name: value
         for name, value in outputs.items()
@@ -492,7 +493,7 @@ def _own_loss(outputs: Any) -> Any:
 
 
 def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
-    """Choose cross entropy for whole-number targets and mean squared error for floating ones."""
+    """Choose cross entropy for integer targets and mean squared error for floating-point ones."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
             f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss="
@@ -531,7 +532,7 @@ def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
 
 
 def _accepted_names(model: nn.Module) -> set[str] | None:
-    """Names that the model takes as keyword arguments; None where it takes any."""
+    """Return the keyword arguments that the model accepts; None if it accepts any."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None

@@ -1,8 +1,8 @@
-"""Concludes what an unknown loss runs over from its values for a few samples. Calls no model.
+"""Infers the reduction of an unknown loss from its values for a few samples. Calls no model.
 
-A way of weighing remains a candidate while it rebuilds the loss of some samples from the losses of two parts of them.
-Two that the samples do not distinguish both remain until a window comes in which they differ, which is why the values
-of targets are watched. Nothing is guessed from a function's name or its code.
+A weighting remains a candidate while it reproduces the loss of some samples from the losses of two parts of them. If
+the samples do not distinguish two candidates, both remain until a window in which they differ; target values are
+watched for that. Nothing is guessed from a function's name or code.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
 
-# Of candidates that rounding allows one is left out that is so much less likely than the best, in natural logarithms.
+# Among candidates within rounding, one this much less likely than the best is excluded, in natural logarithms.
 _RULED_OUT = 12.0
-# How much less likely beforehand: a target without padding runs over samples too, and any value might not count, but
-# there are so many values that some fit by chance.
+# Prior penalties: without padding, a mean over targets fits a mean over samples too; and any value might be ignored,
+# but of so many values some fit by chance.
 _UNUSUAL = 3.0
 _ANY_VALUE = 9.0
-# How many times an asking counts that told nothing in half precision, where the next is hardly going to tell more.
+# How many times a fruitless attempt in half precision counts, since the next one is unlikely to tell more.
 _IN_HALF = 3
-# Targets of a split that are kept, to compare with them what only later windows bring up. Label images are larger.
+# The most targets of a split that are kept, for testing candidates that only later windows bring up. Label images are
+# larger.
 _KEPT = 2**17
-# Where there are fewer classes than this, each may be the one that does not count or that weighs otherwise.
+# With fewer classes than this, each is considered as possibly ignored or weighted differently.
 _FEW_CLASSES = 128
-# Void in a label image, by custom; -1 and -100 are found by being negative, which classes are not.
+# Conventional void value in a label image; -1 and -100 are recognised by being negative.
 _VOID = 255
-# Padding is what at least one row of so many begins or ends with; 0 is padding where a single row does.
+# A value is possibly padding if at least one row in this many begins or ends with it; 0 if a single row does.
 _PADDED_SHARE = 4
 _ROWS = 2
-# A value that may be padding matters only from this difference on: a single one among a thousand targets, which could
-# as well be a class, is not told from the others by any loss that is rounded.
+# Possible padding matters only from this difference on: a rounded loss cannot distinguish a single value among a
+# thousand targets, which may as well be a class.
 _MATTERS = 1e-3
-# The fewest samples in a split, and the difference in a part's share beyond which more is no better.
+# The fewest samples in a split, and the difference in a part's share beyond which a larger one is no better.
 _LEAST = 3
 _FAR_APART = 0.1
 
@@ -51,38 +52,38 @@ _LIKELIER_FIRST = (Over.COUNTED, Over.SHIFTED, Over.ELEMENTS, Over.SAMPLES, Over
 
 
 class Rounding(NamedTuple):
-    """How far rounding takes a loss from what its parts give, relative to its size.
+    """The relative rounding error between a loss and its reconstruction from parts.
 
     Attributes:
-        least: Less than this says nothing: it is met by chance as well.
-        most: More than this is no rounding.
+        least: Smaller errors are not significant.
+        most: Larger errors are not due to rounding.
     """
 
     least: float
     most: float
 
 
-# Of the mean itself, and of kernels that differ by batch size. The last two types have 8 and 11 bits: most that tells
-# candidates apart is lost in them, and only many splits together show it.
+# Rounding of the mean itself, and of kernels that depend on the batch size. The last two types have 8 and 11 bits,
+# which hide most differences between candidates, so only many splits together show them.
 _ROUNDING = {
     torch.float64: Rounding(1e-13, 1e-9),
     torch.float32: Rounding(1e-7, 3e-5),
     torch.bfloat16: Rounding(4e-3, 2e-2),
     torch.float16: Rounding(1e-3, 1e-2),
 }
-# What was computed in float64 from single precision may have been rounded to that on the way.
+# A loss computed in float64 from single precision may have been rounded to single in between.
 _WIDENED = Rounding(1e-13, 1e-6)
-# A loss in single precision of a model in half.
+# A loss in single precision of a model in half precision.
 _FROM_HALF = Rounding(5e-4, 2e-2)
 
 
 def rounding_of(dtype: torch.dtype, *, in_half: bool, widened: bool) -> Rounding:
-    """Return how far rounding takes a loss.
+    """Return the rounding error of a loss.
 
     Args:
-        dtype: Of the loss.
-        in_half: Whether half precision was used on the way.
-        widened: Whether it was computed from outputs that had been in single or half precision.
+        dtype: The type of the loss.
+        in_half: Whether half precision was used in its computation.
+        widened: Whether it was computed from outputs converted from single or half precision.
     """
     if dtype is torch.float64 and widened:
         return _WIDENED
@@ -94,11 +95,11 @@ class Split:
     """The loss of a few samples, and the losses of two parts of them.
 
     Attributes:
-        whole: The loss of all.
-        parts: Those of the parts; NaN where nothing counts.
-        named: Target tensors of the parts; none where they were too large to keep.
+        whole: The loss of all samples.
+        parts: The losses of the parts; NaN if nothing counts.
+        named: Target tensors of the parts; empty if they were too large to keep.
         samples: Sizes of the parts.
-        rounding: How far rounding may have taken them apart.
+        rounding: The rounding error to expect.
     """
 
     whole: float
@@ -109,13 +110,13 @@ class Split:
 
     @property
     def elements(self) -> int:
-        """How many targets there are."""
+        """The number of targets."""
         return sum(targets.numel() for named in self.named for targets in named.values())
 
     def misfit(self, how: Weighting) -> float:
-        """Return how far the whole is from what its parts give in this way of weighing, in units of rounding.
+        """Return how far the whole is from its reconstruction by this weighting, in units of rounding.
 
-        Between 1, where it is no further than rounding takes it anyhow, and infinity, where it cannot be rounding.
+        Between 1 (within rounding) and infinity (not explainable by rounding).
         """
         tallies = [how.tally(samples, named) for samples, named in zip(self.samples, self.named, strict=True)]
         off = misfit(how, self.whole, self.parts, tallies)
@@ -123,13 +124,13 @@ class Split:
 
 
 def misfit(how: Weighting, whole: float, parts: Sequence[float], tallies: Sequence[Tally]) -> float:
-    """Return how far the loss of a batch is from what its parts' losses give, relative to its size.
+    """Return the relative difference between the loss of a batch and its reconstruction from the losses of its parts.
 
     Args:
-        how: A way of weighing, without class weights.
+        how: A weighting without class weights.
         whole: Loss of the batch.
-        parts: Losses of its parts; that of a part in which nothing counts may be NaN.
-        tallies: What counts in the parts.
+        parts: Losses of its parts; may be NaN for a part in which nothing counts.
+        tallies: The tallies of the parts.
     """
     if not any(tallies):
         return math.inf
@@ -141,11 +142,11 @@ def misfit(how: Weighting, whole: float, parts: Sequence[float], tallies: Sequen
 
 
 class Question:
-    """What one loss runs over, as far as it is known.
+    """The reduction of one loss, as far as known.
 
     Attributes:
-        candidates: What it may run over by all that was seen, the likelier first; empty where nothing fits.
-        in_vain: How often it was asked and nothing learned; in half precision, where little can be, it counts more.
+        candidates: The weightings consistent with all splits so far, the likelier first; empty if none fits.
+        in_vain: The number of attempts without progress; those in half precision count several times.
     """
 
     def __init__(self) -> None:
@@ -157,30 +158,30 @@ class Question:
 
     @property
     def best(self) -> Weighting:
-        """The candidate that fits best, and of those that fit alike the likeliest."""
+        """The candidate that fits best; of equally good ones, the likeliest."""
         unlikelihood = self._unlikelihood()
         return min(self.candidates, key=lambda how: unlikelihood[how])
 
     @property
     def ruled_out(self) -> int:
-        """How many ways of weighing do not fit what was seen."""
+        """The number of weightings that do not fit the splits so far."""
         return len(self._off) - len(self.candidates)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was seen yet that it could be concluded from."""
+        """Whether there has been no split yet."""
         return not self._splits
 
     @property
     def is_closed(self) -> bool:
-        """Whether no later window can open it again."""
+        """Whether no later window can reopen the question."""
         if len(self.candidates) != 1:
             return not self.candidates
         target = self.candidates[0].target
         return target is None or not self._watched[target].are_few
 
     def watch(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take up as candidates what the targets of a window, piece by piece, make possible."""
+        """Add the candidates that the targets of a window, given piece by piece, make possible."""
         names = pieces[0] if len(pieces) == 1 else dict.fromkeys(name for piece in pieces for name in piece)
         for name in names:
             targets = [piece[name] for piece in pieces if name in piece and piece[name].numel()]
@@ -194,20 +195,20 @@ class Question:
             self._take_up([Weighting(over, value, target=name) for value in values.see(targets) for over in overs])
 
     def matters(self, window: Window, sizes: Sequence[int]) -> bool:
-        """Whether it matters for this cut of a window, which was watched, which of the candidates is the right one."""
+        """Whether the candidates differ for this cut of a window, which must have been watched."""
         if len(self.candidates) <= 1:
             return False
         apart = [how for how in self.candidates if how.over is not Over.SUM]
         if len(apart) < len(self.candidates) and len(sizes) > 1:
             return True
         if len(window.groups()) == 1:
-            # The usual case, and far cheaper: a value that does not occur leaves every sample the same weight.
+            # The usual case, and far cheaper: ignoring a value that does not occur leaves all samples the same weight.
             unlike = [how for how in apart if how.target is not None and self._watched[how.target].may_hold(how)]
             apart = unlike + [how for how in apart if how not in unlike][:1]
         return len(apart) > 1 and _differ(apart, window, sizes)
 
     def learn(self, splits: Sequence[Split]) -> None:
-        """Leave out the candidates that do not rebuild these losses."""
+        """Exclude the candidates that do not reproduce these losses."""
         before = len(self.candidates)
         for how in self.candidates:
             self._off[how] += [split.misfit(how) for split in splits]
@@ -219,13 +220,13 @@ class Question:
     def _take_up(self, hows: Sequence[Weighting]) -> None:
         if not hows:
             return
-        # Where the targets are gone there is nothing against it: it is taken to fit as the best does.
+        # If the targets were not kept, the candidate is assumed to fit as well as the best.
         least = [min((self._off[how][at] for how in self.candidates), default=1.0) for at in range(len(self._splits))]
         for how in hows:
             self._off[how] = [
                 split.misfit(how) if split.named else off for split, off in zip(self._splits, least, strict=True)
             ]
-        # Those without a tensor last; of others alike the first tensor, the likeliest to be a target, stays first.
+        # Candidates without a tensor come last; among equal ones the first tensor, the likeliest target, stays first.
         self.candidates = sorted([*self.candidates, *hows], key=lambda how: _LIKELIER_FIRST.index(how.over))
         self._leave_out()
 
@@ -237,14 +238,14 @@ class Question:
             self._doubt(self.candidates[0])
 
     def _doubt(self, how: Weighting) -> None:
-        """Ask of the only candidate left whether every class weighs the same: padding has told it from all others."""
+        """Test whether every class has the same weight, after padding has ruled out all other candidates."""
         values = None if how.target is None else self._watched[how.target].not_compared_with(how)
         self._take_up([replace(how, nor=value) for value in values or ()])
 
     def _unlikelihood(self) -> dict[Weighting, float]:
-        """Return how much less likely than the best each candidate is, as a logarithm.
+        """Return how much less likely each candidate is than the best, as a logarithm.
 
-        Rounding is taken for normally distributed, as wide as the best candidate's misfits are.
+        Rounding is assumed to be normally distributed, with the spread of the best candidate's misfits.
         """
         splits = len(self._splits)
         unlikelihood = {how: _beforehand(how) + splits * _log_width(self._off[how]) for how in self.candidates}
@@ -253,10 +254,10 @@ class Question:
 
 
 class _Values:
-    """The values of one target tensor that may stand for nothing, as far as they were seen.
+    """The values of one target tensor that may be ignored, among those seen.
 
     Attributes:
-        are_few: Whether it holds so few classes that each of them is looked at.
+        are_few: Whether it holds few enough classes to test each of them.
     """
 
     def __init__(self) -> None:
@@ -268,7 +269,7 @@ class _Values:
         self._is_mask: bool | None = None
 
     def see(self, pieces: Sequence[Tensor]) -> list[int]:
-        """Return what has newly to be reckoned with, given the targets of a window."""
+        """Return new values that may be ignored, given the targets of a window."""
         if self._is_mask is False:
             return []
         ranges = [spread(targets) for targets in pieces]
@@ -284,14 +285,14 @@ class _Values:
         return new
 
     def may_hold(self, how: Weighting) -> bool:
-        """Whether a value that does not count may be among the targets seen last."""
+        """Whether an ignored value may be among the targets seen last."""
         low, high = self._now
         if how.over is Over.ELEMENTS:
             return False
         return low <= how.ignore_index <= high or (how.nor is not None and low <= how.nor <= high)
 
     def not_compared_with(self, how: Weighting) -> list[int]:
-        """Return the classes that this was not yet asked for, in which a way of weighing may be incomplete."""
+        """Return the classes not yet returned here, which a weighting may treat differently without our knowing."""
         if not self.are_few or self._is_mask is not None:
             return []
         new = [value for value in self._known - self._compared if value not in (how.ignore_index, IGNORE_INDEX)]
@@ -314,7 +315,7 @@ class _Values:
 
 
 def _whatever_the_values(name: str, targets: Tensor) -> list[Weighting]:
-    """Return the candidates that a target tensor brings whatever is in it."""
+    """Return the candidates that a target tensor adds whatever its values."""
     has_rows = targets.dim() > 1
     if targets.is_floating_point():
         return [Weighting(Over.ELEMENTS, target=name)] if has_rows else []
@@ -324,7 +325,7 @@ def _whatever_the_values(name: str, targets: Tensor) -> list[Weighting]:
 
 
 def _paddings(targets: Tensor) -> list[int]:
-    """Return the values with which so many rows of targets of shape (N, T) end or begin that they may be padding."""
+    """Return the values at the ends of enough rows of targets of shape (N, T) to be padding."""
     if targets.dim() != _ROWS or len(targets) < _ROWS:
         return []
     edges = targets[:, :: max(targets.shape[1] - 1, 1)]
@@ -349,7 +350,7 @@ def _beforehand(how: Weighting) -> float:
 
 
 def _differ(hows: Sequence[Weighting], window: Window, sizes: Sequence[int]) -> bool:
-    """Whether these ways of weighing give the micro-batches different shares."""
+    """Whether these weightings give the micro-batches different shares."""
     first, *others = ([int(tally) for tally in tallies_of(how, window, sizes)] for how in hows)
     return any(
         _are_unlike(first, other, _MATTERS if _is_special(how) else 0.0)
@@ -358,7 +359,7 @@ def _differ(hows: Sequence[Weighting], window: Window, sizes: Sequence[int]) -> 
 
 
 def _are_unlike(mine: Sequence[int], theirs: Sequence[int], tolerance: float) -> bool:
-    # In whole numbers, so that equal shares are found equal: a / A == b / B.
+    # In integers, so that equal shares compare equal: a / A == b / B.
     total, other = sum(mine), sum(theirs)
     return (
         not total
@@ -371,25 +372,25 @@ def _are_unlike(mine: Sequence[int], theirs: Sequence[int], tolerance: float) ->
 
 
 def telling_split(weights: Tensor, best: int, size: int, chance: random.Random, *, draws: int) -> list[list[int]]:
-    """Choose a few samples, and two parts of them, for which the candidates give answers that lie far apart.
+    """Choose a few samples, and two parts of them, for which the candidates differ most.
 
     Args:
-        weights: What each sample weighs, shape (candidates, samples), of at least two samples.
-        best: The candidate that the others are to be told apart from.
-        size: How many samples at most, at least two.
-        chance: Where splits are drawn from.
-        draws: How many of them to choose from.
+        weights: The weight of each sample, shape (candidates, samples), of at least two samples.
+        best: The candidate to distinguish from the others.
+        size: The most samples to choose, at least two.
+        chance: The random generator for drawing splits.
+        draws: The number of splits to choose from.
     """
     share = weights / weights.mean(1, keepdim=True).clamp(min=1e-9)
     far = (share - share[best]).abs()
-    # For each candidate the samples of which it says most unlike the best: they come to stand on one side.
+    # For each candidate, the samples for which it differs most from the best; they are put on one side.
     farthest = [row.nonzero().flatten().tolist() for row in far >= far.amax(1, keepdim=True)]
     splits = [_draw(farthest, weights.shape[1], size, chance) for _ in range(draws)]
     return max(splits, key=lambda split: _distance(weights, best, *split))
 
 
 def _draw(farthest: Sequence[Sequence[int]], samples: int, size: int, chance: random.Random) -> list[list[int]]:
-    # Three samples differ most in their loss, many cover most values.
+    # With three samples their losses differ most; many samples cover most values.
     size = min(samples, chance.choice((_LEAST, size)), size)
     on_one_side = chance.randint(1, max(1, size // 2))
     first = list({chance.choice(chance.choice(farthest)) for _ in range(on_one_side)})

@@ -1,7 +1,7 @@
-"""Finds out what the losses of an objective run over, by running it on a few samples, without a trace.
+"""Infers the reductions of an objective's losses by running it on a few samples, without side effects.
 
-Where the cut of a window makes it matter what an unknown loss runs over, a few samples of the window go through model
-and loss in evaluation mode and without gradients. `reduction_candidates` draws the conclusions.
+If the cut of a window makes the reduction of an unknown loss matter, a few samples of the window are run through model
+and loss in evaluation mode and without gradients. `reduction_candidates` evaluates the results.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ if TYPE_CHECKING:
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
 
-# The rows of the parts into which a few samples are split; one part alone where there is but one sample.
+# The rows of the parts that a few samples are split into; a single part if there is only one sample.
 Rows = list[list[int]]
 
-# What asking does not answer is put off to a later window, when the model has moved, and given up in the end.
+# Attempts per window and in total: an open question is postponed to a later window, when the model has changed, and
+# finally given up.
 _AT_ONCE = 8
 _IN_ALL = 24
-# Samples in one asking: enough to show many classes, few enough (half a micro-batch, where that is more than the least)
-# to fit where a micro-batch fits with its gradients.
+# Samples per attempt: enough to show many classes, few enough (half a micro-batch, but not below the minimum) to fit
+# where a micro-batch fits with its gradients.
 _LEAST = 3
 _MOST = 16
-# How often they are split where that costs the loss alone and no forward pass, and elements of outputs in all splits.
+# The number of splits if each costs only the loss and no forward pass, and the most elements of outputs in all splits.
 _SPLITS = 8
 _ELEMENTS = 2**25
-# Among how many splits the first is chosen, which settles most, and among how many each of the others.
+# The number of candidates for the first split, which decides most, and for each of the others.
 _DRAWS = 32
 _FURTHER_DRAWS = 4
-# Elements of targets, and samples at the least, among which telling ones are looked for.
+# Elements of targets, and the fewest samples, to search for informative samples.
 _LOOKED_AT = 2**20
 _LOOKED_AT_SAMPLES = 32
-# Kinds of micro-batches with all targets alike that are tried for whether the loss is a number there.
+# The most kinds of micro-batches with all targets equal that are tested for a NaN loss.
 _VOIDS = 256
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -60,7 +61,7 @@ class _Way(NamedTuple):
     """How the objective is run.
 
     Attributes:
-        outputs: In which type the loss is taken of rows of one forward pass; None runs the model on each part.
+        outputs: The type in which the loss is computed on rows of one forward pass; None runs the model on each part.
         casts: Whether the model runs under autocast.
     """
 
@@ -69,7 +70,7 @@ class _Way(NamedTuple):
 
 
 class _Observed(NamedTuple):
-    """The losses of a few samples and of the parts into which they are split, by name."""
+    """The losses of a few samples and of the parts that they are split into, by name."""
 
     whole: dict[str, Term]
     parts: list[dict[str, Term]]
@@ -78,7 +79,7 @@ class _Observed(NamedTuple):
     widened: bool
 
     def holds(self, name: str) -> bool:
-        """Whether the loss is there for all samples and for each part."""
+        """Whether the loss exists for all samples and for each part."""
         return all(name in terms for terms in (self.whole, *self.parts))
 
     def split(self, name: str) -> Split:
@@ -92,10 +93,10 @@ class _Observed(NamedTuple):
         )
 
     def check_pair(self, name: str) -> bool:
-        """Refuse what cannot be a (sum, weight) pair; return whether it could be seen.
+        """Reject a pair that cannot be (sum, weight); return whether the samples allowed a check.
 
         Raises:
-            InvalidInputError: It is something else.
+            InvalidInputError: The pair is not (sum, weight).
         """
         whole, *parts = ((float(t[name].value), float(t[name].weight or 0.0)) for t in (self.whole, *self.parts))
         check_pair(name, whole, parts, self._rounding(name).most)
@@ -106,16 +107,16 @@ class _Observed(NamedTuple):
 
 
 class Settler:
-    """Knows what the losses of an objective run over, as far as it can be known.
+    """Infers and keeps the reductions of an objective's losses.
 
     Args:
-        takes_outputs: Whether the loss is a function of outputs, whose rows it can be asked about without the model.
-        said: What every loss runs over by `loss_reduction=`; None where it is to be found out.
-        notices: Reports what was found.
+        takes_outputs: Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
+        said: The reduction of every loss by `loss_reduction=`; None to infer it.
+        notices: Reports inferred reductions.
 
     Attributes:
-        known: What each loss runs over, by name.
-        is_settled: Whether `settle` has nothing left to find out in any window.
+        known: The weighting of each loss, by name.
+        is_settled: Whether `settle` has nothing left to infer in any window.
     """
 
     def __init__(self, *, takes_outputs: bool, said: Weighting | None, notices: Notices) -> None:
@@ -127,40 +128,40 @@ class Settler:
         self._ruled_out: dict[str, int] = {}
         self._unchecked: set[str] = set()
         self._voids: dict[frozenset[tuple[str, float]], set[str]] = {}
-        # The first that works is kept to. The loss of outputs is exact in float64 whatever the model is in, and cheap;
-        # a function with tensors of its own may want them in single precision.
+        # The first way that works is used from then on. The loss of outputs in float64 is cheap, and exact whatever the
+        # model's precision; a function with its own tensors may need single precision.
         types = (torch.float64, torch.float32, None) if takes_outputs else (None,)
         self._ways = [_Way(outputs, casts) for casts in (False, True) for outputs in types]
         self._has_lacked_memory = False
 
     @property
     def knowledge(self) -> dict[str, tuple[Weighting, int]]:
-        """What each loss runs over as far as is known, with how many ways of weighing were ruled out for it."""
+        """The weighting of each loss as far as known, with the number of weightings ruled out for it."""
         return {name: (how, self._ruled_out.get(name, 0)) for name, how in self.known.items()}
 
     @property
     def has_questions(self) -> bool:
-        """Whether anything is still to be found out."""
+        """Whether anything is still to be inferred."""
         return bool(self._questions or self._unchecked or not self.known)
 
     def forget(self, name: str) -> None:
-        """Forget a loss that has turned out to be a metric."""
+        """Forget a loss that turned out to be a metric."""
         self.is_settled = False
         self.known = {known: how for known, how in self.known.items() if known != name}
         self._questions.pop(name, None)
         self._unchecked.discard(name)
 
     def settle(self, window: Window, sizes: Sequence[int], run: Run) -> None:
-        """Find out, where it matters for this cut and is not known, what the losses run over.
+        """Infer the reductions of losses that are unknown and matter for this cut.
 
         Args:
-            window: Samples to try it on.
-            sizes: The micro-batches in which the window will be cut.
+            window: Samples to try the losses on.
+            sizes: The micro-batch sizes that the window will be cut into.
             run: Runs the objective.
 
         Raises:
-            InvalidInputError: A pair that the loss returned is not a (sum, weight).
-            torch.OutOfMemoryError: Memory ran out, and not the last time too.
+            InvalidInputError: The loss returned a pair that is not (sum, weight).
+            torch.OutOfMemoryError: Memory ran out, and had not in the previous attempt.
         """
         if self.has_questions:
             self._ask_all(window, sizes, run)
@@ -183,7 +184,7 @@ class Settler:
         if not self.known:
             return self._first_question(window, sizes, run)
         if max(window.groups()) == 1:
-            return None  # a sample alone cannot be split
+            return None  # a single sample cannot be split
         if self._unchecked:
             return _question_of(window)
         pieces = [target_tensors(part) for part in window]
@@ -192,8 +193,8 @@ class Settler:
         return next((question for question in self._questions.values() if question.matters(window, sizes)), None)
 
     def _first_question(self, window: Window, sizes: Sequence[int], run: Run) -> Question | None:
-        # Uncut, every loss is its own window's. Then all that matters is whether anything counts, and whether the pairs
-        # that were seen are pairs.
+        # Uncut, every loss is that of its window. Then it matters only whether anything counts, and whether pairs seen
+        # so far are (sum, weight).
         doubtful = run.objective.returns_pairs and window.samples > 1
         if len(sizes) > 1 or doubtful or not all(_all_count(target_tensors(part)) for part in window):
             return _question_of(window)
@@ -206,18 +207,19 @@ class Settler:
         for name in observed[0].whole if observed else ():
             if name not in known or name in self._questions or name in self._unchecked:
                 known[name] = self._concluded(name, observed, window, run)
-        self.known = known  # of all losses or of none: memory may run out on the way
+        self.known = known  # for all losses or none: memory may run out in between
 
     def _observe(self, sample: Any, splits: Sequence[Rows], run: Run) -> list[_Observed]:
-        """Run the objective in the first way that works; return nothing, and say so, where none does."""
+        """Run the objective in the first way that works; if none does, report it and return nothing."""
         why = None
         while self._ways:
             try:
                 observed = run.observe(sample, splits, self._ways[0])
             except Exception as error:
                 lacks = _oom.is_oom(error) or _oom.is_too_large(error)
-                # Once it is the caller's to make room. Where memory lacks again only one or two samples fit, and that
-                # is no reason to stop; nor is a model that gives no loss in evaluation mode (torchvision's detectors).
+                # The first time, the caller has to free memory. If it runs out again, only one or two samples fit,
+                # which is no reason to stop; nor is a model without a loss in evaluation mode (torchvision's
+                # detectors).
                 if _oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
                     self._has_lacked_memory = lacks
                     raise
@@ -228,8 +230,8 @@ class Settler:
                 self._has_lacked_memory = False
                 return observed
         self._notices.say(
-            f"what the loss runs over could not be found out in evaluation mode ({why}); micro-batches weigh by their "
-            "samples. A (sum, weight) pair or loss_reduction= says it exactly"
+            f"the loss reduction could not be inferred in evaluation mode ({why}); micro-batches are weighted by their "
+            "samples. Return a (sum, weight) pair or pass loss_reduction= for exact weights"
         )
         return []
 
@@ -263,13 +265,13 @@ class Settler:
             return self._unknown(name, run)
         if question.is_untouched:
             self._notices.say(
-                f"loss {name!r}: no two samples of a window can stand in one batch, so what it runs over is not known "
-                "yet; micro-batches weigh by their samples. A torch.nn loss, a (sum, weight) pair or loss_reduction= "
-                "says it exactly"
+                f"loss {name!r}: no two samples of a window can be batched together, so its reduction is not known "
+                "yet; micro-batches are weighted by their samples. Use a torch.nn loss, a (sum, weight) pair or "
+                "loss_reduction= for exact weights"
             )
             return Weighting(Over.OPAQUE)
         if len(question.candidates) == 1:
-            self._notices.say(f"loss {name!r} is {question.best.description} (found out from a few samples)")
+            self._notices.say(f"loss {name!r} is {question.best.description} (inferred from a few samples)")
         if question.is_closed:
             del self._questions[name]
         return question.best
@@ -277,16 +279,16 @@ class Settler:
     def _unknown(self, name: str, run: Run) -> Weighting:
         self._questions.pop(name, None)
         advice = (
-            "It, or the model, draws random numbers in evaluation mode too, so that no two runs agree: pass "
+            "The loss or the model draws random numbers even in evaluation mode, so no two runs agree: pass "
             "loss_reduction='mean' or 'sum', or return a (sum, weight) pair"
             if run.draws
-            else "If it compares samples with each other (a contrastive loss): loss_scope='window'. If it has class "
-            "weights, or adds means of different kinds: a torch.nn loss, a (sum, weight) pair, or a mapping of several "
-            "losses"
+            else "If it compares samples with each other (a contrastive loss), pass loss_scope='window'. If it has "
+            "class weights, or adds means of different kinds, use a torch.nn loss, a (sum, weight) pair, or a mapping "
+            "of several losses"
         )
         self._notices.say(
-            f"loss {name!r}: what it runs over could not be found out, so micro-batches weigh by their samples, and "
-            f"the gradient may not be the whole batch's. {advice}"
+            f"loss {name!r}: its reduction could not be inferred, so micro-batches are weighted by their samples, and "
+            f"the gradient may differ from that of the whole batch. {advice}"
         )
         return Weighting(Over.OPAQUE)
 
@@ -294,15 +296,15 @@ class Settler:
         for name in [name for name, question in self._questions.items() if question.in_vain >= _IN_ALL]:
             del self._questions[name]
             self._notices.say(
-                f"loss {name!r}: the samples seen so far do not settle what it runs over; taken as "
-                f"{self.known[name].description}. A torch.nn loss, a (sum, weight) pair or loss_reduction= says it "
-                "exactly"
+                f"loss {name!r}: the samples seen so far do not determine its reduction; assumed to be "
+                f"{self.known[name].description}. Use a torch.nn loss, a (sum, weight) pair or loss_reduction= "
+                "for exact weights"
             )
 
     def _look_for_voids(self, window: Window, sizes: Sequence[int], run: Run) -> None:
-        """Find out for which micro-batches an unknown loss is NaN, since its mean is over nothing.
+        """Find the micro-batches for which an unknown loss is NaN because its mean is over nothing.
 
-        In them all targets are alike, since none counts. One sample of each kind is tried.
+        In them all targets are equal, since none counts. One sample of each kind is tried.
         """
         start = 0
         for size in sizes:
@@ -321,13 +323,13 @@ class Settler:
         void = frozenset(alike for alike, names in self._voids.items() if name in names)
         self.known[name] = Weighting(Over.OPAQUE, void=void)
         self._notices.say(
-            f"loss {name!r} is NaN when all targets are ignored; micro-batches of such samples alone are left out",
+            f"loss {name!r} is NaN when all targets are ignored; micro-batches of only such samples are left out",
             key=f"void {name}",
         )
 
 
 class Observable(Protocol):
-    """What has to be known of an objective to find out what its losses run over: `Objective` has all of it."""
+    """The interface of an objective whose reductions can be inferred; `Objective` implements it."""
 
     returns_pairs: bool
 
@@ -348,17 +350,17 @@ class Observable(Protocol):
 
 
 class Run:
-    """Runs an objective on a few samples and leaves no trace.
+    """Runs an objective on a few samples without side effects.
 
     Args:
-        objective: What is run.
+        objective: The objective to run.
         place: Moves a batch to the device.
-        mark: Taken before and put back afterwards.
-        autocast: In which the model runs where it does not without.
+        mark: Taken before and restored afterwards.
+        autocast: Returns a context to run the model in if it fails without.
 
     Attributes:
         objective: As the argument.
-        draws: Whether a run drew random numbers, though in evaluation mode: then no two runs agree.
+        draws: Whether a run drew random numbers despite evaluation mode, so that no two runs agree.
     """
 
     def __init__(
@@ -375,7 +377,7 @@ class Run:
         self._autocast = autocast
 
     def observe(self, sample: Any, splits: Sequence[Rows], way: _Way) -> list[_Observed]:
-        """Return what comes out for splits of a sample; where each takes forward passes, for the first split only."""
+        """Return the losses for splits of a sample; if each needs forward passes, for the first split only."""
         self._mark.take()
         try:
             with evaluation_mode(self.objective.modules), torch.no_grad(), self._as_written():
@@ -403,7 +405,7 @@ class Run:
         widened = any(torch.finfo(tensor.dtype).bits < torch.finfo(dtype).bits for tensor in floating)
 
         def terms(rows: list[int]) -> dict[str, Term]:
-            # Copies: the loss may write to both.
+            # The loss may write to both, so it gets copies.
             of_rows, of_batch = (batches.copied(batches.chosen(both, rows)) for both in (outputs, batch))
             of_rows = batches.map_tensors(lambda tensor: _widened(tensor, dtype), of_rows)
             return _losses(self.objective.terms_of(of_rows, of_batch, len(rows)))
@@ -425,7 +427,7 @@ class Run:
 
 
 def _losses(terms: Iterable[Term]) -> dict[str, Term]:
-    """Return the terms that are trained on, by name; what the others run over makes no difference."""
+    """Return the terms that are trained on, by name; the reductions of others do not matter."""
     return {term.name: term for term in terms if not term.is_reported}
 
 
@@ -444,7 +446,7 @@ def _question_of(window: Window) -> Question:
 
 
 def _telling(question: Question, window: Window, size: int, chance: random.Random) -> tuple[Any, list[Rows]]:
-    """Choose at most `size` samples of one batch that tell the candidates apart, and ways to split them."""
+    """Choose at most `size` samples of one batch that distinguish the candidates, and ways to split them."""
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
     start, samples = sum(groups[:largest]), groups[largest]
@@ -471,5 +473,5 @@ def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled modules as they were written: a size that comes once is not worth a graph."""
+    """Run compiled modules eagerly: a size that occurs once is not worth a graph."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

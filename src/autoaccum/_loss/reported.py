@@ -1,8 +1,8 @@
-"""Averages over a window what a loss reports besides its total: its parts, an accuracy.
+"""Averages over a window the values that a loss reports besides its total, such as its parts or an accuracy.
 
-Each micro-batch and each rank adds a sum and a weight, so that the mean is over the samples that have the entry,
-however they are cut and distributed. A plain number weighs as its total does; a (sum, weight) pair and a vector of
-per-sample values have their own weight.
+Each micro-batch and each rank adds a sum and a weight, so the mean is over the samples that have the entry, however
+they are cut and distributed. A plain number has the weight of its total; a (sum, weight) pair and a vector of
+per-sample values have their own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from autoaccum._loss.terms import Term
     from autoaccum._loss.weighting import Weighting
 
-# What ranks add up of a window: kinds of numbers, each with a name. Those up to WEIGHT are multiplied by what a rank's
-# part weighs; the others count for themselves.
+# Kinds of named numbers that ranks sum over a window. Those up to WEIGHT are multiplied by the weight of a rank's part;
+# the others are summed unweighted.
 LOSS, SUM, TOTAL, WEIGHT, OWN_TOTAL, OWN_WEIGHT = range(6)
 Slot = tuple[int, str]
 _PAIRS = ((TOTAL, WEIGHT), (OWN_TOTAL, OWN_WEIGHT))
@@ -34,13 +34,13 @@ def note(
     weighting_of: Callable[[str], Weighting],
     into: dict[Slot, list[Any]],
 ) -> None:
-    """Note what one micro-batch reports.
+    """Record the values that one micro-batch reports.
 
     Args:
-        terms: What came out of one forward pass, losses and reported entries.
+        terms: Losses and reported entries of one forward pass.
         samples: Samples in the micro-batch.
-        factors: What its losses are multiplied by.
-        weighting_of: Returns what the loss of a name runs over.
+        factors: The factors of its losses.
+        weighting_of: Returns the weighting of the loss of a name.
         into: The sums and weights to add to.
     """
     losses = [term for term in terms if not term.is_reported]
@@ -48,7 +48,7 @@ def note(
     for term in terms:
         if not term.is_reported:
             continue
-        # In half precision a sum over many samples is off.
+        # A sum over many samples is inaccurate in half precision.
         value = in_full(term.value)
         if term.over is Over.PAIR:
             _append(into, OWN_TOTAL, term.name, value, term.weight)
@@ -56,12 +56,12 @@ def note(
             _append(into, OWN_TOTAL, term.name, value * samples, float(samples))
         elif is_sum:
             into.setdefault((SUM, term.name), []).append(value * weight)
-        elif not (isinstance(weight, float) and weight == 0.0):  # else the mean over nothing, which is not a number
+        elif not (isinstance(weight, float) and weight == 0.0):  # otherwise a mean over nothing, which is NaN
             _append(into, TOTAL, term.name, value * weight, weight)
 
 
 def means(slots: Mapping[Slot, Any]) -> dict[str, Tensor]:
-    """Return what a window reports, by name, from its sums and weights; what is a loss too is left out."""
+    """Return the reported values of a window by name, from its sums and weights; losses are left out."""
     found = {name: value for (kind, name), value in slots.items() if kind == SUM}
     for total, weight in _PAIRS:
         for (kind, name), value in slots.items():
@@ -76,7 +76,7 @@ def _append(into: dict[Slot, list[Any]], kind: int, name: str, total: Any, weigh
 
 
 def _like_total(losses: Sequence[Term], factors: Factors, weighting_of: Callable[[str], Weighting]) -> tuple[Any, bool]:
-    """Return what a plain number of this micro-batch weighs, and whether it is added up as it is."""
+    """Return the weight of a plain number of this micro-batch, and whether it is summed without averaging."""
     is_sum = bool(losses) and all(weighting_of(term.name).over is Over.SUM for term in losses)
     if len(losses) != 1:
         return factors.usual, is_sum

@@ -1,4 +1,4 @@
-"""Turns what a loss returns into terms: scalars with their graphs, and what they say of their own weight."""
+"""Converts the return value of a loss to terms: scalars with their graphs and, for some forms, their own weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Term:
     """One loss of one micro-batch.
 
     Attributes:
-        name: What it is reported as.
+        name: The name that it is reported under.
         value: Scalar tensor, with its graph: a mean or a sum over the micro-batch.
-        over: `Over.VECTOR` or `Over.PAIR` where the form itself says what it is, else None.
-        weight: Of a (sum, weight) pair, its weight.
-        is_reported: Whether it is no part of what is minimised; then its value has no graph.
+        over: `Over.VECTOR` or `Over.PAIR` if it has that form, else None.
+        weight: The weight of a (sum, weight) pair.
+        is_reported: Whether it is only reported and not minimised; then its value has no graph.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Term:
 
 
 def reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
-    """Return an entry that is only reported, without a graph; None where it is not a number."""
+    """Return an entry that is only reported, without a graph; None if it is not numeric."""
     if isinstance(raw, int | float):
         return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
     if isinstance(raw, Tensor):
@@ -49,13 +49,13 @@ def reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | 
 
 
 def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
-    """Return what a loss gave as a term.
+    """Convert the value of a loss to a term.
 
     Args:
         name: Name of the loss.
         raw: A scalar, a vector of per-sample losses or a (sum, weight) pair.
         samples: Samples in the micro-batch.
-        summed: Whether a vector is added up instead of averaged.
+        summed: Whether a vector is summed instead of averaged.
 
     Raises:
         InvalidInputError: It is none of these.
@@ -79,5 +79,5 @@ def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
 
 
 def describe(value: Any) -> str:
-    """Return what a value is, for a message."""
+    """Describe a value for a message."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

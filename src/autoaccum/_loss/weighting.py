@@ -1,12 +1,12 @@
-"""Weighs micro-batches in the loss of their window, by their targets. Calls no model.
+"""Weights micro-batches within the loss of their window, by their targets. Calls no model.
 
-A loss that is a mean over a window is `sum_i w_i l_i / sum_i w_i`: over samples every w_i is 1, over tokens it is
-whether the token counts, with class weights it is the weight of its class. The mean over one micro-batch has the same
-form with its own samples, so the window's loss is the mean of the micro-batches' losses, each weighted by its own sum
-of w_i. A loss that is a sum needs no weights: its micro-batches are added.
+A mean loss over a window is `sum_i w_i l_i / sum_i w_i`, where w_i is 1 for each sample, 0 or 1 for each token, or the
+weight of the target's class. The mean over one micro-batch has the same form, so the window's loss is the mean of the
+micro-batches' losses, each weighted by its own sum of w_i. A loss that is a sum needs no weights: its micro-batches are
+added.
 
-What counts is tallied in whole numbers and turned into a weight only then: the weight of a window is the same to the
-last bit however the window is cut, and so is the factor of a micro-batch, whatever becomes of the rest.
+Targets are tallied in integers and only then converted to a weight. The weight of a window is therefore bitwise
+identical for every cut, and so is the factor of a micro-batch, however the rest is cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# How much counts: a number of samples, elements or targets, or of targets of each class, shape (C,).
+# A number of samples, elements or targets, or of targets of each class, shape (C,).
 ClassCounts = npt.NDArray[np.int64]
 Tally = int | ClassCounts
 
@@ -34,7 +34,7 @@ IGNORE_INDEX = -100  # the default of torch.nn.CrossEntropyLoss and of every Tra
 
 
 class Over(Enum):
-    """What a loss runs over."""
+    """The reduction of a loss: what it sums or averages over."""
 
     SUM = "a sum over the samples"
     SAMPLES = "a mean over the samples"
@@ -48,15 +48,15 @@ class Over(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Weighting:
-    """How a loss weighs its samples.
+    """How a loss weights its samples.
 
     Attributes:
-        over: What it runs over.
-        ignore_index: Targets with this value do not count. A mask is a target of which 0 (or 1) does not count.
-        class_weights: Weight of each class, shape (C,), on the CPU; None where all weigh 1.
-        target: Which of the batch's target tensors counts, by its name in the batch; None means the only one.
-        void: Of an opaque loss, `constants` of micro-batches for which it is NaN.
-        nor: Another value that does not count.
+        over: The reduction.
+        ignore_index: Targets with this value do not count. A mask is a target with `ignore_index` 0 (or 1).
+        class_weights: Weight of each class, shape (C,), on the CPU; None if all are 1.
+        target: The name of the target tensor in the batch; None means the only one.
+        void: For an opaque loss, `constants` of micro-batches for which it is NaN.
+        nor: A second value that does not count.
     """
 
     over: Over
@@ -68,24 +68,24 @@ class Weighting:
 
     @property
     def needs_targets(self) -> bool:
-        """Whether the weight depends on what the targets are, and not on how many samples there are."""
+        """Whether the weight depends on the targets, and not only on the number of samples."""
         return bool(self.void) or self.over in (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED)
 
     @property
     def description(self) -> str:
-        """What the loss runs over, in words."""
+        """The reduction in words."""
         if self.over not in (Over.COUNTED, Over.SHIFTED) or self.ignore_index == IGNORE_INDEX:
             return self.over.value
         where = f" in {self.target!r}" if self.target else ""
         return f"{self.over.value} (those that are not {self.ignore_index}{where})"
 
     def tally(self, samples: int, named_targets: Mapping[str, Tensor]) -> Tally:
-        """Return how much counts in some samples; tallies of several parts can be added, in any order.
+        """Return the tally of some samples; tallies of several parts can be added, in any order.
 
         Args:
             samples: Their number.
-            named_targets: Their target tensors by name, first dimension N; only looked at where `needs_targets`. Waits
-                for the device where they are on one.
+            named_targets: Their target tensors by name, first dimension N; used only if `needs_targets`. Synchronises
+                with their device.
         """
         if self.void:
             return 0 if constants(named_targets) in self.void else samples
@@ -102,7 +102,7 @@ class Weighting:
         return self._count_classes(targets.flatten().cpu().numpy(), len(self.class_weights))
 
     def tally_each(self, samples: int, named_targets: Mapping[str, Tensor]) -> Tensor:
-        """Return how much counts in each sample by itself, shape (N,), of a weighting without class weights."""
+        """Return the tally of each sample, shape (N,), for a weighting without class weights."""
         targets = self._choose(named_targets) if self.needs_targets else None
         if targets is None:
             return torch.ones(samples)
@@ -111,7 +111,7 @@ class Weighting:
         return self._counting(targets).reshape(samples, -1).sum(1).float().cpu()
 
     def worth(self, tally: Tally) -> float:
-        """Return what a tally weighs: the sum of w_i."""
+        """Return the weight of a tally: the sum of w_i."""
         if isinstance(tally, int):
             return float(tally)
         assert self.class_weights is not None
@@ -122,14 +122,14 @@ class Weighting:
         return self.worth(self.tally(samples, named_targets))
 
     def counts_all(self, named_targets: Mapping[str, Tensor]) -> bool:
-        """Whether every target counts the same, so that samples of one shape weigh the same."""
+        """Whether every target counts the same, so that samples of one shape have the same weight."""
         if self.void or self.class_weights is not None:
             return False
         targets = self._choose(named_targets)
         if targets is None or self.over is Over.ELEMENTS or self._are_probabilities(targets):
             return True
         if self.ignore_index < 0 and self.nor is None and targets.numel():
-            return int(targets.min()) >= 0  # a class is never negative, and the least is found in one pass
+            return int(targets.min()) >= 0  # classes are never negative, and the minimum takes one pass
         return bool(self._counting(targets).all())
 
     def _choose(self, named_targets: Mapping[str, Tensor]) -> Tensor | None:
@@ -138,7 +138,7 @@ class Weighting:
         return next(iter(named_targets.values()), None)
 
     def _are_probabilities(self, targets: Tensor) -> bool:
-        # Of torch's own losses, which have the only targets there are. Named ones that are floating are masks.
+        # Only for torch's own losses, which have a single target tensor. Named floating-point tensors are masks.
         return self.target is None and targets.is_floating_point()
 
     def _count_classes(self, targets: ClassCounts, classes: int) -> ClassCounts:
@@ -156,19 +156,19 @@ class Weighting:
 
 
 def constants(named_targets: Mapping[str, Tensor]) -> frozenset[tuple[str, float]]:
-    """Return the target tensors that hold one value alone, with it."""
+    """Return the names of target tensors that hold a single value, with that value."""
     ranges = ((name, *spread(targets)) for name, targets in named_targets.items() if targets.numel())
     return frozenset((name, low) for name, low, high in ranges if low == high)
 
 
 def spread(targets: Tensor) -> tuple[float, float]:
-    """Return the least and the greatest of some targets; waits for the device where they are on one."""
+    """Return the minimum and maximum of some targets; synchronises with their device."""
     low, high = targets.aminmax()
     return low.item(), high.item()
 
 
 def in_full(value: Tensor) -> Tensor:
-    """Return a number in the highest precision that its device has, for sums over many samples."""
+    """Return a number in the highest precision that its device supports, for sums over many samples."""
     return value.float() if value.device.type == "mps" else value.double()
 
 
@@ -176,14 +176,14 @@ def shares(weighting: Weighting, tallies: Sequence[Tally], samples: int, total: 
     """Return the factor of each micro-batch's loss, so that their sum is the loss of the window.
 
     Args:
-        weighting: How the loss weighs its samples.
+        weighting: The weighting of the loss.
         tallies: `Weighting.tally` of each micro-batch.
         samples: Samples in the window.
-        total: What the window weighs of which these micro-batches are a part; where it is 0 nothing counts here. None:
-            they are the whole.
+        total: The weight of the window that these micro-batches are a part of; if it is 0, nothing counts here. None:
+            they are the whole window.
 
     Raises:
-        InvalidInputError: Nothing counts in the whole window, so that its mean does not exist.
+        InvalidInputError: Nothing counts in the whole window, so its mean does not exist.
     """
     if weighting.over is Over.SUM:
         return [1.0] * len(tallies)
@@ -191,7 +191,7 @@ def shares(weighting: Weighting, tallies: Sequence[Tally], samples: int, total: 
         return [weighting.worth(tally) / total if total else 0.0 for tally in tallies]
     total = weighting.worth(sum(tallies))
     if weighting.over is Over.OPAQUE and total:
-        # A guess anyway: all samples are counted, so that no factor depends on the cut of the rest.
+        # A guess anyway: all samples count, so that no factor depends on how the rest is cut.
         total = float(samples)
     if total == 0.0:
         raise InvalidInputError(
@@ -203,7 +203,7 @@ def shares(weighting: Weighting, tallies: Sequence[Tally], samples: int, total: 
     return [weighting.worth(tally) / total for tally in tallies]
 
 
-# What `reduction="mean"` of torch's losses of (outputs, targets) divides by, as their documentation says.
+# The divisor of `reduction="mean"` for torch's losses of (outputs, targets), according to their documentation.
 _MEAN_OF_MODULE: dict[type[nn.Module], Over] = {
     nn.CrossEntropyLoss: Over.COUNTED,
     nn.NLLLoss: Over.COUNTED,
@@ -230,10 +230,10 @@ ELEMENTWISE = (
 
 
 def of_loss_module(loss: object) -> Weighting | None:
-    """Read the weighting of a `torch.nn` loss from its attributes; None where it has to be found out otherwise.
+    """Read the weighting of a `torch.nn` loss from its attributes; None if it has to be inferred.
 
-    Subclasses may compute what they like, so only torch's own classes are read. `reduction="none"` is answered with
-    `Over.VECTOR`: what comes out decides.
+    Subclasses may compute anything, so only torch's own classes are read. For `reduction="none"` it is `Over.VECTOR`,
+    and the returned value decides.
     """
     over = _MEAN_OF_MODULE.get(type(loss))  # type: ignore[arg-type]
     if over is None:
@@ -256,14 +256,14 @@ def of_loss_module(loss: object) -> Weighting | None:
 
 
 def weight_of_pair(name: str, weight: Any) -> Tensor | float:
-    """Check the second half of a (sum, weight) pair as far as that goes without waiting for the device.
+    """Check the second half of a (sum, weight) pair, as far as possible without synchronising with the device.
 
     Args:
         name: Name of the loss.
-        weight: What was returned with the sum.
+        weight: The value returned with the sum.
 
     Raises:
-        InvalidInputError: It cannot be a weight: no number, a truth value, several numbers, or one with a gradient.
+        InvalidInputError: It cannot be a weight: not a number, a bool, several numbers, or one with a gradient.
     """
     found = None
     if isinstance(weight, Tensor):
@@ -281,13 +281,13 @@ def weight_of_pair(name: str, weight: Any) -> Tensor | float:
 
 
 def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float) -> None:
-    """Check that the pairs of two parts of a batch add up to its own.
+    """Check that the pairs of two parts of a batch sum to the pair of the batch.
 
     Args:
         name: Name of the loss.
         whole: The pair of the batch.
-        parts: Those of its parts.
-        tolerance: How far rounding may take them apart, relative to their size.
+        parts: The pairs of its parts.
+        tolerance: The relative difference that rounding may cause.
 
     Raises:
         InvalidInputError: The weights do not add up, or the sums are means.
@@ -308,6 +308,6 @@ def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[floa
 
 
 _PAIR_MEANS = (
-    "a pair means (sum, weight): the sum of the losses and what it is to be divided by, such as ((loss * mask).sum(), "
+    "a pair means (sum, weight): the sum of the losses and what to divide it by, such as ((loss * mask).sum(), "
     "mask.sum()). To report something else use metrics="
 )

@@ -1,9 +1,9 @@
-"""The memory of a device: what is there and free, a limit that holds, and peaks; one backend for each kind of device.
+"""Measures and limits the memory of a device, with one backend for each kind of device.
 
-`backend_for(device)` returns the `MemoryBackend`; `parse_limit` turns a user's `memory_limit` into bytes. Out come
-readings (`MemoryReading`), exact counts of storages (`_storages`), and `torch.OutOfMemoryError` where something would
-not fit. No backend touches a model or catches such an error. May import `_system`, `_oom`, `_records`, `_arguments` and
-`errors`.
+`backend_for(device)` returns the `MemoryBackend`; `parse_limit` converts a user's `memory_limit` to bytes. Backends
+provide readings (`MemoryReading`), peaks, exact counts of storages (`_storages`), and raise `torch.OutOfMemoryError`
+for anything that would not fit. They never touch a model or catch such an error. May import `_system`, `_oom`,
+`_records`, `_arguments` and `errors`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoaccum._memory.accelerator import Accelerator
+from autoaccum._memory.available_devices import existing
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.cuda import Cuda
 from autoaccum._memory.host import Host
 from autoaccum._memory.limits import format_bytes, parse_limit
-from autoaccum._memory.present import existing
 from autoaccum._memory.simulated import Simulated
 
 if TYPE_CHECKING:

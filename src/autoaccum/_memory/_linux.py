@@ -1,7 +1,7 @@
-"""What Linux says about this process's memory: /proc/self/status and the limits of its control groups.
+"""Reads this process's memory use and limits on Linux, from /proc/self/status and its control groups.
 
-Only reads (and resets the kernel's own high-water mark). Every function returns None or nothing where the system does
-not say.
+Changes nothing except the kernel's high-water mark. Functions return None or nothing if the system does not provide a
+value.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class GroupLimit:
     """A control group that limits this process.
 
     Attributes:
-        limit_bytes: What all processes in the group may hold together.
-        used_bytes: What they hold, excluding page cache that can be dropped.
+        limit_bytes: The most that all processes in the group may use together.
+        used_bytes: What they use, excluding page cache that can be dropped.
     """
 
     limit_bytes: int
@@ -32,7 +32,7 @@ class GroupLimit:
 
 
 def status_bytes(*fields: str) -> tuple[int, ...] | None:
-    """Return fields of /proc/self/status that count in kB, such as VmData, in bytes; None if any is missing."""
+    """Return fields of /proc/self/status with the unit kB, such as VmData, in bytes; None if any is missing."""
     try:
         lines = (_PROC / "status").read_text().splitlines()
     except OSError:
@@ -62,7 +62,7 @@ def group_limits(proc: Path = _PROC) -> Iterator[GroupLimit]:
 
 
 def group_folders(proc: Path = _PROC) -> Iterator[tuple[int, Path]]:
-    """Yield version and folder of every control group above this process that counts memory, its own first."""
+    """Yield the version and folder of every control group of this process that counts memory, the innermost first."""
     mounts = _mounts(proc)
     for version, relative in _memberships(proc):
         if version not in mounts:
@@ -77,7 +77,7 @@ def group_folders(proc: Path = _PROC) -> Iterator[tuple[int, Path]]:
 
 
 def counter(path: Path, name: str) -> int | None:
-    """Return the number of this name from a file of lines "name number"; None where there is none."""
+    """Return the number with this name from a file of lines "name number"; None if there is none."""
     for line in _lines(path):
         found, _, value = line.partition(" ")
         if found == name and value.strip().isdigit():

@@ -1,8 +1,8 @@
-"""Owns what a limit on host memory changes in the whole process: RLIMIT_DATA and the allocator's settings.
+"""Owns the process-wide settings of a host memory limit: RLIMIT_DATA and the allocator's settings.
 
-Each limit in force is a hold. The process is held to the tightest of them, and releasing the last hold restores
-everything. Holds nest within one thread. Another thread is refused: `ensure` asks for memory and then uses it, so two
-trainings that ask at the same time would both be promised the same bytes.
+Each limit in force is a hold. The tightest applies to the process, and releasing the last hold restores everything.
+Holds nest within one thread. Other threads are rejected: `ensure` checks for memory that is used afterwards, so two
+trainings that check at the same time would both count on the same bytes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from autoaccum.errors import InvalidInputError
 
 try:
     import resource
-except ImportError:  # Windows, which has no limit to own
+except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# In place of a bound: all limits entered before are suspended.
+# Stands for a bound: all limits entered earlier are suspended.
 _LIFTED = -2
 
 
 class Hold:
-    """A share in the settings of the process.
+    """One limit among those of the process.
 
-    It ends by `release`, and at the latest when nothing refers to it: an interrupt that lands where no handler is set
-    up yet must not leave the process limited.
+    It ends with `release`, or at the latest when it is garbage-collected: an interrupt before any handler is set up
+    must not leave the process limited.
     """
 
     __slots__ = ("_key", "_owner")
@@ -43,43 +43,43 @@ class Hold:
         self._key = key
 
     def lower(self, bound: int) -> None:
-        """Hold the process to `bound` bytes of data, unless it is held to less."""
+        """Limit the process to `bound` bytes of data, unless a tighter limit applies."""
         self._owner._set(self._key, bound)
 
     def release(self) -> None:
-        """End it; a second call does nothing."""
+        """End the hold; a second call does nothing."""
         with signals.held():
             self._owner._release(self._key)
 
     def __del__(self) -> None:
-        if hasattr(self, "_key"):  # else an interrupt came before it
+        if hasattr(self, "_key"):  # else an interrupt came before it was set
             self.release()
 
 
 class Owner:
-    """Sets the limit of the process by all holds together, and restores what was there before the first."""
+    """Sets the limit of the process from all holds, and restores the state before the first."""
 
     def __init__(self) -> None:
-        # A hold may be collected, and so released, while its own thread is in here.
+        # A hold may be garbage-collected, and so released, while its own thread holds the lock.
         self._lock = threading.RLock()
         self._keys = itertools.count()
         self._thread: tuple[int, str] | None = None
-        self._entered: dict[int, int | None] = {}  # in the order of entry: a bound, _LIFTED, or no bound yet
+        self._entered: dict[int, int | None] = {}  # in order of entry: a bound, _LIFTED, or no bound yet
         self._before: int | None = None
         self._follows_forks = False
 
     def hold(self, what: str) -> Hold:
-        """Settle the allocator and return a hold on `what`, which names the limit in the message.
+        """Settle the allocator and return a hold for `what`, which names the limit in the message.
 
         Raises:
-            InvalidInputError: Another thread holds the process to a limit.
+            InvalidInputError: Another thread has limited the process.
         """
         with self._lock:
             me = threading.get_ident()
             if self._entered and self._thread is not None and self._thread[0] != me:
                 raise InvalidInputError(
-                    f"{what} cannot be set in this thread: the limit (RLIMIT_DATA) is the whole process's, and the "
-                    f"thread {self._thread[1]!r} works under one; run one after the other, or each in a process of "
+                    f"{what} cannot be set in this thread: RLIMIT_DATA applies to the whole process, and the "
+                    f"thread {self._thread[1]!r} already has a limit; run one after the other, or each in a process of "
                     "its own"
                 )
             if not self._follows_forks:
@@ -93,17 +93,17 @@ class Owner:
 
     @property
     def has_holds(self) -> bool:
-        """Whether there is any hold, also while the limit is suspended."""
+        """Whether there is any hold, even while the limit is suspended."""
         return bool(self._entered)
 
     def tightest(self) -> int | None:
-        """Return the lowest bound on the process by its own limits and by all holds; None if there is none."""
+        """Return the lowest bound on the process, by its resource limits and all holds; None if there is none."""
         bounds = [*resource.getrlimit(resource.RLIMIT_DATA), *self._bounds()]
         return min((bound for bound in bounds if bound != resource.RLIM_INFINITY), default=None)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Suspend the limit of the current thread, if it has one; a limit entered inside holds again."""
+        """Suspend the limit of the current thread, if it has one; a limit entered inside applies again."""
         if not self._entered or self._thread is None or self._thread[0] != threading.get_ident():
             yield
             return
@@ -125,7 +125,7 @@ class Owner:
         with self._lock:
             if key not in self._entered:
                 return
-            # The key goes last: what an interrupt leaves half-done here, the collected hold repeats.
+            # The key is deleted last: if an interrupt stops this part-way, collecting the hold repeats it.
             left = {other: bound for other, bound in self._entered.items() if other != key}
             self._apply(left)
             if not left:
@@ -137,7 +137,7 @@ class Owner:
         return [bound for bound in self._entered.values() if bound is not None and bound != _LIFTED]
 
     def _apply(self, entered: dict[int, int | None]) -> None:
-        """Set the soft limit; the hard one, which a user may lower meanwhile, stays."""
+        """Set the soft limit; the hard one stays, which a user may have lowered."""
         if self._before is None:
             return
         bounds = [bound for bound in entered.values() if bound is not None]
@@ -150,8 +150,8 @@ class Owner:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def _forget(self) -> None:
-        """Lift the limit in a forked child, which trains nothing: it gets what its parent had before."""
-        # Another thread of the parent may have held the lock, and is not in the child to release it.
+        """Lift the limit in a forked child, which does not train: it gets its parent's original limit."""
+        # Another thread of the parent may have held the lock, and does not exist in the child to release it.
         self._lock = threading.RLock()
         self._apply({})
         self._entered, self._thread, self._before = {}, None, None

@@ -1,7 +1,7 @@
-"""Tracks the storages that PyTorch allocates and frees, on any device; the base of everything that counts them.
+"""Tracks the storages that PyTorch allocates and frees on any device.
 
-A dispatch mode sees every operator. A storage counts from the operator that returns it until it is freed; a view adds
-nothing. What a kernel allocates and frees within one operator is not visible here.
+A dispatch mode sees every operator. A storage counts from the operator that returns it until it is freed; views add
+nothing. Memory that a kernel allocates and frees within one operator is not visible.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# torch.tensor allocates where no mode can see it and passes the result through one of these, so what they return counts
-# although it shares the storage of their argument.
+# torch.tensor allocates where no mode can see it and passes the result through one of these, so their results count
+# although they share the storage of their argument.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 # The CUDA caching allocator rounds sizes up to this.
 _ROUNDING_BYTES = 512
@@ -26,10 +26,10 @@ Record = TypeVar("Record")
 
 
 class StorageMode(TorchDispatchMode, Generic[Record]):
-    """Keeps a record of each live storage on one type of device. Subclasses see the operators and make the records.
+    """Keeps a record of each live storage on one type of device. Subclasses handle operators and create the records.
 
     Args:
-        device_type: Only storages there are tracked.
+        device_type: The type of device whose storages are tracked.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -39,7 +39,7 @@ class StorageMode(TorchDispatchMode, Generic[Record]):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def _track(self, key: int, storage: torch.UntypedStorage, record: Record) -> None:
-        """Set the record of a storage, until `freed` is called with it."""
+        """Set the record of a storage, which is passed to `freed` later."""
         if key not in self._record_by_key:
             self._watched[key] = weakref.ref(storage, functools.partial(self._forget, key))
         self._record_by_key[key] = record
@@ -49,24 +49,24 @@ class StorageMode(TorchDispatchMode, Generic[Record]):
         self.freed(key, self._record_by_key.pop(key))
 
     def freed(self, key: int, record: Record) -> None:
-        """Take note that a storage was freed; another may get the same key."""
+        """Handle a freed storage, whose key may be reused."""
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """Return what identifies a storage while it is alive.
+    """Return a key that identifies a storage while it is alive.
 
-    It is the address of PyTorch's own record, by which its weak references tell storages apart. Another storage gets it
-    only after this one was freed, and then it has been forgotten.
+    It is the address of PyTorch's own record, by which its weak references distinguish storages. Another storage can
+    get it only after this one was freed, and so removed here.
     """
     return int(storage._cdata)
 
 
 class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages allocated while it is entered; earlier ones do not count.
+    """Counts the bytes of storages allocated while it is active; earlier ones do not count.
 
     Attributes:
-        live_bytes: Bytes of those alive now.
-        peak_bytes: The most that were alive at once.
+        live_bytes: Bytes alive now.
+        peak_bytes: The most bytes alive at once.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -82,21 +82,21 @@ class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Taken before the operator runs: what it returns in one of these is a view, or an update in place.
+        # Taken before the operator runs: a result in one of these storages is a view or an in-place update.
         inputs = (args, tuple(kwargs.values()))
         given = set() if func in _LIFTS else {key_of(storage) for storage in self._storages(inputs)}
         result = func(*args, **kwargs)
         outputs = {key_of(storage): storage for storage in self._storages((result,))}
-        # An update in place may have resized a storage that counts already.
+        # An in-place update may have resized a storage that is already counted.
         counted = {key: storage for key, storage in outputs.items() if key not in given or key in self._record_by_key}
         self._count(counted)
         return result
 
     def check(self, extra_bytes: int) -> None:
-        """Raise to refuse `extra_bytes` more."""
+        """Raise an error to refuse `extra_bytes` more."""
 
     def came(self, key: int, extra_bytes: int) -> None:
-        """Take note that a storage has grown by `extra_bytes`, or is new."""
+        """Handle a storage that is new or has grown by `extra_bytes`."""
 
     def freed(self, key: int, record: int) -> None:  # noqa: ARG002 - for subclasses
         """Subtract its bytes."""
@@ -106,7 +106,7 @@ class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
         grown = {key: storage.nbytes() - self._record_by_key.get(key, 0) for key, storage in storages.items()}
         total = sum(grown.values())
         if total > 0:
-            # Refused here, the operator's results die with the frames above, as if they had never been made.
+            # If this raises, the operator's results are freed with the frames above.
             self.check(total)
         for key, storage in storages.items():
             self._track(key, storage, storage.nbytes())
@@ -124,16 +124,16 @@ class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
 
 
 class Transients(StorageWatch):  # type: ignore[no-untyped-call]
-    """Separates what a piece of work allocates and frees from what it leaves allocated."""
+    """Separates memory that an operation frees again from memory that it leaves allocated."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self._events: list[tuple[int, int]] = []  # which storage, and by how much it grew or shrank
-        self._alive: dict[int, tuple[int, int]] = {}  # by key: which storage, and its size
+        self._events: list[tuple[int, int]] = []  # number of the storage, and by how much it grew or shrank
+        self._alive: dict[int, tuple[int, int]] = {}  # by key: number and size of the storage
         self._storages_seen = 0
 
     def came(self, key: int, extra_bytes: int) -> None:
-        """Record it, rounded up as an allocator does."""
+        """Record the growth, rounded up as an allocator does."""
         if key not in self._alive:
             self._storages_seen += 1
         number, size = self._alive.get(key, (self._storages_seen, 0))
@@ -142,7 +142,7 @@ class Transients(StorageWatch):  # type: ignore[no-untyped-call]
         self._events.append((number, rounded))
 
     def freed(self, key: int, record: int) -> None:
-        """Record it."""
+        """Record the release."""
         super().freed(key, record)
         number, size = self._alive.pop(key)
         self._events.append((number, -size))
@@ -152,7 +152,7 @@ class Transients(StorageWatch):  # type: ignore[no-untyped-call]
         return sum(size for _, size in self._alive.values())
 
     def transient_bytes(self) -> int:
-        """Return the most that was alive at once, of storages freed since."""
+        """Return the peak of the storages that have been freed since."""
         left = {number for number, _ in self._alive.values()}
         live = peak = 0
         for number, size in self._events:

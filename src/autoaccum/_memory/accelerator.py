@@ -1,7 +1,7 @@
-"""An accelerator as far as PyTorch can ask it: XPU, MPS, or any other of torch.accelerator; `Cuda` builds on it.
+"""The memory of any accelerator that PyTorch supports (XPU, MPS and others); `Cuda` builds on it.
 
-Each device module of PyTorch names the same things differently or not at all, and some only in newer versions. What
-cannot be counted is None, a limit that cannot be enforced is refused, and everything else works.
+PyTorch's device modules differ in which functions they have and how these are named. A value that cannot be measured is
+None, a limit that cannot be enforced is refused, and everything else works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# torch.mps cannot be asked; 1.7 of the recommended size is its documented default.
+# torch.mps has no getter; 1.7 times the recommended size is its documented default.
 _DEFAULT_FRACTION = {"mps": 1.7}
 
 
@@ -29,7 +29,7 @@ class Accelerator(MemoryBackend):
     """The memory of an accelerator, limited by PyTorch's own allocator.
 
     Args:
-        device: The accelerator; without an index the current one.
+        device: The accelerator; without an index, the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,10 +42,10 @@ class Accelerator(MemoryBackend):
         self._entered = False
 
     def reading(self) -> MemoryReading:
-        """Return what the device has free, or what the limit leaves where that is less.
+        """Return the memory that the device has free, or that the limit leaves if that is less.
 
-        Cached segments count as used: call `release` first to learn what a step could have. A device that does not say
-        what it has shares the host's memory.
+        Cached segments count as used: call `release` first to learn what a step could have. A device that does not
+        report its memory is taken to share the host's.
         """
         used = self._used()
         free, total = self._free_and_total(used)
@@ -54,18 +54,18 @@ class Accelerator(MemoryBackend):
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Hold this process's share of the device to `limit_bytes`.
+        """Limit this process's share of the device to `limit_bytes`.
 
         Args:
-            limit_bytes: The limit, including what the process already holds; from the device's whole memory on it
-                changes nothing.
+            limit_bytes: The limit, including what the process already holds; has no effect if it is at least the
+                device's memory.
 
         Raises:
-            InvalidInputError: The limit is not positive, is below what the process holds and cannot give back, or
-                cannot be enforced on this device; or another context of this backend is still open.
+            InvalidInputError: The limit is not positive, is below what the process holds and cannot release, or cannot
+                be enforced on this device; or another context of this backend is still open.
         """
         if self._entered:
-            raise InvalidInputError(f"{self.name} is already limited; leave that context first")
+            raise InvalidInputError(f"{self.name} is already limited; exit that context first")
         self.release()
         self._entered = True
         try:
@@ -79,23 +79,23 @@ class Accelerator(MemoryBackend):
         return contextlib.nullcontext()
 
     def reset_peak(self) -> None:
-        """Restart the peak from what is held now, where the device counts it."""
+        """Reset the peak to the current use, if the device counts it."""
         reset = self._function("reset_peak_memory_stats")
         if reset is not None:
             reset(*self._where)
 
     def peak_bytes(self) -> int | None:
-        """Return the most that was held since `reset_peak`; None where the device does not count it."""
+        """Return the highest use since `reset_peak`; None if the device does not count it."""
         peak = self._function("max_memory_reserved", "max_memory_allocated")
         return None if peak is None or self._function("reset_peak_memory_stats") is None else int(peak(*self._where))
 
     def release(self) -> None:
-        """Collect cycles and give cached memory back to the device."""
+        """Collect cycles and return cached memory to the device."""
         gc.collect()
         self.trim()
 
     def trim(self) -> None:
-        """Give back what the allocator has cached, where the device's module can."""
+        """Return the allocator's cached memory to the device, if its module supports that."""
         empty = self._function("empty_cache")
         if empty is not None:
             empty()
@@ -105,15 +105,15 @@ class Accelerator(MemoryBackend):
 
     def reserve(self, extra_bytes: int) -> None:
         """Have the allocator hold `extra_bytes` in its cache, or raise an error that `is_oom` recognises."""
-        if extra_bytes > 0:  # freed at once, the block stays with the allocator
+        if extra_bytes > 0:  # freed at once, but the block stays with the allocator
             torch.empty(extra_bytes, dtype=torch.uint8, device=self.device)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was submitted."""
+        """Wait until the device has completed all submitted work."""
         torch.accelerator.synchronize(self.device)
 
     def total_for_fraction(self) -> int:
-        """Return the memory of the whole device."""
+        """Return the device's total memory."""
         return self._free_and_total(self._used())[1]
 
     @contextlib.contextmanager

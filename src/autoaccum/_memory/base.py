@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class MemoryBackend(ABC):
-    """Memory of one device, as this process sees it.
+    """The memory of one device, as seen by this process.
 
-    "Used" always means: in the terms in which the limit counts. On a card that is what this process's allocator holds
-    of the whole device; on the host, what the process took beyond what it held when the limit began.
+    "Used" always means as counted by the limit. On a card that is the memory held by this process's allocator; on the
+    host, what the process allocated since the limit was entered.
 
     Attributes:
-        device: Where tensors are allocated.
+        device: The device of tensors.
         name: A readable name, such as "NVIDIA H200" or "host memory".
-        fails_cleanly: Whether a failing allocation always raises. Where native code may crash instead, sizes that are
-            not known to fit are checked first (`ensure`) or approached from below.
-        is_host: Whether its memory is that of the host.
+        fails_cleanly: Whether a failing allocation always raises. If native code may crash instead, sizes that are not
+            known to fit are checked first (`ensure`) or approached from below.
+        is_host: Whether the memory is that of the host.
     """
 
     fails_cleanly: bool = True
@@ -41,10 +41,10 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def reading(self) -> MemoryReading:
-        """Return what there is now; cheap enough for once a window, not for once a micro-batch."""
+        """Return current values; cheap enough for every window, not for every micro-batch."""
 
     def check_limit(self, limit_bytes: int) -> None:  # noqa: B027 - most devices take any limit
-        """Refuse a limit that `limited` would refuse, before anything is changed.
+        """Reject a limit that `limited` would reject, before anything is changed.
 
         Raises:
             InvalidInputError: The limit cannot be enforced.
@@ -52,10 +52,10 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def limited(self, limit_bytes: int | None) -> AbstractContextManager[None]:
-        """Hold this process to `limit_bytes` on entry and restore the previous state on exit.
+        """Limit this process to `limit_bytes` on entry and restore the previous state on exit.
 
-        Allocations beyond the limit raise an exception that `is_oom` recognises. None sets no limit, but prepares the
-        device all the same. Contexts of one backend do not nest.
+        Allocations beyond the limit raise an exception that `is_oom` recognises. None sets no limit, but still prepares
+        the device. Contexts of one backend do not nest.
 
         Raises:
             InvalidInputError: On entry: the limit is not positive, is below what the process already holds, or cannot
@@ -64,56 +64,56 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def lifted(self) -> AbstractContextManager[None]:
-        """Suspend the limit for work outside the step: files, loaders, callbacks, and the processes that they start.
+        """Suspend the limit for work outside the step: files, loaders, callbacks and processes that they start.
 
-        A process inherits the limit that holds when it is started. Does nothing where a limit is not inherited, or
-        none is in force.
+        A process inherits the limit in force when it is started. Does nothing if limits are not inherited, or none is
+        in force.
         """
 
     def elsewhere(self) -> AbstractContextManager[None]:
-        """Exempt CPU tensors that are not the device's; only a simulated device would count them."""
+        """Exempt CPU tensors that are not the device's, which only a simulated device would count."""
         return nullcontext()
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Restart the peak from what is held now."""
+        """Reset the peak to the current use."""
 
     @abstractmethod
     def peak_bytes(self) -> int | None:
-        """Return the highest use since `reset_peak`, in the limit's terms; None where the system does not count it."""
+        """Return the highest use since `reset_peak`, as counted by the limit; None if the system does not count it."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give freed memory back to the device, so that the next attempt finds the memory of a fresh process.
+        """Return freed memory to the device, so that the next attempt has as much memory as a fresh process.
 
         Call it after the handler of an out-of-memory error has ended: inside, the traceback still pins the activations.
         """
 
-    def trim(self) -> None:  # noqa: B027 - nothing to do where what was freed is free at once
-        """Give freed memory back without collecting cycles, so that the next peak is that of its step."""
+    def trim(self) -> None:  # noqa: B027 - nothing to do if freed memory is available at once
+        """Return freed memory without collecting cycles, so that the next peak is that of its step."""
 
     @abstractmethod
     def ensure(self, extra_bytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` now if `extra_bytes` more are not available; else do nothing.
+        """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not available.
 
-        Where the allocator itself fails cleanly (CUDA) this does nothing. On the host, native code can crash when an
-        allocation fails inside it, so it is asked first.
+        Does nothing if the allocator itself fails cleanly (CUDA). On the host, native code can crash when an allocation
+        fails inside it, so memory is checked first.
         """
 
     def reserve(self, extra_bytes: int) -> None:
-        """Make sure that `extra_bytes` are available to what runs next, or raise `torch.OutOfMemoryError`.
+        """Ensure that `extra_bytes` are available to the code that runs next, or raise `torch.OutOfMemoryError`.
 
-        For work that must not fail once it has begun. An allocator with a cache then holds them for this process;
-        elsewhere this is `ensure`.
+        For work that must not fail once started. An allocator with a cache then holds them for this process; otherwise
+        this is `ensure`.
         """
         self.ensure(extra_bytes)
 
     def neighbours(self) -> Sequence[Neighbour]:
-        """Return the other processes that hold memory of the device, as far as known, those that hold most first."""
+        """Return the other processes known to use memory of the device, the largest first."""
         return ()
 
     def alloc_retries(self) -> int:
-        """Return how often the allocator had to flush its cache to go on; 0 where the device does not count it.
+        """Return how often the allocator had to flush its cache to continue; 0 if the device does not count it.
 
         When this rises, memory is about to run out.
         """
@@ -125,4 +125,4 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def total_for_fraction(self) -> int:
-        """Return the bytes of which a `memory_limit` between 0 and 1 is a fraction."""
+        """Return the total in bytes that a `memory_limit` between 0 and 1 is a fraction of."""

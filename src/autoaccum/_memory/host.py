@@ -1,12 +1,12 @@
-"""The host's memory: a real limit on this process, and what is available without one.
+"""The host's memory, with a real limit on this process.
 
-Linux promises more memory than it has and kills a process that uses it. So that memory runs out as an exception, the
-limit is RLIMIT_DATA, set to the current VmData plus the limit. It counts private writable address space (tensors, the
-heap, the stacks of new threads), whether touched or not. Peaks are resident memory, the only high-water mark that the
-kernel keeps and resets; the two differ by what was allocated and never touched.
+Linux overcommits memory and kills a process that uses too much. To make memory run out with an exception instead,
+RLIMIT_DATA is set to the current VmData plus the limit. It counts private writable address space (tensors, the heap,
+the stacks of new threads), whether touched or not. Peaks are of resident memory, the only high-water mark that the
+kernel keeps and resets; the two differ by memory that was allocated but never touched.
 
-Native code can crash when an allocation fails inside it. So the limit is a safety net, and `ensure`, called before each
-step, keeps the process off it.
+Native code can crash when an allocation fails inside it. The limit is therefore only a safety net, and `ensure`, called
+before each step, keeps the process from reaching it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# For so long a reading of the machine's free memory is reused: reading takes 0.2 ms, which a short micro-step notices.
+# How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-steps.
 _FREE_BELIEVED_S = 0.1
-# Several times what checking oneDNN takes.
+# Several times the memory needed for checking oneDNN.
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
 # Kernels allocate scratch memory of their own and crash without it: seen under 700 KiB, not from 800 KiB on
 # (examples/document002.py).
@@ -50,16 +50,16 @@ _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
 class Host(MemoryBackend):
-    """The memory of the machine, as this process may use it.
+    """The memory of the machine that this process may use.
 
-    Use counts from when `limited` was last entered, and before that from when the backend was made: a limit of 2 GiB
-    is 2 GiB beyond what the process held then.
+    Use counts from when `limited` was last entered, or else from when the backend was created: a limit of 2 GiB means 2
+    GiB in addition to what the process held then.
 
-    While a limit is in force glibc's allocator is settled so that freed memory leaves the process. Every step then asks
-    the kernel for its pages again, and takes longer (benchmarks/host_limit.py: 1.5 to 1.8 times on two busy cores, less
-    for larger steps). On exit the limit is restored, but not all else: glibc's thresholds, which cannot be read, get
-    the values that they usually reach; oneDNN's primitive cache stays at one entry for the life of the process if no
-    primitive had run before; threads that were started stay.
+    While a limit is in force, glibc's allocator returns freed memory to the kernel. Every step then has to request its
+    pages again, and takes longer (benchmarks/host_limit.py: 1.5 to 1.8 times on two busy cores, less for larger steps).
+    On exit the limit is restored, but not everything else: glibc's thresholds, which cannot be read, get the values
+    that they usually reach; oneDNN's primitive cache stays at one entry for the life of the process if no primitive had
+    run before; threads that were started remain.
     """
 
     fails_cleanly = False
@@ -77,7 +77,7 @@ class Host(MemoryBackend):
         self._anonymous_then = _anonymous()
 
     def reading(self) -> MemoryReading:
-        """Return what is free by the tightest limit of machine, control groups and process."""
+        """Return the memory free within the tightest limit of machine, control groups and process."""
         machine = psutil.virtual_memory()
         data, resident = _held()
         groups = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
@@ -92,17 +92,17 @@ class Host(MemoryBackend):
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Hold the process to what it holds now plus `limit_bytes`.
+        """Limit the process to its current use plus `limit_bytes`.
 
         Args:
-            limit_bytes: The limit, beyond what is held now; a tighter one already in force stays.
+            limit_bytes: The limit, in addition to the current use; a tighter one already in force stays.
 
         Raises:
-            InvalidInputError: The limit is not positive, the process already reached another one, the system cannot
-                enforce one, another thread is limited, or another context of this backend is still open.
+            InvalidInputError: The limit is not positive, the process has already reached another one, the system cannot
+                enforce limits, another thread is limited, or another context of this backend is still open.
         """
         if self._entered:
-            raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
+            raise InvalidInputError(f"the {self.name} is already limited; exit that context first")
         if limit_bytes is not None:
             self.check_limit(limit_bytes)
         self._entered = True
@@ -113,7 +113,7 @@ class Host(MemoryBackend):
             self._entered = False
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Suspend all limits of this thread, those of other backends included."""
+        """Suspend all limits of this thread, including those of other backends."""
         return owner.lifted()
 
     def reset_peak(self) -> None:
@@ -121,10 +121,10 @@ class Host(MemoryBackend):
         self._peak_counted = _linux.reset_high_water()
 
     def peak_bytes(self) -> int | None:
-        """Return the highest resident memory since `reset_peak`, beyond that at the beginning.
+        """Return the highest resident memory since `reset_peak`, minus that at the beginning.
 
-        File pages do not count: a first convolution reads megabytes of code, which no limit counts. None where the
-        kernel does not let a process reset its high-water mark.
+        File pages are excluded: a first convolution loads megabytes of code, which no limit counts. None if the kernel
+        does not let a process reset its high-water mark.
         """
         counted = _linux.status_bytes("VmHWM", "RssFile", "RssShmem") if self._peak_counted else None
         if counted is None:
@@ -133,13 +133,12 @@ class Host(MemoryBackend):
         return max(0, high - of_files - shared - self._anonymous_then)
 
     def release(self) -> None:
-        """Collect cycles and give the free pages of the heap back to the kernel.
+        """Collect cycles and return free pages of the heap to the kernel.
 
-        Under a limit it also checks, with the limit lifted, that oneDNN still works. oneDNN generates its kernels by
-        Xbyak, which keeps a thread's first error in a variable that nothing clears: after one failed mapping every such
-        kernel is refused in this thread, however much memory is free. Unchecked, that would look like a model of which
-        no size fits. Steps that `ensure` let through never caused it; benchmarks/host_limit.py counts how often others
-        do.
+        Under a limit it also checks, with the limit lifted, that oneDNN still works. oneDNN generates its kernels with
+        Xbyak, which keeps a thread's first error in a variable that is never cleared: after one failed mapping, all
+        such kernels fail in this thread, however much memory is free. Unchecked, it would look as if no size of the
+        model fitted. Steps admitted by `ensure` never caused it; benchmarks/host_limit.py counts how often others do.
 
         Raises:
             DeviceLostError: oneDNN no longer works in this thread.
@@ -148,13 +147,13 @@ class Host(MemoryBackend):
         self.trim()
         if self._limit_bytes is not None:
             with self.lifted():
-                if _can_map(_CONVOLUTION_ROOM_BYTES):  # limits outside of this package may remain
+                if _can_map(_CONVOLUTION_ROOM_BYTES):  # external limits may remain
                     self._check_onednn()
 
     def trim(self) -> None:
-        """Give back the free pages of the heap and, without a limit, the buffers of matrix products.
+        """Return free pages of the heap and, without a limit, the buffers of matrix products.
 
-        Under a limit those buffers are kept from before it began: a product that could not get one would have other
+        Under a limit those buffers are allocated in advance and kept: a product that could not get one would have other
         bits.
         """
         if not _is_bounded():
@@ -164,8 +163,8 @@ class Host(MemoryBackend):
     def ensure(self, extra_bytes: int) -> None:
         """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not available.
 
-        That much address space is mapped and unmapped untouched, which is exact for limits of the process and takes
-        some microseconds. What the machine and the control groups have free is read at most ten times a second.
+        The address space is mapped and unmapped untouched, which is exact for limits of the process and takes
+        microseconds. The free memory of the machine and the control groups is read at most ten times a second.
         """
         if extra_bytes <= 0:
             return
@@ -174,16 +173,16 @@ class Host(MemoryBackend):
             raise self._out_of_memory(extra_bytes, reading.free_bytes, reading.limit_bytes)
         now_s = time.monotonic()
         if extra_bytes > self._machine_free_bytes or now_s - self._machine_asked_s > _FREE_BELIEVED_S:
-            # An old answer may let a step through but never refuses one.
+            # An old reading may admit a step but never rejects one.
             self._machine_free_bytes, self._machine_asked_s = _machine_free(), now_s
             if extra_bytes > self._machine_free_bytes:
                 raise self._out_of_memory(extra_bytes, self._machine_free_bytes, None)
 
     def synchronize(self) -> None:
-        """Do nothing: operations are done when they return."""
+        """Do nothing: operations are complete when they return."""
 
     def total_for_fraction(self) -> int:
-        """Return the memory of the machine, or of the tightest control group below it."""
+        """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes
 
     @contextlib.contextmanager
@@ -196,7 +195,7 @@ class Host(MemoryBackend):
         hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
         try:
             for bound, held in _process_limits():
-                # Before the warm-up, which would run out of memory itself.
+                # Checked before the warm-up, which would itself run out of memory.
                 if held >= bound:
                     raise self._no_room(limit_bytes, held, bound)
             with signals.held(), _one_primitive_cached():
@@ -222,12 +221,12 @@ class Host(MemoryBackend):
                 raise
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
-                f"it met the limit of {format_bytes(self._limit_bytes or 0)}; continue in a new process (or thread), "
+                f"it hit the limit of {format_bytes(self._limit_bytes or 0)}; continue in a new process (or thread), "
                 "and start there with a smaller micro_batch"
             ) from error
 
     def check_limit(self, limit_bytes: int) -> None:
-        """Refuse a limit that leaves native code no room or that this system cannot enforce."""
+        """Reject a limit that is too small for native code or that this system cannot enforce."""
         if limit_bytes < _LEAST_LIMIT_BYTES:
             raise InvalidInputError(
                 f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory to train "
@@ -247,7 +246,7 @@ class Host(MemoryBackend):
         )
 
     def _begin(self) -> None:
-        # Free pages inside the heap would be used first, and neither the limit nor the peak would see them.
+        # Free pages inside the heap would be used first, without counting towards the limit or the peak.
         if _is_bounded():
             _mkl.hold_buffers()
         self.release()
@@ -263,7 +262,7 @@ class Host(MemoryBackend):
 
 
 def _held() -> tuple[int, int]:
-    """Return what the limit counts and what is resident; the latter for both where the system says no more."""
+    """Return the memory counted by the limit and the resident memory; the latter for both if the former is unknown."""
     held = _linux.status_bytes("VmData", "VmRSS")
     if held is None:
         resident = psutil.Process().memory_info().rss
@@ -272,7 +271,7 @@ def _held() -> tuple[int, int]:
 
 
 def _anonymous() -> int:
-    """Return the resident memory that is not file pages; 0 where the system does not say, and peaks are None."""
+    """Return the resident memory without file pages; 0 if the system does not report it, and peaks are None."""
     anonymous = _linux.status_bytes("RssAnon")
     return 0 if anonymous is None else anonymous[0]
 
@@ -289,12 +288,12 @@ def _process_limits() -> Iterator[tuple[int, int]]:
 
 
 def _is_bounded() -> bool:
-    """Whether the process is held to a limit, or about to be."""
+    """Whether the process is limited, or about to be."""
     return owner.has_holds or next(_process_limits(), None) is not None
 
 
 def _machine_free() -> int:
-    """Return what the machine and the control groups of this process have free."""
+    """Return the free memory of the machine and the control groups of this process."""
     groups = (group.limit_bytes - group.used_bytes for group in _linux.group_limits())
     return max(0, min([int(psutil.virtual_memory().available), *groups]))
 
@@ -310,9 +309,9 @@ def _can_map(n_bytes: int) -> bool:
 
 
 def _warm_up() -> None:
-    """Start every thread and load every library that a training step will use, without drawing random numbers.
+    """Start all threads and load all libraries that a training step uses, without drawing random numbers.
 
-    Each thread's stack counts towards the limit, and libgomp ends the process when it cannot start one.
+    Each thread's stack counts towards the limit, and libgomp ends the process if it cannot start a thread.
     """
     _convolve()
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -321,7 +320,7 @@ def _warm_up() -> None:
 
 
 def _convolve() -> None:
-    """Run one convolution forward and backward for which oneDNN allocates a scratchpad; some milliseconds."""
+    """Run a convolution forward and backward, with a oneDNN scratchpad; takes some milliseconds."""
     ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         images, kernels = ones(2 * torch.get_num_threads(), 8, 32, 32), ones(16, 8, 3, 3)
@@ -330,9 +329,9 @@ def _convolve() -> None:
 
 @contextlib.contextmanager
 def _one_primitive_cached() -> Iterator[None]:
-    """Let oneDNN cache one primitive only; it reads this at its first primitive, and never again.
+    """Limit oneDNN's cache to one primitive; it reads the setting only at its first primitive.
 
-    Each cached primitive holds memory, and each size of micro-batch makes new ones: some 10 to 20 MiB a size.
+    Each cached primitive holds memory, and each micro-batch size creates new ones: 10 to 20 MiB per size.
     """
     if _ONEDNN_CACHE in os.environ:
         yield

@@ -1,6 +1,6 @@
-"""The kernel's counters of out-of-memory kills, as far as this process can see them.
+"""Reads the kernel's counters of out-of-memory kills that are visible to this process.
 
-Comparing them before and after a process ended distinguishes a kill for lack of memory from any other.
+Comparing them before and after a process ended distinguishes an out-of-memory kill from any other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PROC = Path("/proc")
 
 
 def read_kills(proc: Path = _PROC) -> dict[str, int]:
-    """Return counters of out-of-memory kills, by the file that each was read from; empty where there are none.
+    """Return counters of out-of-memory kills, by the file that each was read from; empty if there are none.
 
     Each is the counter of the nearest control group that has one, since a group further up also counts the kills of
-    others. (In version 2 a group counts those below it, too.) Without such a group it is the whole machine's.
+    others. (In version 2 a group includes those below it.) Without such a group it is that of the whole machine.
 
     Args:
-        proc: The process file system; another folder in tests.
+        proc: The proc file system; another folder in tests.
     """
     counters: dict[str, int] = {}
     counted: set[int] = set()

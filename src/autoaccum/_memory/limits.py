@@ -1,4 +1,4 @@
-"""Parses memory limits and sizes as users write them, and formats bytes as users read them. Enforces nothing."""
+"""Parses memory limits and sizes given by users, and formats bytes for messages. Enforces nothing."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
 
 _FORMS = (
-    "give bytes as an int, a size such as '12GiB', '600 MiB', '1.5GB' or '800M', or a fraction of the memory "
-    "there is, such as 0.5, '0.5' or '50%'"
+    "give bytes as an int, a size such as '12GiB', '600 MiB', '1.5GB' or '800M', or a fraction of the total "
+    "memory, such as 0.5, '0.5' or '50%'"
 )
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*|%)", re.IGNORECASE)
 
-# A bare letter counts in steps of 1024, as for Slurm, systemd, cgroups and Docker, where limits come from.
+# A bare letter is a power of 1024, as for Slurm, systemd, cgroups and Docker, where limits come from.
 _UNIT_BYTES = {"b": 1} | {
     name: base ** (power + 1)
     for power, letter in enumerate("kmgtp")
     for name, base in ((letter, 1024), (f"{letter}ib", 1024), (f"{letter}b", 1000))
 }
-# So many of the other processes on a device are named.
+# The most processes named in a message.
 _NAMED = 3
-# An exbibyte, which leaves signed 64-bit byte counts room for more.
+# An exbibyte, which keeps sums within signed 64-bit integers.
 _MOST_BYTES = 2**60
-# Characters of a size; `int` refuses thousands of digits with an error of its own.
+# The most characters of a size; `int` rejects thousands of digits with its own error.
 _LONGEST = 100
 _UNITS_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str = "memory_limit") -> int | None:
-    """Return the limit in bytes; None stays None, which sets no limit.
+    """Return the limit in bytes; None, for no limit, stays None.
 
     Args:
-        limit: Bytes (int, or a string of digits); a string with a unit, where KiB, MiB, GiB, TiB and bare letters count
-            in 1024 and KB, MB, GB, TB in 1000; or a fraction above 0 and up to 1 (float, string with a point, or
+        limit: Bytes (int, or a string of digits); a string with a unit, where KiB, MiB, GiB, TiB and bare letters are
+            powers of 1024 and KB, MB, GB, TB of 1000; or a fraction above 0 and up to 1 (float, string with a point, or
             percent) of `backend.total_for_fraction()`.
-        backend: The device to be limited.
-        name: The user's name for the argument, for the message.
+        backend: The device to limit.
+        name: The name of the argument, for messages.
 
     Raises:
         InvalidInputError: The limit is none of these, or is not positive.
@@ -61,7 +61,7 @@ def parse_limit(limit: float | str | None, backend: MemoryBackend, *, name: str 
 
 
 def parse_size(text: str, *, name: str) -> int:
-    """Return a size such as "24GiB" in bytes; as `parse_limit`, but without fractions and without a device.
+    """Return a size such as "24GiB" in bytes; like `parse_limit`, but without fractions or a device.
 
     Raises:
         InvalidInputError: The text is not a size.
@@ -76,7 +76,7 @@ def parse_size(text: str, *, name: str) -> int:
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Return a number of bytes, which may be negative, as text such as '9.1 GiB' or '512 B'."""
+    """Format a number of bytes, which may be negative, as text such as '9.1 GiB' or '512 B'."""
     sign, size = ("-" if n_bytes < 0 else ""), float(abs(n_bytes))
     if size < 1024:  # noqa: PLR2004 - the step between two binary units
         return f"{sign}{int(size)} B"
@@ -118,7 +118,7 @@ def _fraction(name: str, limit: float | str, fraction: float, backend: MemoryBac
 
 
 def describe_neighbours(memory: MemoryBackend) -> str:
-    """Return a sentence on the other processes that hold memory of a device; empty where none are known."""
+    """Return a sentence on the other processes that use memory of a device; empty if none are known."""
     others = memory.neighbours()
     if not others:
         return ""

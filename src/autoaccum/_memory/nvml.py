@@ -1,7 +1,7 @@
-"""What NVML says of NVIDIA cards and of the processes on them. It makes no CUDA context and takes no memory.
+"""Reads the state of NVIDIA cards and the processes on them from NVML, without a CUDA context or device memory.
 
-So a process that waits beside others, such as a wrapper, can ask too: `Cuda` would hold hundreds of MiB of the card all
-the while. Where NVML is missing or does not answer, there are no cards and nothing is known of one.
+It is therefore suitable for a process that only waits for others, such as a wrapper, for which `Cuda` would occupy
+hundreds of MiB of the card. If NVML is missing or fails, no cards and no values are returned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoaccum._records import Neighbour
 
 try:
     import pynvml
-except ImportError:  # nothing here is needed to train
+except ImportError:  # not needed for training
     pynvml = None
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class CardReading:
     Attributes:
         name: Its name.
         total_bytes: Its memory.
-        free_bytes: What no process holds.
-        neighbours: The processes on it as far as NVML lists them, those that hold most first.
+        free_bytes: Memory that no process uses.
+        neighbours: The processes on it that NVML lists, the largest first.
     """
 
     name: str
@@ -42,7 +42,7 @@ class CardReading:
 
 
 def read_cards() -> tuple[CardReading, ...]:
-    """Return the cards that a process started now would see (CUDA_VISIBLE_DEVICES), in NVML's order."""
+    """Return the cards visible to a process started now (CUDA_VISIBLE_DEVICES), in NVML's order."""
     if pynvml is None:
         return ()
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -55,7 +55,7 @@ def read_cards() -> tuple[CardReading, ...]:
 
 
 def usage_of(uuid: str) -> tuple[int, dict[int, int | None]] | None:
-    """Return the bytes in use on a card, and each process's share by its pid; None where NVML does not say."""
+    """Return the bytes in use on a card, and each process's share by its pid; None if NVML does not report them."""
     if pynvml is None or not uuid:
         return None
     try:
@@ -67,7 +67,7 @@ def usage_of(uuid: str) -> tuple[int, dict[int, int | None]] | None:
 
 
 def neighbours(shares: Mapping[int, int | None]) -> tuple[Neighbour, ...]:
-    """Return processes by name, those that hold most first."""
+    """Return processes with their names, the largest first."""
     others = (Neighbour(pid, _name_of(pid), used) for pid, used in shares.items())
     return tuple(sorted(others, key=lambda other: -(other.used_bytes or 0)))
 
@@ -93,7 +93,7 @@ def _reading(handle: object) -> CardReading:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         shares = _shares(handle)
-    except pynvml.NVMLError:  # refused in some containers
+    except pynvml.NVMLError:  # not permitted in some containers
         shares = {}
     name = str(pynvml.nvmlDeviceGetName(handle))
     return CardReading(name, int(memory.total), int(memory.free), neighbours(shares))
@@ -106,5 +106,5 @@ def _shares(handle: object) -> dict[int, int | None]:
 def _name_of(pid: int) -> str:
     try:
         return psutil.Process(pid).name()
-    except psutil.Error:  # it has ended, or is in another namespace
+    except psutil.Error:  # the process has ended, or is in another namespace
         return "?"

@@ -1,8 +1,8 @@
-"""A device of any size, for tests and dry runs: it counts storages exactly and raises the real exception.
+"""A device of any size, for tests and dry runs, which counts storages exactly and raises the real exception.
 
-Peaks are exact and the same in every run, and include the backward pass on the CPU (`_memory/_storages.py` says what
-counts). What kernels allocate and free within one operator is not seen: this is a device to experiment with, not an
-estimate of a real one.
+Peaks are exact and reproducible, and include the backward pass on the CPU (`_memory/_storages.py` defines what counts).
+Memory that kernels allocate and free within one operator is not seen: the device is for experiments and does not
+estimate a real one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._memory._storages import StorageWatch
+from autoaccum._memory.available_devices import existing
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes, parse_limit
-from autoaccum._memory.present import existing
 from autoaccum._records import MemoryReading
 from autoaccum.errors import InvalidInputError
 
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 class Simulated(MemoryBackend):
     """A device with a given amount of memory.
 
-    The capacity is in force inside `limited`, also inside `limited(None)`, and counts the storages allocated since that
-    context began; earlier ones do not count.
+    The capacity applies inside `limited`, including `limited(None)`, and to storages allocated since that context was
+    entered; earlier ones do not count.
 
     Args:
-        capacity: Its memory: bytes, or a size such as "600MiB".
-        device: Where the tensors really are. Only a CPU's backward pass runs where the count can see it.
+        capacity: Its memory in bytes, or a size such as "600MiB".
+        device: The device that the tensors are actually on. Backward passes are counted only on the CPU.
 
     Raises:
-        InvalidInputError: The capacity cannot be read, is a fraction or is not positive; or there is no such device.
+        InvalidInputError: The capacity cannot be parsed, is a fraction or is not positive; or there is no such device.
     """
 
     def __init__(self, capacity: int | str, device: torch.device | str = "cpu") -> None:
-        # A torch.device that this machine lacks can be simulated too, for predictions; training on it looks for it.
+        # A torch.device that this machine lacks can be simulated too, for predictions; training checks for it.
         self.device = device if isinstance(device, torch.device) else existing(device)
-        # A fraction of nothing is nothing, so parse_limit refuses fractions by itself.
+        # A fraction of 0 is 0, so parse_limit itself rejects fractions.
         self._capacity_bytes = 0
         self._capacity_bytes = parse_limit(capacity, self, name="capacity") or 0
         if not self._capacity_bytes:
-            raise InvalidInputError(f"capacity={capacity!r} is no size; give bytes or a size such as '600MiB'")
+            raise InvalidInputError(f"capacity={capacity!r} is not a size; give bytes or a size such as '600MiB'")
         self.name = f"simulated device of {format_bytes(self._capacity_bytes)}"
         self._ledger: _Ledger | None = None
 
     def reading(self) -> MemoryReading:
-        """Return what is free of the capacity, or of the limit where that is less."""
+        """Return the memory free within the capacity, or the limit if that is less."""
         used = self._ledger.live_bytes if self._ledger else 0
         allowed = self._ledger.allowed_bytes if self._ledger else self._capacity_bytes
         return MemoryReading(
@@ -64,10 +64,10 @@ class Simulated(MemoryBackend):
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Count the storages allocated inside, and refuse those beyond the capacity or the limit.
+        """Count the storages allocated inside, and reject those beyond the capacity or the limit.
 
         Args:
-            limit_bytes: The limit; above the capacity it changes nothing. None means the capacity alone.
+            limit_bytes: The limit; has no effect above the capacity. None means only the capacity applies.
 
         Raises:
             InvalidInputError: The limit is not positive, or another context of this device is still open.
@@ -75,7 +75,7 @@ class Simulated(MemoryBackend):
         if limit_bytes is not None and limit_bytes < 1:
             raise InvalidInputError(f"a limit of {limit_bytes} bytes on the {self.name} leaves no memory")
         if self._ledger is not None:
-            raise InvalidInputError(f"the {self.name} is already limited; leave that context first")
+            raise InvalidInputError(f"the {self.name} is already limited; exit that context first")
         self._ledger = _Ledger(self, limit_bytes)
         try:
             with self._ledger:
@@ -84,20 +84,20 @@ class Simulated(MemoryBackend):
             self._ledger = None
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Refuse nothing: work outside the step (a checkpoint written and read back) would not be on the device."""
+        """Reject nothing: work outside the step (a checkpoint written and read back) would not be on the device."""
         return _changed(self._ledger, "allowed_bytes", sys.maxsize)
 
     def elsewhere(self) -> contextlib.AbstractContextManager[None]:
-        """Count no storages allocated inside."""
+        """Exempt storages allocated inside."""
         return _changed(self._ledger, "is_elsewhere", value=True)
 
     def reset_peak(self) -> None:
-        """Restart the peak from what is alive now."""
+        """Reset the peak to the current use."""
         if self._ledger is not None:
             self._ledger.peak_bytes = self._ledger.live_bytes
 
     def peak_bytes(self) -> int | None:
-        """Return the highest sum of storages alive since `reset_peak`; None outside `limited`."""
+        """Return the highest total of live storages since `reset_peak`; None outside `limited`."""
         return self._ledger.peak_bytes if self._ledger else None
 
     def release(self) -> None:
@@ -112,7 +112,7 @@ class Simulated(MemoryBackend):
             raise _out_of_memory(self.name, extra_bytes, self._capacity_bytes, 0)
 
     def synchronize(self) -> None:
-        """Do nothing: operations are done when they return."""
+        """Do nothing: operations are complete when they return."""
 
     def total_for_fraction(self) -> int:
         """Return the capacity."""
@@ -120,7 +120,7 @@ class Simulated(MemoryBackend):
 
 
 class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
-    """Counts the storages allocated since it was entered, and refuses those beyond what is allowed."""
+    """Counts the storages allocated while it is active, and rejects those beyond the allowed total."""
 
     def __init__(self, backend: Simulated, limit_bytes: int | None) -> None:
         super().__init__(backend.device.type)
@@ -135,14 +135,14 @@ class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
             super()._count(storages)
 
     def check(self, extra_bytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not allowed."""
+        """Raise `torch.OutOfMemoryError` if `extra_bytes` more would exceed the allowed total."""
         if self.live_bytes + extra_bytes > self.allowed_bytes:
             raise _out_of_memory(self._name, extra_bytes, self.allowed_bytes, self.live_bytes)
 
 
 @contextlib.contextmanager
 def _changed(ledger: _Ledger | None, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of the ledger, if there is one, for a while."""
+    """Set an attribute of the ledger, if there is one, for the block."""
     if ledger is None:
         yield
         return

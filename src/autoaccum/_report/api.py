@@ -26,8 +26,8 @@ from autoaccum._arguments import (
 from autoaccum._data.batches import count
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
+from autoaccum._engine.forward_backward import assemble
 from autoaccum._engine.precision import PRECISIONS, own_half_type
-from autoaccum._engine.step import assemble
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
@@ -35,12 +35,12 @@ from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._report import Report
-from autoaccum._report.answers import Asked, measure_on, predict
+from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.durations import seconds_in
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.records import HostFacts, Subject
+from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
 from autoaccum._report.sequence_lengths import may_vary, of_length
-from autoaccum._report.suggestions import Place, Remedies, are_due, computes_bf16
 from autoaccum._report.wording import format_seconds
 from autoaccum._sizing.planner import check_finding
 from autoaccum._system.notices import Notices

@@ -25,7 +25,7 @@ from autoaccum._system import signals
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan
 
 # Timed runs; the fastest counts, because the first warms up and other load only slows.

@@ -1,11 +1,11 @@
-"""Finds the micro-batch with the fastest updates by timing whole windows while training goes on.
+"""Finds the micro-batch with the fastest updates by timing whole windows during training.
 
-Pure arithmetic, no torch. Nothing is measured apart: whole windows are run in the cuts that are to be compared, and
-how long each took is noted. Every cut gives the same gradient, so a window in a slow cut costs time and nothing else.
+Pure arithmetic, no torch. There are no separate measurements: training windows are run with the cuts to compare, and
+timed. Every cut gives the same gradient, so a window with a slow cut costs only time.
 
-The search begins with the largest size and goes down by halves until windows clearly take longer. Then it halves the
-gaps between sizes that were run, wherever the sizes around a gap promise something better inside, and in the end
-runs the closest few once more. Where two are equally fast, the smaller one needs less memory and is chosen.
+The search starts at the largest size and halves it until windows clearly take longer. It then bisects the gaps between
+measured sizes wherever a better size may lie inside, and finally measures the few best again. Of two equally fast
+sizes, the smaller one is chosen, as it needs less memory.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-# The constants are from the simulations in tests/sizing/test_autotune.py, whose curves and noise are described there.
+# The constants come from the simulations in tests/sizing/test_autotune.py, which describes their curves and noise.
 
-# The first window of a size may be slower (compilation, allocation, autotuning): it alone says nothing.
+# The first window of a size may be slower (compilation, allocation, autotuning), so one window is not enough.
 WINDOWS_TO_JUDGE = 2
-# The largest size is run first and more often, which costs nothing but the time the search takes: if its windows after
-# the first differ by more than this part, the clock is restless, and every size is run once more before it is judged.
+# The largest size is run first and more often, which only lengthens the search. If its windows after the first differ
+# by more than this fraction, timing is noisy, and every size is run once more before it is judged.
 WINDOWS_OF_THE_FIRST = 4
 RESTLESS = 0.02
-# The closest are run this often, one after another, so that one that was lucky or unlucky once does not decide.
+# The best few are each run this often, so that a single lucky or unlucky window does not decide.
 WINDOWS_TO_DECIDE = 4
 WINDOWS_TO_DECIDE_WHEN_RESTLESS = 6
 CLOSEST = 3
-# Windows after which the search ends whatever it has found.
+# The search ends after this many windows in any case.
 MOST_WINDOWS = 30
-# Going down ends where windows take this much longer twice in a row, or so much longer that what each micro-batch
-# costs by itself must be the reason, which only gets worse.
+# The descent ends when windows take this much longer twice in a row, or so much longer that the fixed cost of each
+# micro-batch must be the reason, which only gets worse.
 SLOWER = 1.1
 MUCH_SLOWER = 1.3
-# Each size is at most half the one before, and this many reach one sample from any size.
+# Each size is at most half the previous one, and this many steps reach one sample from any size.
 SIZES_GOING_DOWN = 8
-# A gap is worth two windows where a size in it could save more than this part of the time.
+# A gap is worth two windows if a size in it could save more than this fraction of the time.
 WORTH_A_LOOK = 0.01
-# Sizes nearer to one another than this say how the clock shakes, and nothing about the slope of the curve.
+# Sizes closer together than this show timing noise, not the slope of the curve.
 WELL_APART = 1.3
 EQUALLY_FAST = 1.02
 CLOSE = 1.05
@@ -48,27 +48,27 @@ _NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
 class Autotune:
-    """The micro-batch that makes updates fastest, from one window to the next.
+    """Chooses the micro-batch size of each window to find the fastest.
 
-    What holds, by simulation with a first window of each size that takes half as long again on average
-    (tests/sizing/test_autotune.py): where a sample's cost changes smoothly with the size, and a window always takes
-    what it took before, the size has at least 97 % of the throughput of the best even cut: in all of 2000 runs, in 16
-    windows on average and never more than 30. Where the cost jumps, in 99 %; the others are jumps far below sizes that
-    were already slower. Where windows take 3 % longer at random and each tenth 30 %: in 99 %, and 94 % with jumps.
-    Where each fifth takes 50 % longer and the others 6 %: 97 %, and 89 %. The windows in slower cuts take, all
-    together, as long as one or two windows with the largest size on average, and as eight at worst.
+    In simulation (tests/sizing/test_autotune.py; the first window of each size takes 50 % longer on average): if the
+    cost of a sample changes smoothly with the size and timing is exact, the result reaches at least 97 % of the
+    throughput of the best even cut in all of 2000 runs, after 16 windows on average and never more than 30. If the cost
+    jumps, it does so in 99 % of runs; the others have jumps far below sizes that were already slower. If windows take 3
+    % longer at random and each tenth 30 %: in 99 %, and 94 % with jumps. If each fifth takes 50 % longer and the others
+    6 %: 97 %, and 89 %. All windows in slower cuts together cost as much time as one or two windows with the largest
+    size on average, and eight at worst.
 
-    It does not notice that the device becomes another one while it searches, or afterwards.
+    A device whose speed changes during the search or afterwards is not noticed.
 
     Args:
-        target_batch: Samples in a window; sizes are chosen so that they cut it evenly.
+        target_batch: Samples in a window, which sizes are chosen to cut evenly.
         largest: The largest size that fits, at least 1.
-        known: What `seconds` said in an earlier search in the same training, so that those sizes are not run again:
-            after a resumption, or where `largest` has become another.
+        known: The value of `seconds` from an earlier search in the same training, so that those sizes are not run again
+            after resuming, or after `largest` has changed.
 
     Attributes:
-        size: The micro-batch with which the next window should be cut.
-        is_settled: Whether that is the answer.
+        size: The micro-batch size to cut the next window with.
+        is_settled: Whether `size` is final.
     """
 
     def __init__(self, target_batch: int, largest: int, *, known: Mapping[int, float] = _NOTHING) -> None:
@@ -82,7 +82,7 @@ class Autotune:
 
     @property
     def _is_restless(self) -> bool:
-        """Whether windows of one and the same size take different times."""
+        """Whether windows of the same size take noticeably different times."""
         later = self._windows.get(self._sizes[0], [])[1:WINDOWS_OF_THE_FIRST]
         return bool(later) and max(later) > min(later) * (1 + RESTLESS)
 
@@ -97,15 +97,15 @@ class Autotune:
 
     @property
     def seconds(self) -> Mapping[int, float]:
-        """The least seconds that a window took for each unit of work, by size; sizes that were run often enough."""
+        """The shortest time per unit of work in seconds, by size, of sizes that were run often enough."""
         return {size: min(taken) for size, taken in self._windows.items() if len(taken) >= self._enough_to_judge(size)}
 
     def note(self, elapsed_s: float, work: float = 1.0) -> None:
-        """Note how long the window took that was cut with `size`; nothing changes any more once it is settled.
+        """Record how long the window cut with `size` took. Has no effect once `is_settled`.
 
         Args:
-            elapsed_s: Seconds, the device waited for.
-            work: How much data the window held, in any unit, where that differs from window to window.
+            elapsed_s: Seconds, measured after synchronising with the device.
+            work: The amount of data in the window, in any unit, if that differs between windows.
         """
         assert elapsed_s >= 0
         assert work > 0
@@ -123,13 +123,13 @@ class Autotune:
             return
         self.is_settled = True
         times = self.seconds
-        if times:  # none where there was nothing to choose between
+        if times:  # empty if there was only one size
             closest = self._closest(times)
             enough = min(times[size] for size in closest) * EQUALLY_FAST
             self.size = min(size for size in closest if times[size] <= enough)
 
     def _next(self) -> int | None:
-        """Return a size to run because it is not judged yet, promises something or is among the closest; else None."""
+        """Return a size to run: one not yet judged, a promising one or one of the best few. None if there is none."""
         times = self.seconds
         if self.size in self._windows and self.size not in times:
             return self.size
@@ -156,7 +156,7 @@ class Autotune:
             yield size
 
     def _further_down(self, times: Mapping[int, float]) -> int | None:
-        """Return the next size on the way down, None where it is not worth going on."""
+        """Return the next size of the descent; None if it is not worth continuing."""
         best, slower = float("inf"), 0
         for size in self._going_down():
             if size not in times:
@@ -168,7 +168,7 @@ class Autotune:
         return None
 
     def _between(self, times: Mapping[int, float]) -> int | None:
-        """Return the middle of the gap that promises most, None where none promises enough."""
+        """Return the middle of the most promising gap; None if none is promising enough."""
         run = sorted(times)
         enough = min(times.values()) * (1 - WORTH_A_LOOK)
         for _, left, right in sorted((self._promise(times, *gap), *gap) for gap in pairwise(run)):
@@ -178,12 +178,11 @@ class Autotune:
         return None
 
     def _promise(self, times: Mapping[int, float], left: int, right: int) -> float:
-        """Return the least seconds that a size between two others might take: if each step less goes on saving.
+        """Return a lower bound on the time of sizes between two others, if each step less keeps saving as much.
 
-        The left size and the next one well to its left show what a step costs. This is the fixed cost of a
-        micro-step, and what makes large sizes slower may well begin just before the right size: so at best the line
-        goes on all the way. Without a size further left a step is all that costs time, which is looked at only
-        beside the quickest size.
+        The left size and the next one well to its left show the fixed cost of a micro-step. Whatever slows down large
+        sizes may begin just before the right size, so at best the line continues all the way. Without a size further
+        left, all time is attributed to steps, which is considered only next to the fastest size.
         """
         steps = {size: -(-self._target_batch // size) for size in times}
         if left > min(times):
@@ -196,7 +195,7 @@ class Autotune:
         return min(times[left], times[right], times[left] - slope * (steps[left] - steps[right]))
 
     def _closest(self, times: Mapping[int, float]) -> list[int]:
-        """Return the quickest few, and the smallest of those that are as quick as the quickest."""
+        """Return the fastest few, and the smallest of those as fast as the fastest."""
         best = min(times.values())
         quickest = sorted((size for size in times if times[size] <= best * CLOSE), key=lambda size: times[size])
         smallest = min(size for size in quickest if times[size] <= best * EQUALLY_FAST)
@@ -204,7 +203,7 @@ class Autotune:
 
 
 def _even_sizes(target_batch: int, largest: int) -> Iterator[int]:
-    """Yield the micro-batch sizes of all even cuts, the largest first; of those with one size only the shortest cut."""
+    """Yield the micro-batch sizes of all even cuts, the largest first; for each size only the shortest cut."""
     size = min(largest, target_batch)
     while size:
         size = -(-target_batch // -(-target_batch // size))

@@ -1,30 +1,30 @@
 """Shrinks micro-batches after a failure and grows them back later. Pure arithmetic, no torch.
 
-A size that failed is tried again after a number of windows that doubles with each of its failures. So a process that
-used the same card for a while does not cost speed forever, and a size that never fits costs some twenty micro-batches
-in ten thousand windows.
+A size that failed is retried after a number of windows that doubles with each of its failures. A process that shared
+the card for a while does not reduce speed forever, and a size that never fits costs about twenty micro-batches in ten
+thousand windows.
 """
 
 from __future__ import annotations
 
 from autoaccum._sizing.planner import shrink
 
-# A failure costs a micro-batch or a window, so that at this interval it costs at most some percent.
+# A failure costs a micro-batch or a window, so at this interval it costs a few percent at most.
 FIRST_WAIT_WINDOWS = 32
-# From then on a size that fails every time costs at most one window in five hundred, and a neighbour that leaves is
-# noticed after as many. With eight times as long, the simulation with neighbours that come and go at random
+# At this interval a size that fails every time costs at most one window in five hundred, and a neighbour that exits is
+# noticed after as many. With an interval eight times as long, the simulation of neighbours that come and go at random
 # (tests/sizing/test_backoff.py) keeps 0.46 to 0.71 of the best throughput instead of 0.66 to 0.80.
 LONGEST_WAIT_WINDOWS = 512
-# Between one growth and the next: long enough to see the larger size hold.
+# Windows between two growths: enough to show that the larger size fits.
 CLEAN_WINDOWS = 4
 
 
 class Backoff:
-    """The largest micro-batch to use, window by window.
+    """Tracks the largest micro-batch to use.
 
     Args:
-        target_batch: Samples in a window; sizes are chosen so that they cut it evenly.
-        largest: The size to begin with, and never to go beyond.
+        target_batch: Samples in a window, which sizes are chosen to cut evenly.
+        largest: The initial size, and the maximum.
 
     Attributes:
         size: The size to use now.
@@ -35,17 +35,17 @@ class Backoff:
         self._target_batch = target_batch
         self._largest = largest
         self._window = 0
-        self._waits: dict[int, int] = {}  # by size that failed: windows before it is tried again
-        self._due: dict[int, int] = {}  # by size that failed: the window at which that time is over
+        self._waits: dict[int, int] = {}  # by failed size: windows until it is retried
+        self._due: dict[int, int] = {}  # by failed size: the window from which it may be retried
         self._since = 0  # the window of the last failure, growth or refusal to grow
 
     @property
     def is_troubled(self) -> bool:
-        """Whether memory ran out, or a larger size was taken, not long ago."""
+        """Whether memory ran out, or the size grew, recently."""
         return bool(self._waits) and self._window - self._since < FIRST_WAIT_WINDOWS
 
     def fail(self, size: int) -> int | None:
-        """Note that `size` ran out of memory; return the size to use now, None where there is none smaller."""
+        """Record that `size` ran out of memory; return the size to use now, or None if there is none smaller."""
         self._waits[size] = min(2 * self._waits.get(size, FIRST_WAIT_WINDOWS // 2), LONGEST_WAIT_WINDOWS)
         self._due[size] = self._window + self._waits[size]
         self._since = self._window
@@ -55,9 +55,9 @@ class Backoff:
         return smaller
 
     def succeed(self) -> int | None:
-        """Note a clean window; return a larger size where it is time to try one, else None.
+        """Record a window without failures; return a larger size if it is time to try one, else None.
 
-        The caller decides whether there is memory for it, and calls `grow` or `stay`.
+        The caller checks whether memory suffices for it, and calls `grow` or `stay`.
         """
         self._window += 1
         if self.size == self._largest and not self._waits:
@@ -70,12 +70,12 @@ class Backoff:
         return None if waiting else larger
 
     def grow(self, size: int) -> None:
-        """Use another size from now on."""
+        """Switch to another size."""
         self.size = size
         self._since = self._window
 
     def stay(self) -> None:
-        """Keep the size for as long as after a failure: there was no memory for a larger one."""
+        """Keep the size for as long as after a failure, since memory does not suffice for a larger one."""
         self._since = self._window
         self._due[self._next_larger() or self.size] = self._window + FIRST_WAIT_WINDOWS
 
@@ -87,7 +87,7 @@ class Backoff:
         return self._largest if steps == 1 else min(self._largest, -(-self._target_batch // (steps - 1)))
 
     def _forgive(self) -> None:
-        """Forget failures of sizes that have held for as long as they had to wait."""
+        """Forget failures of sizes that have since fitted for as long as they had to wait."""
         held = self._window - self._since
         for size in [size for size, wait in self._waits.items() if size <= self.size and held >= wait]:
             del self._waits[size], self._due[size]

@@ -1,7 +1,7 @@
-"""What a search for the micro-batch found, kept for the next start of the same job: one small JSON file a job.
+"""Caches the results of micro-batch searches for the next start of the same job, in one small JSON file per job.
 
-What is kept is a hint that the next start confirms by a trial, so a `Key` may be coarse. A file that is missing,
-damaged or of another job counts as none, and no file and no folder makes a training fail.
+A cached result is only a hint, which the next start confirms by a trial, so a `Key` may be coarse. A file that is
+missing, damaged or from another job is ignored, and no problem with files or folders makes training fail.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "AUTOACCUM_CACHE_DIR"
 
-# Raised whenever the fields of a file change, or what they mean.
+# Incremented whenever the fields of a file or their meaning change.
 _FORMAT = 1
 _NAME = re.compile(r"plan-[0-9a-f]{32}\.json(\.[^.]+\.unfinished)?")
 _UNUSED_S = 90 * 24 * 3600
-# A writer takes milliseconds: an older unfinished file was left by one that was killed.
+# Writing takes milliseconds: an older unfinished file was left by a killed process.
 _UNFINISHED_S = 3600
 _MOST_FILES = 500
-# A file as written here has about 1 KiB.
+# Files written here are about 1 KiB.
 _MOST_BYTES = 1 << 16
 _MOST = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Names one job, equally in every process that starts it.
+    """Identifies a job, identically in every process that starts it.
 
     Attributes:
         digest: SHA-256 of the job's description.
-        target_batch: Samples an update is made from.
-        about: The part of the description that a person may want to read.
+        target_batch: Samples per update.
+        about: The human-readable part of the description.
     """
 
     digest: str
@@ -62,10 +62,11 @@ class Remembered:
     """The result of a search.
 
     Attributes:
-        micro_batch: The largest size that was tried and fits.
-        fixed_bytes: Peak memory at size 0, by a line through the peaks; None if unknown, as are the next two.
-        bytes_per_sample: Memory that each further sample takes.
-        fastest: The size that was measured to be fastest.
+        micro_batch: The largest size that was tried and fitted.
+        fixed_bytes: Peak memory at size 0, extrapolated from a line through the peaks; None if unknown, as for the next
+            two.
+        bytes_per_sample: Memory per additional sample.
+        fastest: The size measured to be the fastest.
 
     Raises:
         InvalidInputError: A value is out of range.
@@ -87,16 +88,16 @@ class Remembered:
 
 
 class _UselessError(Exception):
-    """A file was not written here, or not for this job."""
+    """A file was not written by this cache, or not for this job."""
 
 
 class PlanCache:
-    """Keeps the results of searches in a folder that all processes of a user share.
+    """Stores the results of searches in a folder that all processes of a user share.
 
     Args:
-        notices: Reports, once each, a folder and a file that cannot be used.
-        folder: The folder, made by the first `keep`; None for the one that AUTOACCUM_CACHE_DIR names, or else
-            autoaccum's in the user's cache directory.
+        notices: Reports an unusable folder or file, once each.
+        folder: The folder, created by the first `keep`; None for the one named by AUTOACCUM_CACHE_DIR, or else
+            autoaccum's folder in the user's cache directory.
     """
 
     def __init__(self, notices: Notices, folder: Path | None = None) -> None:
@@ -104,8 +105,8 @@ class PlanCache:
         self._given = folder
 
     def find(self, key: Key) -> Remembered | None:
-        """Return what was kept for a job; None where nothing usable was."""
-        with self._reported("read in"):
+        """Return the cached result of a job; None if there is no usable one."""
+        with self._reported("read"):
             path = self._path(key)
             if path.is_symlink():
                 raise _UselessError(f"{path} is a link")
@@ -122,7 +123,7 @@ class PlanCache:
         return None
 
     def keep(self, key: Key, remembered: Remembered) -> None:
-        """Keep a result in place of an earlier one, and delete files that nobody has used for long."""
+        """Store a result, replacing an earlier one, and delete files that have not been used for long."""
         with self._reported("written to"):
             path = self._path(key)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,8 +133,8 @@ class PlanCache:
             _tidy(path)
 
     def forget(self, key: Key) -> None:
-        """Delete what was kept for a job."""
-        with self._reported("deleted in"):
+        """Delete the cached result of a job."""
+        with self._reported("cleaned up"):
             self._path(key).unlink(missing_ok=True)
 
     @property
@@ -150,18 +151,18 @@ class PlanCache:
             yield
         except _UselessError as error:
             self._notices.say(f"plan cache: {error}; autoaccum searches for the micro-batch", key="plan cache file")
-        # Besides errors of the system: a null byte in a name, a ~ of a user without a home, no memory left.
+        # Besides OSError: a null byte in a name, a ~ of a user without a home, no memory left.
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
             self._notices.say(
-                f"plan cache: nothing could be {done} {self._folder} ({reason}), so each start searches for the "
-                f"micro-batch; set {FOLDER_VARIABLE} to a folder that you may write to",
+                f"plan cache: {self._folder} cannot be {done} ({reason}), so each start searches for the "
+                f"micro-batch; set {FOLDER_VARIABLE} to a writable folder",
                 key="plan cache folder",
             )
 
 
 def _tidy(kept: Path) -> None:
-    """Delete plans that are old or too many, and what killed writers left."""
+    """Delete plans that are old or too many, and unfinished files of killed processes."""
     now_s = time.time()
     plans, useless = [], []
     with os.scandir(kept.parent) as entries:
@@ -182,7 +183,7 @@ def _tidy(kept: Path) -> None:
 
 
 def _understood(data: bytes, key: Key, path: Path) -> Remembered:
-    """Return what a file holds for this job.
+    """Parse a file's content as the result of this job.
 
     Raises:
         _UselessError: The file is damaged, or of another format or job.
@@ -203,16 +204,16 @@ def _understood(data: bytes, key: Key, path: Path) -> Remembered:
 
 
 def digest_of(content: Any) -> str:
-    """Return the SHA-256 of values that JSON has, the same in every process."""
+    """Return the SHA-256 of JSON values, identical in every process."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def key_of_command(described: Mapping[str, Any], target_batch: int, about: Mapping[str, str | int | None]) -> Key:
-    """Name a job of which only the command that runs it is known.
+    """Return the key of a job of which only the command is known.
 
     Args:
-        described: What tells it from other jobs, in values that JSON has.
-        target_batch: The largest size that could be remembered of it.
-        about: The part of it that a person may want to read.
+        described: What distinguishes it from other jobs, as JSON values.
+        target_batch: The largest size that could be cached for it.
+        about: The human-readable part of it.
     """
     return Key(digest_of({"command": dict(described)}), target_batch, about)

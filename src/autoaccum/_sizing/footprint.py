@@ -1,6 +1,6 @@
-"""The peak memory of a training step by category, and the line on which the peaks of several sizes lie.
+"""Records the peak memory of a training step by category, and extrapolates it to other sizes by a line.
 
-`_estimate/estimate.py` makes these records and the report reads them.
+`_estimate/estimate.py` creates these records and the report reads them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Footprint:
 
     Attributes:
         size: Samples in the micro-batch.
-        phase: Where the peak is: "forward", "backward" or "optimizer".
-        peak_bytes: What tensors hold at the peak, as the device's allocator rounds it.
-        reserved_bytes: What the allocator has taken from the device by then: at least `peak_bytes`.
+        phase: The phase with the peak: "forward", "backward" or "optimizer".
+        peak_bytes: Bytes of tensors at the peak, as rounded by the device's allocator.
+        reserved_bytes: Bytes that the allocator has reserved on the device by then, at least `peak_bytes`.
         parameters_bytes: Weights.
         buffers_bytes: Buffers.
         gradients_bytes: Gradients of parameters.
         optimizer_bytes: The optimizer's state.
-        inputs_bytes: The micro-batch, and the next one on its way.
-        activations_bytes: What forward keeps for backward, the outputs and the loss.
-        temporary_bytes: All else: what operators hold for a moment, workspace, rounding.
+        inputs_bytes: The micro-batch, and the next one being transferred.
+        activations_bytes: Tensors saved for the backward pass, the outputs and the loss.
+        temporary_bytes: Everything else: temporary tensors of operators, workspaces, rounding.
     """
 
     size: int
@@ -48,8 +48,8 @@ class Estimate:
     """The predicted memory of a training step of any size.
 
     Attributes:
-        footprints: Those of the sizes that were traced, ascending; at least one.
-        real_step: Whether a real small step was made, since the model does not run on fake tensors.
+        footprints: Footprints of the traced sizes, ascending; at least one.
+        real_step: Whether a real small step was run because the model does not run on fake tensors.
         notes: Limitations of the estimate, each a sentence.
     """
 
@@ -59,7 +59,7 @@ class Estimate:
 
     @property
     def bytes_per_sample(self) -> int:
-        """What each further sample takes, by the last two sizes; 0 where there is only one."""
+        """Memory per additional sample, by the two largest sizes; 0 if there is only one."""
         if len(self.footprints) == 1:
             return 0
         below, above = self.footprints[-2:]
@@ -67,17 +67,17 @@ class Estimate:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is taken whatever the size, by the same line."""
+        """Memory independent of the size, by the same line."""
         last = self.footprints[-1]
         return max(0, last.reserved_bytes - last.size * self.bytes_per_sample)
 
     def reserved_bytes(self, size: int) -> int:
-        """Predict what the allocator takes from the device for a step of this size, in bytes."""
+        """Predict the bytes that the allocator reserves on the device for a step of this size."""
         known = {footprint.size: footprint.reserved_bytes for footprint in self.footprints}
         return known.get(size, max(self.fixed_bytes + size * self.bytes_per_sample, self.footprints[0].reserved_bytes))
 
     def largest(self, free_bytes: int, most: int) -> int:
-        """Return the largest size up to `most` whose step is predicted to fit in `free_bytes`; 0 where none is."""
+        """Return the largest size up to `most` whose step is predicted to fit in `free_bytes`; 0 if none is."""
         low, high = 0, most
         while low < high:
             size = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Grows micro-batches where a failure would end the process: from small sizes, and never near the limit.
+"""Grows micro-batches when a failure would end the process: from small sizes, and never near the limit.
 
 Pure arithmetic. Other searches find the limit by running into it; this one extrapolates from smaller sizes.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from autoaccum._sizing.offline_search import through
 
-# Of the memory there is, so much is left alone: a line through small sizes says little of rounding and fragments.
+# The fraction of memory left free, since a line through small sizes says little about rounding and fragmentation.
 _LEFT_ALONE = 0.15
-# How far a line through smaller sizes is trusted, and by how much sizes grow where memory does not rise with them.
+# The factors to which a line through smaller sizes is trusted, and by which sizes grow if memory does not rise with
+# them.
 _AT_MOST = 4
 _WITHOUT_LINE = 2
 
 
 class Growth:
-    """Chooses micro-batch sizes from the peaks of those before.
+    """Chooses micro-batch sizes from the peaks of earlier ones.
 
     Args:
-        most: No size above this is wanted.
+        most: The largest size of interest.
     """
 
     def __init__(self, most: int) -> None:
@@ -27,27 +28,27 @@ class Growth:
         self._peaks: dict[int, float] = {}
 
     def note(self, size: int, *, held_bytes: int, peak_bytes: int) -> None:
-        """Note what a window has shown.
+        """Record the memory use of a window.
 
         Args:
             size: Its largest micro-batch.
-            held_bytes: What was held when it began.
-            peak_bytes: The most that was held while it was worked on.
+            held_bytes: Bytes in use when it began.
+            peak_bytes: The highest use during it.
         """
         self._held_bytes = held_bytes
         self._peaks[size] = max(peak_bytes, self._peaks.get(size, 0))
 
     def next_size(self, size: int, limit_bytes: int) -> int:
-        """Return the size for the next window, at least the present one.
+        """Return the size for the next window, at least the current one.
 
         Args:
-            size: The present size.
-            limit_bytes: What a peak may reach.
+            size: The current size.
+            limit_bytes: The highest permitted peak.
         """
         if not self._peaks:
             return size
-        # What is held counts as the peak of no sample at all. Whatever comes once a window, whatever its size, then
-        # counts as a sample's too, until a second size is known.
+        # The memory in use counts as the peak of size 0. Until a second size is known, any fixed cost of a window is
+        # therefore attributed to its samples.
         line = through({0: self._held_bytes, **self._peaks})
         if line is None:
             larger = size * _WITHOUT_LINE

@@ -1,4 +1,4 @@
-"""Watches device memory from window to window: its peak, the room left, and an allocator that thrashes."""
+"""Monitors device memory across windows: its peak, the headroom, and allocator thrashing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Plan
 
-# Asking for the peak and the allocator's retries costs as much as a small micro-step: not more often than this.
+# Reading the peak and the allocator's retries costs as much as a small micro-step, so it is done at most this often.
 _LOOK_INTERVAL_S = 0.25
-# One retry may be the first window's; looks in a row that find new ones show an allocator that goes on finding no room.
+# One retry may be due to the first window; new ones in consecutive readings show that the allocator keeps running
+# short.
 _LOOKS_AT_THRASHING = 2
 
 
 class Headroom:
-    """The room that windows leave on a device.
+    """Measures the memory that windows leave free on a device.
 
     Args:
         memory: The device.
 
     Attributes:
-        peak_bytes: The highest use of the windows that were looked at with the present plan; None before.
+        peak_bytes: The highest use among windows that were measured with the current plan; None before.
     """
 
     def __init__(self, memory: MemoryBackend) -> None:
@@ -35,7 +36,7 @@ class Headroom:
         self._thrashing = 0
 
     def follow(self, plan: Plan) -> None:
-        """Forget the peak where windows are cut by another plan from now on."""
+        """Reset the peak if the plan has changed."""
         if plan is self._plan:
             return
         self._plan = plan
@@ -43,11 +44,11 @@ class Headroom:
         self.peak_bytes = None
         self._looked_at = -math.inf
 
-    def look(self, *, reads_peak: bool) -> bool:
-        """Look after a window, from time to time; return whether the allocator goes on finding no room.
+    def is_thrashing(self, *, reads_peak: bool) -> bool:
+        """Take a reading after a window, if one is due; return whether the allocator is thrashing.
 
         Args:
-            reads_peak: Whether to read the peak; False while something else resets it.
+            reads_peak: Whether to read the peak; False while other code resets it.
         """
         now = time.perf_counter()
         if now - self._looked_at < _LOOK_INTERVAL_S:
@@ -55,15 +56,15 @@ class Headroom:
         self._looked_at = now
         if reads_peak:
             self.peak_bytes = self._memory.peak_bytes()
-        return self._is_thrashing()
+        return self._keeps_retrying()
 
     def is_free(self, extra_bytes: int) -> bool:
-        """Whether a window could take so much more than those before it with this plan."""
+        """Whether a window could use this much more than earlier ones with this plan."""
         reading = self._memory.reading()
         needed = 0 if self.peak_bytes is None else max(0, self.peak_bytes - reading.used_bytes)
         return reading.free_bytes >= needed + extra_bytes
 
-    def _is_thrashing(self) -> bool:
+    def _keeps_retrying(self) -> bool:
         retries = self._memory.alloc_retries()
         risen = self._retries is not None and retries > self._retries
         self._retries = retries

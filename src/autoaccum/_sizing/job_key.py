@@ -1,7 +1,7 @@
-"""Describes a training job by what decides the memory of its steps, as the key of the plan cache.
+"""Describes a training job by whatever determines the memory of its steps, as the key of the plan cache.
 
-The description is coarse, since the next start confirms what it finds by a trial: classes, shapes, precision, device,
-limit and versions. Code, values and settings such as learning rates do not count.
+The description is coarse, since the next start confirms a cached plan by a trial. It covers classes, shapes, precision,
+device, limit and versions, but not code, values or settings such as learning rates.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def key_of(
     loss_scope: str,
     cap: int | None = None,
 ) -> Key:
-    """Return the key of a job; nothing is changed.
+    """Return the key of a job.
 
     Args:
         modules: The model, already on its device, and losses that are modules.
-        batch: A batch; the form of one sample counts, not their number.
-        optimizer: Its class counts.
+        batch: A batch; only the structure of a sample matters, not their number.
+        optimizer: Only its class matters.
         memory: The device.
-        precision: The precision in force.
-        target_batch: Samples an update is made from.
+        precision: The precision in use.
+        target_batch: Samples per update.
         limit_bytes: In the memory backend's terms; None for no limit.
         loss_scope: As for `fit`.
-        cap: The most samples allowed at once: a result under a cap does not say what fits without it.
+        cap: The most samples allowed at once: a result found under a cap does not tell what fits without it.
     """
     about: dict[str, str | int | None] = {
         "model": _class_name(modules[0]),
@@ -66,7 +66,7 @@ def key_of(
 
 
 def _structure(model: nn.Module) -> list[Any]:
-    # Its switches too: with `gradient_checkpointing` on, a model takes much less memory.
+    # Including boolean attributes: with `gradient_checkpointing` on, a model needs much less memory.
     modules = [[name, _class_name(module), _switches(module)] for name, module in model.named_modules()]
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [modules, [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors]]
@@ -81,14 +81,14 @@ def _shape(tensor: Tensor) -> list[Any]:
 
 
 def _form(batch: Any) -> Any:
-    """Return nesting, types and shapes of one sample."""
+    """Return the nesting, types and shapes of one sample."""
     if isinstance(batch, Tensor | np.ndarray):
         return [str(batch.dtype), batch.ndim, list(batch.shape[1:])]
     if isinstance(batch, Mapping):
         return {str(name): _form(value) for name, value in batch.items()}
     if isinstance(batch, tuple | list) and not all(isinstance(item, str | int | float | None) for item in batch):
         return [_form(item) for item in batch]
-    return _class_name(batch)  # a list of file names is as long as the batch, and takes nothing on the device
+    return _class_name(batch)  # a list of file names is as long as the batch but takes no device memory
 
 
 def _class_name(thing: Any) -> str:

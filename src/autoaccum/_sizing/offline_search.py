@@ -1,8 +1,8 @@
 """Chooses the next size to try in a search for the largest micro-batch that fits. Pure arithmetic.
 
-Peak memory is nearly a line over the micro-batch, so two small trials predict where the limit lies; the prediction is
-tried, and the bracket around it closed by bisection. A line that is wrong costs trials, never correctness: only a size
-that was itself tried is ever answered.
+Peak memory is nearly linear in the micro-batch size, so two small trials predict the limit. The prediction is tried,
+and the bracket around it closed by bisection. A wrong line costs trials, never correctness: the result is always a size
+that was itself tried.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ if TYPE_CHECKING:
 
     from autoaccum._records import Trial
 
-# Small enough to fit almost anywhere. Not one sample: BatchNorm refuses to train on a single value a channel.
+# Small enough to fit almost anywhere. Not one sample: BatchNorm cannot train on a single value per channel.
 FIRST_SIZE = 2
 SECOND_SIZE = 8
-# How far a line through small sizes is trusted at all, up to where it is trusted fully, and what part of a prediction
-# from farther away is tried: small sizes find room between what is held, and so show less than they take.
+# The factor to which a line through small sizes is trusted at all, the factor to which it is trusted fully, and the
+# fraction tried of a prediction from farther away: small sizes fit between existing allocations, and so show less
+# memory than they take.
 MAX_GROWTH = 16
 NEAR = 4
 FROM_AFAR = 0.7
-# So often a prediction that failed is taken to be too high by a little.
+# Up to this many failures, a failed prediction is assumed to be only slightly too high.
 _TOO_HIGH_BY_A_LITTLE = 2
-# By how much a search without a line grows.
+# The factor by which a search without a line grows.
 GROWTH_WITHOUT_LINE = 4
-# At most this part of the largest size that fits: what is nearer says nothing about the line.
+# The fraction of the largest fitting size above which other sizes are too close to determine the line.
 WELL_BELOW = 0.75
-# The bracket is closed when the answer is at least this part of the largest size that could fit.
+# The search ends when the result is at least this fraction of the largest size that could fit.
 PRECISION = 0.97
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Peak memory as a line over the micro-batch."""
+    """Peak memory as a linear function of the micro-batch size."""
 
     fixed_bytes: float
     bytes_per_sample: float
@@ -45,20 +46,20 @@ class Line:
         return self.fixed_bytes + self.bytes_per_sample * size
 
     def largest_within(self, limit_bytes: int) -> int:
-        """Return the largest size whose peak is within the limit; at least 0."""
+        """Return the largest size whose peak is within the limit, at least 0."""
         return max(0, int((limit_bytes - self.fixed_bytes) / self.bytes_per_sample))
 
 
 def line_through(trials: Sequence[Trial]) -> Line | None:
-    """Fit a line to the largest size that fits and one well below it; None where it does not rise.
+    """Fit a line to the largest fitting size and one well below it; None if it does not rise.
 
-    Peaks that are not known do not count. Through neighbours the line would tell how the allocator rounds.
+    Unknown peaks are ignored. A line through sizes close together would show only how the allocator rounds.
     """
     return through({t.size: t.peak_bytes for t in trials if t.fits and t.peak_bytes is not None})
 
 
 def through(sizes: Mapping[int, float]) -> Line | None:
-    """Fit a line to bytes by size as `line_through` does."""
+    """Fit a line to a mapping from size to bytes, as `line_through` does."""
     if len(sizes) < 2:  # noqa: PLR2004 - a line takes two points
         return None
     large = max(sizes)
@@ -69,12 +70,12 @@ def through(sizes: Mapping[int, float]) -> Line | None:
 
 
 def next_size(trials: Sequence[Trial], max_size: int, limit_bytes: int | None) -> int | None:
-    """Return the size to try next, or None when the answer (the largest that fits) is near enough.
+    """Return the size to try next; None if the result (the largest that fits) is precise enough.
 
     Args:
-        trials: What was tried so far.
-        max_size: No size above this is wanted.
-        limit_bytes: What the peak may reach; None if unknown.
+        trials: The trials so far.
+        max_size: The largest size of interest.
+        limit_bytes: The highest permitted peak; None if unknown.
     """
     largest = max((t.size for t in trials if t.fits), default=0)
     smallest_failed = min((t.size for t in trials if not t.fits), default=max_size + 1)
@@ -100,21 +101,21 @@ def next_size(trials: Sequence[Trial], max_size: int, limit_bytes: int | None) -
 
 
 def _step_beyond(predicted: int, largest: int, trials: Sequence[Trial]) -> int:
-    """Return how far to go at least: twice as far as the last time where the line or small steps prove too low."""
+    """Return the smallest size worth trying: twice the last step further if the line or steps proved too low."""
     *_, third, second = sorted([0, 0] + [trial.size for trial in trials if trial.fits and trial.size < largest])
     is_low = largest > predicted or third > largest * WELL_BELOW
     return largest + 2 * (largest - second) if is_low else _closing(largest)
 
 
 def _closing(largest: int) -> int:
-    """Return the largest size that, if it fails, leaves nothing to try."""
+    """Return the largest size whose failure would end the search."""
     return int(largest / PRECISION) + 1
 
 
 def _within(largest: int, smallest_failed: int, predicted: int | None, *, failures: int) -> int:
-    """Return a size inside the bracket: the predicted one where it lies well inside, else the middle.
+    """Return a size inside the bracket: the predicted one if it lies well inside, else the middle.
 
-    Where the prediction itself was the first to fail it was too high: by a little where it was near, else by more.
+    If the prediction itself failed first, it was too high: by a little if it was near, else by more.
     """
     middle = (largest + smallest_failed) // 2
     if predicted is None:

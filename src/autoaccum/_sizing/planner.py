@@ -1,7 +1,7 @@
-"""Cuts a window of samples into micro-batches of at most a given size. Pure arithmetic, no torch.
+"""Cuts a window into micro-batches of at most a given size. Pure arithmetic, no torch.
 
-A cut is a tuple of micro-batch sizes in the order in which they run. Every cut gives the same gradient, so a planner
-chooses by memory and time alone. It measures nothing itself.
+A cut is a tuple of micro-batch sizes in execution order. Every cut gives the same gradient, so a planner chooses by
+memory and time alone. It measures nothing itself.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("balanced", "uniform", "greedy", "fastest")
 PROBES = ("inline", "before", "off")
-# With half precision, tensor cores take their operands in tiles of so many.
+# The tile size of tensor cores in half precision.
 TILE = 8
 
-# After a failure the number of micro-steps grows by at least this factor, so that even a device that is suddenly
-# almost full is reached in a logarithmic number of attempts. At small counts the next cut is simply one step longer:
-# 100 goes 2 x 50, 3 x 34, 4 x 25, and so loses less than halving does.
+# After a failure the number of micro-steps grows by at least this factor, so even on a device that is suddenly almost
+# full a fitting size is found in a logarithmic number of attempts. At small counts the next cut is simply one step
+# longer (100 becomes 2 x 50, 3 x 34, 4 x 25), which loses less than halving.
 GROWTH_AFTER_FAILURE = 1.25
-# A single size is worth at most this many times the fewest micro-steps; 101 with at most 50 would be 101 x 1.
+# Equal sizes may take at most this many times the fewest micro-steps; 101 with at most 50 would be 101 x 1.
 MOST_STEPS_FOR_EQUAL_SIZES = 2
-# A cut of more is a mistake, and as a tuple would take gigabytes.
+# A longer cut is a mistake, and its tuple would take gigabytes.
 MOST_STEPS = 100_000_000
-# Longer cuts are written in runs: "4x256" instead of a line of numbers.
+# Longer cuts are run-length encoded for display: "4x256".
 _CUT_SPELLED_OUT = 4
 
 
@@ -45,20 +45,20 @@ def plan(
     """Cut a window of `target_batch` samples into micro-batches of at most `max_micro_batch`.
 
     Args:
-        target_batch: Samples an optimizer update is made from.
-        max_micro_batch: The most samples that the device bears at once.
+        target_batch: Samples per optimizer update.
+        max_micro_batch: The most samples that fit on the device at once.
         strategy: How to cut:
 
             - "balanced": as few micro-batches as possible, their sizes differing by at most one, the larger ones
               first; 100 with at most 37 is (34, 33, 33).
-            - "uniform": one size only where that takes at most twice the fewest micro-batches, for torch.compile and
-              CUDA graphs; 100 with at most 37 is (25, 25, 25, 25). Else the fewest, all equal but a shorter last
-              one; 101 with at most 50 is (34, 34, 33).
-            - "greedy": as large as possible, the rest last; 100 with at most 37 is (37, 37, 26).
-            - "fastest": as "balanced"; `fit` goes on from there and times whole windows.
-        trials: What the probe saw; no size from the smallest failed trial on is planned.
-        multiple_of: Sizes that the hardware likes, such as multiples of 8 in half precision: as many sizes as
-            possible are multiples of it where that takes no micro-batch more. Equal sizes stay equal.
+            - "uniform": equal sizes, for torch.compile and CUDA graphs, if that takes at most twice the fewest
+              micro-batches; 100 with at most 37 is (25, 25, 25, 25). Otherwise the fewest, equal except for a smaller
+              last one; 101 with at most 50 is (34, 34, 33).
+            - "greedy": as large as possible, the remainder last; 100 with at most 37 is (37, 37, 26).
+            - "fastest": as "balanced"; `fit` then times whole windows to improve on it.
+        trials: Trials of the probe; all planned sizes are below the smallest failed trial.
+        multiple_of: A size that the hardware prefers, such as 8 in half precision: as many sizes as possible are
+            multiples of it, without adding micro-batches. Equal sizes stay equal.
 
     Raises:
         InvalidInputError: A number is not a positive int, the strategy is unknown, or a trial of one sample failed.
@@ -75,13 +75,13 @@ def plan(
     if target_batch // most > MOST_STEPS:
         raise InvalidInputError(
             f"target_batch={target_batch} in micro-batches of at most {most} (max_micro_batch={max_micro_batch}) takes "
-            f"more than {MOST_STEPS} of them an update; pass a smaller target or larger micro-batches"
+            f"more than {MOST_STEPS} of them per update; pass a smaller target or larger micro-batches"
         )
     return Plan(target_batch, cut(target_batch, most, strategy, multiple_of))
 
 
 def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple_of: int = 1) -> tuple[int, ...]:
-    """Cut a run of samples as `plan` does, without trials.
+    """Cut consecutive samples as `plan` does, without trials.
 
     Raises:
         InvalidInputError: The strategy is unknown.
@@ -95,28 +95,28 @@ def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple
 
 
 def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
-    """Fewest micro-batches of at most `max_micro_batch`, sizes differing by at most one, the larger ones first.
+    """Return the fewest micro-batches of at most `max_micro_batch`, sizes differing by at most one, larger ones first.
 
-    The first is never smaller than a later one, so that memory that is enough for it is enough for the window.
+    The first is never smaller than a later one, so if it fits in memory, all do.
     """
     return _split(samples, -(-samples // max_micro_batch))
 
 
 def shrink(samples: int, failed_size: int) -> int | None:
-    """Return the largest micro-batch to try next where `failed_size` ran out of memory.
+    """Return the largest micro-batch to try after `failed_size` ran out of memory.
 
     Args:
-        samples: Samples in the window; sizes are chosen so that they cut it evenly.
+        samples: Samples in the window, which sizes are chosen to cut evenly.
         failed_size: The size that failed, at least 1.
 
     Returns:
-        A size below `failed_size`, or None where `failed_size` is 1.
+        A size below `failed_size`; None if `failed_size` is 1.
     """
     if failed_size == 1:
         return None
     steps = -(-samples // failed_size)
     steps = max(steps + 1, int(steps * GROWTH_AFTER_FAILURE))
-    # The failed size may have been smaller than an even cut gives: the next one has to be smaller than itself.
+    # The failed size may have been smaller than in an even cut: the next one has to be smaller still.
     return max(1, min(-(-samples // steps), failed_size - 1))
 
 
@@ -127,7 +127,7 @@ def _checked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
             for trial in several:
                 check_positive_int("the size of each of trials", trial.size)
             return several
-    raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records; pass those of find_micro_batch")
+    raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records, as find_micro_batch returns")
 
 
 def _check_strategy(strategy: str) -> None:
@@ -149,8 +149,8 @@ def _even(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, .
         return _split(samples, parts)
     if others == 0:
         return tuple(multiple_of * size for size in _split(highest, exact))
-    # Sizes even out where each is near samples / parts. One multiple more or less for every part is far enough to
-    # look: beyond that the larger ones only get larger.
+    # Sizes are most even when each is near samples / parts. One multiple more or less per part is far enough to search:
+    # beyond that the larger ones only get larger.
     middle = min(max(exact * samples // (parts * multiple_of), fewest), highest)
     candidates = range(max(fewest, middle - 2 * exact), min(highest, middle + 2 * exact) + 1)
 
@@ -165,9 +165,9 @@ def _even(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, .
 
 
 def _multiples(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, int, int]:
-    """Return how many of the parts cannot be multiples, and the least and the most that the others may hold.
+    """Return how many of the parts cannot be multiples, and the least and the most that the others may sum to.
 
-    What they hold is counted in multiples, all of them together.
+    The sums are counted in multiples.
     """
     for others in range(parts):
         exact = parts - others
@@ -183,8 +183,8 @@ def _uniform(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
     for parts in range(fewest, min(samples, MOST_STEPS_FOR_EQUAL_SIZES * fewest) + 1):
         if samples % parts == 0:
             return (samples // parts,) * parts
-    # The smallest size that takes no step more: the last is then nearest to the others. There are at least two parts,
-    # because one part alone is equal to itself.
+    # The smallest size that takes no additional step, so that the last part is closest to the others. There are at
+    # least two parts, because a single one counts as equal.
     size = -(-samples // fewest)
     rounded = -(-size // multiple_of) * multiple_of
     if rounded <= most and rounded * (fewest - 1) < samples:
@@ -200,10 +200,10 @@ def _greedy(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
 
 
 def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> None:
-    """Check what `fit` was asked.
+    """Check arguments of `fit`.
 
     Raises:
-        InvalidInputError: One of them is unknown.
+        InvalidInputError: One of them is not valid.
     """
     if isinstance(micro_batch, str) and micro_batch != "auto":
         raise InvalidInputError(f"micro_batch={shown(micro_batch)} is unknown; pass 'auto' or a whole number")
@@ -215,7 +215,7 @@ def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> N
 
 
 def format_cut(micro_batches: Sequence[int]) -> str:
-    """Return a cut as people write it: "34+33+33", or in runs, "4x256+1x10", where it is long."""
+    """Return a cut in readable form: "34+33+33", or "4x256+1x10" if it is long."""
     if len(micro_batches) <= _CUT_SPELLED_OUT:
         return "+".join(str(size) for size in micro_batches)
     runs = ((len(list(run)), size) for size, run in itertools.groupby(micro_batches))

@@ -1,6 +1,6 @@
-"""The environment variables that `autoaccum run` sets for the processes that it starts.
+"""Reads the environment variables that `autoaccum run` sets for the processes that it starts.
 
-`fit` obeys one of them: the most samples that may be on one device at once.
+`fit` obeys one of them, the most samples allowed on one device at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ WORLD_SIZE = "AUTOACCUM_WORLD_SIZE"
 ATTEMPT = "AUTOACCUM_ATTEMPT"
 REASON_FILE = "AUTOACCUM_REASON_FILE"
 
-# No batch has as many digits; `int` refuses numbers of thousands of them with an error of its own.
+# No batch has this many digits; `int` rejects thousands of digits with its own error.
 _MOST_DIGITS = 18
 
 
 def max_micro_batch(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the most samples that a wrapper allows on one device at once; None where none limits them.
+    """Return the most samples that a wrapper allows on one device at once; None if there is no such cap.
 
     Args:
         environment: The variables of this process; others in tests.
@@ -38,10 +38,10 @@ def max_micro_batch(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def positive_int(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return a variable that holds a whole number of at least 1; None where it is not set.
+    """Return a variable that holds a whole number of at least 1; None if it is not set.
 
     Raises:
-        InvalidInputError: It holds something else.
+        InvalidInputError: It has another value.
     """
     text = environment.get(name)
     if text is None:

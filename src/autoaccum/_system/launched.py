@@ -1,4 +1,4 @@
-"""Reads rank and world size from the variables of the launcher, before there is a process group."""
+"""Reads rank and world size from the launcher's variables, before a process group exists."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from torch import distributed
 
 from autoaccum.errors import InvalidInputError
 
-# What torchrun sets, and torch.distributed needs.
+# Variables set by torchrun and needed by torch.distributed.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = "AUTOACCUM_RANK_TIMEOUT_S"
-# As long as torch.distributed waits by default where it waits for hosts.
+# torch.distributed's default timeout for Gloo.
 _TIMEOUT_S = 1800.0
 
 
 def world_size() -> int:
-    """Return how many processes this training has, by torch.distributed or else by torchrun's variables.
+    """Return the number of processes of this training, by torch.distributed or else by torchrun's variables.
 
     Raises:
-        InvalidInputError: The variables are half set.
+        InvalidInputError: Only some of the variables are set.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
-    return _number("WORLD_SIZE") if _is_to_be_set_up() else 1
+    return _number("WORLD_SIZE") if is_to_be_set_up() else 1
 
 
 def own_rank() -> int:
-    """Return the number of this process in its training, before it has met the others.
+    """Return the rank of this process, which need not have joined the process group.
 
     Raises:
-        InvalidInputError: torchrun's variables are half set.
+        InvalidInputError: Only some of torchrun's variables are set.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
-    return _number("RANK") if _is_to_be_set_up() else 0
+    return _number("RANK") if is_to_be_set_up() else 0
 
 
 def local_rank() -> int:
-    """Return the number of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
 
 
@@ -58,12 +58,17 @@ def timeout_s() -> float:
     return seconds
 
 
-def _is_to_be_set_up() -> bool:
+def is_to_be_set_up() -> bool:
+    """Whether a launcher started several processes, and torch.distributed is not set up yet.
+
+    Raises:
+        InvalidInputError: torchrun's variables are half set.
+    """
     if not distributed.is_available() or distributed.is_initialized():
         return False
     found = [name for name in VARIABLES if os.environ.get(name)]
     if "RANK" not in found or "WORLD_SIZE" not in found:
-        # Of these two one alone means nothing (some clusters set WORLD_SIZE in every job), both mean ranks.
+        # One of these two alone means nothing (some clusters set WORLD_SIZE in every job); both mean ranks.
         if "RANK" in found or _is_above_one(os.environ.get("WORLD_SIZE", "")):
             raise _half_set(found)
         return False

@@ -1,18 +1,18 @@
-"""The right to write into one folder, held by one process at a time, on a file system that several machines may share.
+"""Gives one process at a time the right to write into a folder, on a file system that several machines may share.
 
-The holder has a file in the folder, `.lease-N`, which names it and which a thread of it writes again every few seconds.
-Another process takes the folder over once it has seen that file unchanged for as long as the lease runs, by its own
-clock, or at once where the holder was a process of the same machine that is gone.
+The holder has a file in the folder, `.lease-N`, which identifies it and which one of its threads rewrites every few
+seconds. Another process takes over once it has seen that file unchanged for the duration of the lease, by its own
+clock, or at once if the holder was a process of the same machine that has ended.
 
-Whoever has its file there holds the folder. To take over is to create the file of the next number, which only one of
-several can (O_EXCL); to see that those that were judged are still there as they were; and to remove them. A holder that
-was suspended finds its file gone. `check` looks for that before each rename, and one that is suspended between `check`
-and its rename finds what it wanted to rename gone too, since whoever takes over clears that away (`Storage.tidy`)
-before it reads or writes anything else. So nothing depends on how long anything takes, but for who has to give way.
+The process whose file exists holds the folder. To take over, a process creates the file with the next number, which
+only one of several can (O_EXCL), checks that the files it judged are unchanged, and removes them. A suspended holder
+then finds its file gone. `check` tests for that before each rename. If the holder is suspended between `check` and its
+rename, it finds the file to rename gone too, since the new holder deletes unfinished files (`Storage.tidy`) before it
+reads or writes anything else. So timing decides only who holds the folder, never correctness.
 
-filelock's SoftFileLease would be this too, but it takes over by exchanging two names in one step (renameat2), which NFS
-and SMB do not have: there it never does, and a node that has died would keep its job from starting. What is used here
-holds on all of them: exclusive creation, removal, and that opening a file shows what was written before it was closed.
+filelock's SoftFileLease takes over by atomically exchanging two names (renameat2), which NFS and SMB do not support:
+there it never takes over, and a dead node would keep its job from starting. This module relies only on what all of them
+support: exclusive creation, removal, and close-to-open consistency.
 """
 
 from __future__ import annotations
@@ -37,34 +37,35 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _VARIABLE = "AUTOACCUM_LEASE_S"
-# Many times what a holder may be kept from Python, or from its file server, in a bad moment.
+# Many times as long as a holder may be blocked, by other threads or its file server.
 _LEASE_S = 60.0
 _MOST_S = 86_400.0
-# A holder writes its file so often while the lease runs.
+# Renewals per lease duration.
 _RENEWALS = 6
-# A contender looks so often while the lease runs, and gives up after so many leases of a holder that is alive. That is
-# longer than the 120 s of docs/long-runs.md, in which a process that Slurm has asked to end writes its last checkpoint.
+# Polls of a waiting process per lease duration, and the lease durations after which it gives up on a live holder. The
+# latter exceeds the 120 s of docs/long-runs.md, in which a process that Slurm has asked to end writes its last
+# checkpoint.
 _LOOKS = 60
 _PATIENCE = 3.0
 _NAME = re.compile(r"\.lease-(\d{8,18})")
 _MOST_BYTES = 4096
-# A file server that is away for a moment, or a file that was replaced while it was opened.
+# A file server that is briefly unavailable, or a file that was replaced while being opened.
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
 _PAUSES_S = (0.1, 0.5, 1.0)
-# The renewing thread's stack counts as memory of this process, and by default it has 8 MiB.
+# The renewing thread's stack counts as memory of this process, and is 8 MiB by default.
 _STACK_BYTES = 1 << 20
 
 # Windows has none of these.
 _CLOSED_FOR_CHILDREN = getattr(os, "O_CLOEXEC", 0)
 _NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _CLOSED_FOR_CHILDREN
 
-# The leases that this process holds, by their tokens: a fork has another number.
+# The leases held by this process, by pid (to exclude forks) and token.
 _held: set[tuple[int, str]] = set()
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The content of another process's file, and for how long it has not changed."""
+    """The content of another process's file, and how long it has been unchanged."""
 
     content: bytes
     age_s: float = 0.0
@@ -74,13 +75,14 @@ class Lease:
     """The right of this process to write into a folder.
 
     Args:
-        folder: The folder, which is there.
+        folder: The folder, which must exist.
 
     Attributes:
-        is_lost: Whether the renewing thread has found that another process has taken over; `check` is the judge.
+        is_lost: Whether the renewing thread has found that another process has taken over; only `check` is
+            authoritative.
 
     Raises:
-        InvalidInputError: AUTOACCUM_LEASE_S holds no number of seconds.
+        InvalidInputError: AUTOACCUM_LEASE_S is not a valid number of seconds.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,18 +103,18 @@ class Lease:
     # --- to take it ---------------------------------------------------------------------------------------------------
 
     def taking(self, say: Callable[[str], None]) -> Iterator[float]:
-        """Take the lease, waiting for whoever holds it; yield the seconds to pause before each further look.
+        """Take the lease, waiting for its holder; yield the seconds to pause before each further attempt.
 
         Args:
-            say: Tells the user that this process waits, and that it has taken over.
+            say: Reports that this process waits, or has taken over.
 
         Raises:
-            CheckpointInUseError: The holder is alive, after long waiting; or it is this very process.
+            CheckpointInUseError: The holder is still alive after a long wait; or it is this process.
             CheckpointError: The folder cannot be written to.
         """
         while True:
             try:
-                with signals.held():  # half of it would be in the way of the next
+                with signals.held():  # a half-finished attempt would block the next
                     holder = self._attempt(say)
             except OSError as error:
                 if error.errno not in _TRANSIENT or self._waited_s >= _PATIENCE * self._seconds:
@@ -122,13 +124,13 @@ class Lease:
                     return
                 if holder:
                     say(
-                        f"the checkpoint folder {self._folder} is in use by {holder}; waiting until that ends, or has "
+                        f"the checkpoint folder {self._folder} is in use by {holder}; waiting until it ends or has "
                         f"not renewed its lease for {self._seconds:g} s"
                     )
             yield self._pause_s
 
     def _attempt(self, say: Callable[[str], None]) -> str | None:
-        """Take the lease, or return who is in the way; "" for another that has come at the same time."""
+        """Take the lease, or return its holder; "" if another process came at the same time."""
         passed_s = self._passed_s()
         self._waited_s += passed_s
         others = self._others()
@@ -138,11 +140,11 @@ class Lease:
             holder, lease_s = _read(content)
             if holder is not None and self._is_held_here(content):
                 raise CheckpointInUseError(
-                    f"the checkpoint folder {self._folder} is in use by another call of fit in this very process; give "
-                    "each call a folder of its own"
+                    f"the checkpoint folder {self._folder} is in use by another call of fit in this process; give "
+                    "each call its own folder"
                 )
             if holder is not None and (holder.is_gone() or holder.is_this_process()):
-                continue  # the second: it could not be removed at the end of an earlier call
+                continue  # the second: an earlier call could not remove its file
             if self._seen[path].age_s < (lease_s or self._seconds):
                 if changed and self._waited_s >= _PATIENCE * self._seconds:
                     raise self._refusal(holder)
@@ -158,9 +160,9 @@ class Lease:
         return None
 
     def _passed_s(self) -> float:
-        """Return the seconds since the last look, but never many.
+        """Return the seconds since the last attempt, capped.
 
-        Where this process was suspended, or its file server away, the holder may have been so as well.
+        If this process was suspended or its file server unavailable, the same may be true of the holder.
         """
         now = time.monotonic()
         passed = 0.0 if self._looked_at is None else now - self._looked_at
@@ -172,7 +174,7 @@ class Lease:
         return self._seconds / _LOOKS
 
     def _watch(self, others: dict[Path, bytes], passed_s: float) -> bool:
-        """Note for how long each file has been as it is; return whether one has changed."""
+        """Record how long each file has been unchanged; return whether any has changed."""
         before, self._seen = self._seen, {}
         for path, content in others.items():
             known = before.get(path)
@@ -181,7 +183,7 @@ class Lease:
         return any(seen.age_s == 0.0 for seen in self._seen.values())
 
     def _created(self, judged: dict[Path, bytes]) -> bool:
-        """Become the holder in place of those that were judged; return False where another was faster."""
+        """Become the holder in place of the judged ones; return False if another process was faster."""
         number = 1 + max((_number(path) for path in judged), default=0)
         path = self._folder / f".lease-{number:08d}"
         try:
@@ -211,7 +213,7 @@ class Lease:
         return is_holder
 
     def _others(self) -> dict[Path, bytes]:
-        """Return the files of others, with what is in each."""
+        """Return the files of other processes with their content."""
         return {path: content for path, content in self._files().items() if path != self._path}
 
     def _files(self) -> dict[Path, bytes]:
@@ -233,18 +235,18 @@ class Lease:
         if not self._folder.is_dir():
             return _folder_is_gone(self._folder)
         return CheckpointError(
-            f"the checkpoint folder {self._folder} cannot be written to ({error.strerror or error}: a file that says "
-            "whose it is); see to that, or pass another folder as checkpoint="
+            f"the checkpoint folder {self._folder} cannot be written to ({error.strerror or error}: its lease "
+            "file); fix that, or pass another folder as checkpoint="
         )
 
     # --- to keep it ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """See that this process still holds the folder.
+        """Check that this process still holds the folder.
 
         Raises:
             CheckpointInUseError: Another process has taken it over.
-            CheckpointError: That cannot be known.
+            CheckpointError: The folder is gone or cannot be read.
         """
         if self._path is None or self._process != os.getpid():
             return
@@ -265,26 +267,26 @@ class Lease:
             for content in self._files().values():
                 raise CheckpointInUseError(
                     f"the checkpoint folder {self._folder} is in use by {_who(_read(content)[0])}, which has taken it "
-                    f"over from this process, as this one had not renewed its lease for {self._seconds:g} s (was it "
-                    "suspended?); nothing more is written, and the other process goes on from the last checkpoint"
+                    f"over because this process had not renewed its lease for {self._seconds:g} s (was it "
+                    "suspended?); nothing more is written, and the other process continues from the last checkpoint"
                 )
         raise CheckpointInUseError(
             f"the lease of this process on the checkpoint folder {self._folder} is gone: another process has taken the "
             "folder over and has ended since, or the lease's file was removed; nothing more is written, and "
-            "the same call goes on from the last checkpoint there"
+            "the same call resumes from the last checkpoint there"
         )
 
     def release(self) -> None:
-        """Give the folder to whoever comes next; without effect where this process does not hold it."""
+        """Release the folder; without effect if this process does not hold it."""
         if self._path is None or self._process != os.getpid():
             return
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(timeout=_LEASE_S)  # it may wait for a file server
+            self._thread.join(timeout=_LEASE_S)  # it may be waiting for a file server
         self._remove()
 
     def _remove(self) -> None:
-        """Remove this process's file, if it is there; where that fails others find this process gone, or silent."""
+        """Remove this process's file, if it exists; if that fails, others find this process gone, or not renewing."""
         _held.discard((self._process, self._token))
         with contextlib.suppress(OSError):
             if self._is_there():
@@ -298,7 +300,7 @@ class Lease:
         return content is not None and _token_of(content) == self._token
 
     def _begin_to_renew(self) -> None:
-        # A daemon: it keeps no process alive. Forked processes do not have it.
+        # A daemon, so that it keeps no process alive. Forked processes do not have it.
         self._thread = threading.Thread(target=self._renew_until_stopped, name="autoaccum-lease", daemon=True)
         before = threading.stack_size(_STACK_BYTES)
         try:
@@ -314,12 +316,12 @@ class Lease:
 
     def _renew_until_stopped(self) -> None:
         while not self._stop.wait(self._seconds / _RENEWALS):
-            # Whatever it is, lack of memory too: the next time may go well, and `check` does not depend on it.
+            # Whatever the error, even lack of memory: the next renewal may succeed, and `check` does not depend on it.
             with contextlib.suppress(Exception):
                 self.is_lost = not self._renewed()
 
     def _renewed(self) -> bool:
-        """Write this process's file again, in place: what another has put there, or removed, stays as it is."""
+        """Rewrite this process's file in place; a file that another process has replaced or removed is not touched."""
         assert self._path is not None
         try:
             file = os.open(self._path, os.O_RDWR | _NOT_THROUGH_LINKS)
@@ -336,7 +338,7 @@ class Lease:
         return True
 
     def _content(self) -> bytes:
-        # Always of the same length, so that a full disk has room for it.
+        # Constant length, so that rewriting needs no space on a full disk.
         fields = {"token": self._token, "renewals": f"{self._renewals:012d}", "lease_s": self._seconds}
         return (json.dumps(asdict(self._identity) | fields) + "\n").encode()
 
@@ -353,7 +355,7 @@ def _seconds() -> float:
 
 
 def _write_all(file: int, content: bytes) -> None:
-    if os.write(file, content) < len(content):  # a regular file takes all, or there is no room
+    if os.write(file, content) < len(content):  # a regular file takes all, unless the disk is full
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -362,9 +364,9 @@ def _number(path: Path) -> int:
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """Return what is in a file, as it is now on the file server; None where it is not there."""
+    """Return a file's current content on the file server; None if it does not exist."""
     try:
-        # Never through a link, and never waiting for the other end of a pipe.
+        # Without following a link or waiting for the other end of a pipe.
         file = os.open(path, os.O_RDONLY | _NOT_THROUGH_LINKS)
     except FileNotFoundError:
         return None
@@ -375,7 +377,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _fields(content: bytes) -> dict[str, object]:
-    """Return the fields of a lease's file; none where it is cut short or something else."""
+    """Return the fields of a lease file; empty if it is truncated or something else."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
@@ -384,7 +386,7 @@ def _fields(content: bytes) -> dict[str, object]:
 
 
 def _read(content: bytes) -> tuple[ProcessIdentity | None, float | None]:
-    """Return who has written a file, and for how long it is a lease; None for what is not known."""
+    """Return the writer of a file and the duration of its lease, each None if unknown."""
     fields = _fields(content)
     seconds = fields.get("lease_s")
     is_right = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0.0 < seconds <= _MOST_S
@@ -401,6 +403,6 @@ def _who(holder: ProcessIdentity | None) -> str:
 
 def _folder_is_gone(folder: Path) -> CheckpointError:
     return CheckpointError(
-        f"the folder {folder} is gone, and with it the checkpoints in it; leave the folder alone while training goes "
-        "on, or pass another as checkpoint="
+        f"the folder {folder} is gone, and with it the checkpoints in it; do not touch the folder while training "
+        "runs, or pass another as checkpoint="
     )

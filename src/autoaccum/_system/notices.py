@@ -1,4 +1,4 @@
-"""Prints each choice that was made for the user once, to stderr; stdout is for results."""
+"""Prints each choice made on the user's behalf once, to stderr; stdout is for results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autoaccum._system.output import write_line
 
 @dataclass
 class Notices:
-    """Prints each notice once in the life of the object, which is one call of `fit` or one `Runner`.
+    """Prints each notice once during the object's life, which is one call of `fit` or one `Runner`.
 
     Args:
-        silent: Whether to keep notices without printing them.
+        silent: Whether to collect notices without printing them.
     """
 
     silent: bool = False

@@ -1,7 +1,7 @@
-"""Writes lines for people to stderr, and drops those that cannot be written: output never ends a training.
+"""Writes lines to stderr, and drops those that cannot be written: output errors never end a training.
 
-The reader of a pipe may be gone, the disk of a log full, stderr closed. The next line that can be written reports how
-many were dropped.
+The reader of a pipe may have exited, the disk of a log may be full, or stderr closed. The next line that can be written
+reports how many were dropped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _dropped = 0
 
 
 def write_line(text: str, file: TextIO | None = None) -> bool:
-    """Write a line; return False where that is not possible.
+    """Write a line; return False if that fails.
 
     Args:
         text: The line.
-        file: Where to; None: `sys.stderr` as it is at the time, which can be None.
+        file: The stream; None for the current `sys.stderr`, which can itself be None.
     """
     global _dropped  # noqa: PLW0603 - stderr is the process's
     stream = sys.stderr if file is None else file
@@ -30,7 +30,7 @@ def write_line(text: str, file: TextIO | None = None) -> bool:
     try:
         stream.write(f"{missing}{text}\n")
         stream.flush()
-    except (OSError, ValueError):  # a closed file, or a character that its encoding has not, is a ValueError
+    except (OSError, ValueError):  # ValueError: a closed file, or a character missing in its encoding
         drop_pending(stream)
         if file is None:
             _dropped += 1
@@ -41,9 +41,9 @@ def write_line(text: str, file: TextIO | None = None) -> bool:
 
 
 def drop_pending(stream: Any) -> None:
-    """Drop what a stream holds and cannot write: Python would try again at its exit, and end with exit code 120.
+    """Drop buffered output that cannot be written: Python would retry at exit, and end with exit code 120.
 
-    A buffer can only be emptied by writing it, so its descriptor points to the null device meanwhile.
+    A buffer can only be emptied by writing it, so the descriptor temporarily points to the null device.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor = stream.fileno()
@@ -64,7 +64,7 @@ def drop_pending(stream: Any) -> None:
 
 
 def _duplicate(descriptor: int) -> int | None:
-    """Return a duplicate of a descriptor; None where it is closed."""
+    """Return a duplicate of a descriptor; None if it is closed."""
     try:
         return os.dup(descriptor)
     except OSError as error:
@@ -74,17 +74,17 @@ def _duplicate(descriptor: int) -> int | None:
 
 
 class Dropping:
-    """A text stream that drops what cannot be written; for libraries that write to it by themselves.
+    """A text stream that drops output that cannot be written, for libraries that write to it themselves.
 
     Args:
-        stream: The stream; None for one that is closed.
+        stream: The stream; None for a closed one.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or drop."""
+        """Write the text, or drop it."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -93,7 +93,7 @@ class Dropping:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or drop."""
+        """Flush the stream, or drop its buffer."""
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -101,7 +101,7 @@ class Dropping:
                 drop_pending(self._stream)
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether the stream is a terminal."""
         return is_terminal(self._stream)
 
     def fileno(self) -> int:
@@ -125,10 +125,10 @@ def is_terminal(stream: Any) -> bool:
 
 
 def stand_in_for_closed() -> None:
-    """Open the null device in place of standard streams that the process was started without (`2>&-`).
+    """Open the null device for standard streams that the process was started without (`2>&-`).
 
-    Else the next file that is opened gets such a descriptor, and what is written to stdout or stderr goes into that
-    file. A stdout that is closed stays None, so that a result is known to be lost.
+    Otherwise the next opened file gets such a descriptor, and output for stdout or stderr goes into that file. A closed
+    stdout stays None, so that it is known when a result is lost.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -1,4 +1,4 @@
-"""Distinguishes code of this package from the user's in frames and tracebacks, wherever its files are."""
+"""Distinguishes this package's code from the user's in frames and tracebacks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _NAME = __name__.partition(".")[0]
-# A module of this package that calls what the user gave sets this name to True: where such a call does not fit what it
-# calls, Python raises in the frame of the caller.
+# Modules of this package that call user code set this name to True: if the arguments do not fit, Python raises in the
+# frame of the caller.
 _MARK = "CALLS_USER_CODE"
 
 
@@ -22,17 +22,17 @@ def _folder() -> str:
     return str(Path(spec.origin).parent)
 
 
-# The folder of the package, with all of its modules.
+# The folder of the package.
 FOLDER = _folder()
 
 
 def is_own_file(name: str) -> bool:
-    """Whether a file is one of this package."""
+    """Whether a file belongs to this package."""
     return Path(FOLDER) in Path(name).parents
 
 
 def raised_here(error: BaseException) -> bool:
-    """Whether an error was raised in this package itself, and not by a call of what the user gave."""
+    """Whether an error was raised by this package itself, and not by user code that it calls."""
     link = error.__traceback__
     while link is not None and link.tb_next is not None:
         link = link.tb_next

@@ -1,8 +1,8 @@
-"""Names a process so that another one, perhaps on another machine, can tell whether it is still there.
+"""Identifies a process so that another one, perhaps on another machine, can tell whether it is still running.
 
-A pid alone does not do: pids are used again, and mean something else in another container. So the identity includes the
-machine's boot, the pid namespace, in which alone the pid can be looked up, and the time of the start. A process counts
-as alive unless it has certainly ended. Linux only; elsewhere no process is ever known to have ended.
+A pid alone is not enough: pids are reused, and differ between containers. The identity therefore includes the machine's
+boot ID, the pid namespace, in which alone the pid is valid, and the start time. A process counts as alive unless it has
+certainly ended. Linux only; elsewhere no process is ever known to have ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PROC = Path("/proc")
-# Of /proc/PID/stat, counted behind the name in parentheses (proc(5)): the state, and the start in ticks since boot.
+# Fields of /proc/PID/stat, counted after the name in parentheses (proc(5)): state, and start in ticks since boot.
 _STATE, _START = 0, 19
 _ENDED = (b"Z", b"X")
 _NAME_CHARS = 253  # RFC 1123
@@ -26,14 +26,14 @@ _NAME_CHARS = 253  # RFC 1123
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process of one machine.
+    """A process of a machine.
 
     Attributes:
-        host: The machine's name, for people.
-        pid: The process's number.
-        boot: Names the machine's run since it was started; "" where that is not known.
-        namespace: Within which the number holds; 0 where that is not known.
-        start: When the process was started, in ticks since boot; 0 where that is not known.
+        host: The machine's name, for display.
+        pid: The process's pid.
+        boot: The ID of the machine's boot; "" if unknown.
+        namespace: The pid namespace; 0 if unknown.
+        start: The start time of the process in ticks since boot; 0 if unknown.
     """
 
     host: str
@@ -44,14 +44,14 @@ class ProcessIdentity:
 
     @classmethod
     def own(cls) -> Self:
-        """Return the name of this process."""
+        """Return the identity of this process."""
         boot, namespace = _where()
         found = _state_and_start(os.getpid())
         return cls(platform.node(), os.getpid(), boot, namespace, 0 if found is None else found[1])
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self | None:
-        """Return the name that `asdict` has made fields of; None where these are nothing of the kind."""
+        """Return the identity with fields from `asdict`; None if they are not valid."""
         host, pid, boot, namespace, start = (fields.get(name) for name in cls.__slots__)
         numbers_are_right = all(type(one) is int and 0 <= one < 1 << 63 for one in (pid, namespace, start))
         if not (isinstance(host, str) and isinstance(boot, str) and numbers_are_right and 0 < pid < 1 << 31):  # type: ignore[operator]
@@ -60,11 +60,11 @@ class ProcessIdentity:
         return cls(readable, pid, boot, namespace, start)  # type: ignore[arg-type]
 
     def is_this_process(self) -> bool:
-        """Whether it is certainly this one."""
+        """Whether this is certainly the current process."""
         return bool(self.boot and self.namespace and self.start) and self == ProcessIdentity.own()
 
     def is_gone(self) -> bool:
-        """Whether the process has certainly ended: it was of this machine, and is not there any more."""
+        """Whether the process has certainly ended: it was on this machine, and no longer exists."""
         if not (self.boot and self.namespace and self.start) or (self.boot, self.namespace) != _where():
             return False
         try:
@@ -72,7 +72,7 @@ class ProcessIdentity:
         except ProcessLookupError:
             return True
         except OSError:
-            pass  # another user's: it is there, though /proc may hide it
+            pass  # another user's process: it exists, though /proc may hide it
         found = _state_and_start(self.pid)
         return found is not None and (found[0] in _ENDED or found[1] != self.start)
 
@@ -81,7 +81,7 @@ class ProcessIdentity:
 
 
 def _where() -> tuple[str, int]:
-    """Return within what numbers of processes mean what they mean here."""
+    """Return the boot ID and pid namespace that pids are valid in; ("", 0) if unknown."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return boot, (_PROC / "self/ns/pid").stat().st_ino

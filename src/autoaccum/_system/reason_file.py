@@ -1,7 +1,7 @@
-"""Passes the reason why a process ended to `autoaccum run` in a file, since launchers turn all exit codes into 1.
+"""Passes the reason why a process ended to `autoaccum run` in a file, since launchers convert all exit codes to 1.
 
-The wrapper names the file in AUTOACCUM_REASON_FILE; a process writes it just before it ends. Neither side raises
-because of the file: without it the wrapper has only the exit code.
+The wrapper names the file in AUTOACCUM_REASON_FILE; a process writes it just before it ends. Neither side raises errors
+about the file: without it the wrapper has only the exit code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoaccum._system import safe_files
 from autoaccum._system.environment import REASON_FILE
 
 OUT_OF_MEMORY = "out_of_memory"
-# A file as `write` makes it has some hundred bytes; longer messages are cut.
+# Files written by `write` have some hundred bytes; longer messages are truncated.
 _MOST_BYTES = 1 << 16
 _MESSAGE_CHARS = 2000
 
@@ -25,10 +25,10 @@ class Reason:
     """Why a process ended.
 
     Attributes:
-        reason: `OUT_OF_MEMORY`; the wrapper does not act on any other word.
-        micro_batch: Samples in the micro-batch at work; None if unknown.
+        reason: `OUT_OF_MEMORY`; the wrapper ignores any other value.
+        micro_batch: Samples in the current micro-batch; None if unknown.
         rank: The rank that wrote it; None outside a distributed job.
-        message: For a person.
+        message: A human-readable message.
     """
 
     reason: str
@@ -38,10 +38,10 @@ class Reason:
 
 
 def write(reason: Reason) -> bool:
-    """Write a reason for the wrapper; return False where no wrapper asks for one.
+    """Write a reason for the wrapper; return False if there is no wrapper.
 
     Lack of memory replaces any earlier reason, since other ranks fail only because of it. Other reasons are written
-    only where there is none yet.
+    only if there is none yet.
     """
     named = os.environ.get(REASON_FILE)
     if not named:
@@ -58,7 +58,7 @@ def write(reason: Reason) -> bool:
 
 
 def read(path: Path) -> Reason | None:
-    """Return the reason in a file; None where there is none, or nothing that `write` could have written."""
+    """Return the reason in a file; None if there is none, or the content is not valid."""
     try:
         content = json.loads(safe_files.read(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):

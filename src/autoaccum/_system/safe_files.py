@@ -1,9 +1,8 @@
-"""Reads and writes files in folders that others may write to; a file written here is whole or not there.
+"""Reads and writes files in folders that others may write to; a file written here is either complete or absent.
 
-A name that can be guessed may be taken already, by a link to a file of the user's, by a FIFO (opening one waits for its
-other end) or by a device. So files are created exclusively, under a free name, and only regular files are read. A file
-is written beside its place and then renamed: no reader meets half of it, and a writer that is killed leaves what was
-there before.
+A predictable name may already be taken, by a link to a user's file, by a FIFO (opening one waits for its other end) or
+by a device. So files are created exclusively, under a free name, and only regular files are read. A file is written
+under a temporary name and then renamed: no reader sees half of it, and a killed writer leaves the previous file.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# The ending of a file that is being written: a killed writer leaves it behind.
+# The suffix of a file that is being written, which a killed writer leaves behind.
 UNFINISHED = ".unfinished"
 
-# Windows has the third, and the others only elsewhere.
+# O_BINARY exists only on Windows, the others only elsewhere.
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _COMMON = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class NotRegularError(OSError):
-    """The file is not a regular one, or larger than any that could have been written."""
+    """The file is not a regular one, or larger than any that could have been written here."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -39,7 +38,7 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
     """Create a file and open it for writing.
 
     Raises:
-        FileExistsError: Something has that name, be it a link to nothing.
+        FileExistsError: The name is taken, even if by a dangling link.
         OSError: The file cannot be created.
     """
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, mode), "wb")
@@ -49,8 +48,8 @@ def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
     """Open a regular file for reading.
 
     Args:
-        path: Where it is.
-        follows: Whether a link of that name is followed.
+        path: The file.
+        follows: Whether to follow a link of that name.
 
     Raises:
         NotRegularError: It is a folder, a pipe or a device.
@@ -67,15 +66,15 @@ def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
 
 def _refuse_others(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise NotRegularError("it is a folder, a pipe or a device, and no file")
+        raise NotRegularError("it is a folder, a pipe or a device, not a file")
 
 
 def read(path: Path, most_bytes: int, *, follows: bool = False) -> bytes:
-    """Return what a regular file holds.
+    """Return the content of a regular file.
 
     Raises:
         NotRegularError: It is not a regular file, or holds more than `most_bytes`.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with open_regular(path, follows=follows) as file:
         data = file.read(most_bytes + 1)
@@ -94,22 +93,22 @@ def replacing(
     flushes_rename: bool = False,
     before_rename: Callable[[], None] | None = None,
 ) -> Iterator[Path]:
-    """Yield an empty file beside `path`, which takes its place when the block ends; if the block raises, it is removed.
+    """Yield an empty file that replaces `path` when the block ends; if the block raises, it is removed.
 
     Args:
         path: The file to replace.
-        ending: Of the unfinished file's name; matplotlib, for one, chooses the format by it.
-        mode: Permissions of the file, of which the umask takes some.
-        overwrites: Whether an existing file is replaced.
-        flushes_rename: Whether the rename is flushed to the disk, so that it survives a loss of power. The block
-            flushes the file itself, through the descriptor that it writes to.
-        before_rename: Runs just before the rename; what it raises keeps the file from taking its place.
+        ending: Suffix of the unfinished file's name, by which matplotlib, for example, chooses the format.
+        mode: Permissions of the file, subject to the umask.
+        overwrites: Whether to replace an existing file.
+        flushes_rename: Whether to flush the rename to disk, so that it survives a power loss. The block flushes the
+            file itself, through the descriptor that it writes to.
+        before_rename: Runs just before the rename; an exception prevents it.
 
     Raises:
-        FileExistsError: There is such a file, and `overwrites` is False.
+        FileExistsError: The file exists, and `overwrites` is False.
         OSError: The file cannot be written.
     """
-    # A name that nobody can guess: nobody else writes to what is renamed.
+    # An unpredictable name, so that nobody else writes to the file that is renamed.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{ending}")
     create(unfinished, mode).close()
     try:
@@ -128,10 +127,10 @@ def replacing(
 
 
 def write(path: Path, data: bytes, *, mode: int = 0o666, overwrites: bool = True) -> None:
-    """Write a whole file; the arguments are those of `replacing`.
+    """Write a complete file; arguments as for `replacing`.
 
     Raises:
-        FileExistsError: There is such a file, and `overwrites` is False.
+        FileExistsError: The file exists, and `overwrites` is False.
         OSError: The file cannot be written.
     """
     with replacing(path, mode=mode, overwrites=overwrites) as unfinished:
@@ -140,7 +139,7 @@ def write(path: Path, data: bytes, *, mode: int = 0o666, overwrites: bool = True
 
 def _flush_folder(folder: Path) -> None:
     if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows flushes no folders
+        return  # Windows cannot flush folders
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

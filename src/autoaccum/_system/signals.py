@@ -1,13 +1,13 @@
-"""Delays signals that would do harm now: inside an update, or before a checkpoint is written.
+"""Delays signals while they would do harm: inside an update, or before a checkpoint is written.
 
-`held` is for a moment, `Watch` for the length of a training. Python runs handlers in the main thread only, so in other
+`held` is for short blocks, `Watch` for a whole training. Python runs handlers in the main thread only, so in other
 threads both do nothing.
 """
 
 from __future__ import annotations
 
-# What `signal.signal` and `signal.getsignal` wrap. They turn every handler into an enum and back, which costs 13
-# microseconds a window, as much as all else that a window's bookkeeping needs.
+# The functions that `signal.signal` and `signal.getsignal` wrap. The wrappers convert every handler to an enum and
+# back, which costs 13 microseconds per window, as much as all other bookkeeping of a window.
 import _signal
 import os
 import signal
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from types import FrameType
 
-# Those for which people write handlers that raise. SIGCHLD is among them because a DataLoader's raises, anywhere, when
-# one of its workers was killed. Not every system knows all of them.
+# Signals for which people write handlers that raise. SIGCHLD is included because a DataLoader's handler raises anywhere
+# when one of its workers was killed. Not every system has all of them.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD")
 _HELD = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
 class held:  # noqa: N801 - it is used like a function: `with held():`
-    """Hold back signals until the block has ended, then deliver them to whoever was to have them.
+    """Hold back signals until the block has ended, then deliver them to their handlers.
 
-    A signal whose handler is not Python's (the default action, which ends the process) cannot be held and is left
+    A signal without a Python handler (with the default action, which ends the process) cannot be held and is left
     alone.
     """
 
@@ -51,7 +51,7 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
         self._deliver()
 
     def _deliver(self) -> None:
-        """Raise every signal that arrived, in order, whatever their handlers raise (KeyboardInterrupt)."""
+        """Deliver every signal that arrived, in order, even if handlers raise (KeyboardInterrupt)."""
         if self._arrived:
             try:
                 signal.raise_signal(self._arrived.pop(0))
@@ -63,22 +63,22 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
 
 
 class Terminated(BaseException):
-    """SIGTERM, on its way through what has to be put in order before it takes effect."""
+    """SIGTERM as an exception, so that work can be saved before it takes effect."""
 
 
 class Watch:
-    """Turns SIGTERM into `Terminated` and SIGUSR1 into a wish, for the length of a block.
+    """Converts SIGTERM to `Terminated` and SIGUSR1 to a request, for the duration of a block.
 
-    A signal that is ignored stays ignored. When the block ends the handlers are those from before, and a SIGTERM that
-    ended it is delivered to them.
+    Ignored signals stay ignored. When the block ends, the former handlers are restored, and a SIGTERM that ended it is
+    delivered to them.
 
     Attributes:
-        raises: Whether SIGTERM raises `Terminated`; else it has the effect that it had before the block. A second one
-            does nothing, so as not to disturb what the first has set going.
-        wished: Whether SIGUSR1 came since this was last set to False.
-        defers: Whether SIGTERM is only noted, as `is_ending`, since other processes have to be asked first; a second
-            one has its effect at once.
-        is_ending: Whether such a SIGTERM came.
+        raises: Whether SIGTERM raises `Terminated`; otherwise it has its former effect. A second one is ignored, so as
+            not to disturb the handling of the first.
+        wished: Whether SIGUSR1 has arrived since this was last set to False.
+        defers: Whether SIGTERM only sets `is_ending`, so that other processes can be consulted first; a second one
+            takes effect at once.
+        is_ending: Whether such a SIGTERM has arrived.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Watch:
             signal.raise_signal(signal.SIGTERM)
 
     def look(self) -> None:
-        """Raise `Terminated` where that was lost: Python drops what a handler raises while an object is finalized."""
+        """Raise `Terminated` if it was lost: Python drops exceptions of handlers while an object is finalized."""
         if self._terminated:
             raise Terminated
 
@@ -114,7 +114,7 @@ class Watch:
         raise Terminated
 
     def terminate(self) -> bool:
-        """Give SIGTERM to the handler from before; return False where there is none, and the process is to end."""
+        """Pass SIGTERM to the former handler; return False if there is none, and the process must end."""
         if not callable(self._former[signal.SIGTERM]):
             return False
         self._terminated = False
@@ -122,14 +122,14 @@ class Watch:
         return True
 
     def grant(self) -> None:
-        """Note that a wish was fulfilled, and give SIGUSR1 to the handler from before, if there is one."""
+        """Record that the request was fulfilled, and pass SIGUSR1 to the former handler, if there is one."""
         self.wished = False
         if callable(self._former[signal.SIGUSR1]):
             self._pass_on(signal.SIGUSR1)
 
     def _install(self, number: int, handler: Any) -> None:
         former = signal.getsignal(number)
-        if former not in (signal.SIG_IGN, None):  # None: one that Python did not set, and could not put back
+        if former not in (signal.SIG_IGN, None):  # None: not set by Python, so it could not be restored
             self._former[number] = former
             signal.signal(number, handler)
 
@@ -139,7 +139,7 @@ class Watch:
         if self.defers and not self.is_ending and os.getpid() == self._process:
             self.is_ending = True
             return
-        # Processes that were forked meanwhile (a loader's workers) have this handler too, and nothing to save.
+        # Forked processes (a loader's workers) have this handler too, but nothing to save.
         if not self.raises or os.getpid() != self._process:
             self._pass_on(number)
             return
@@ -150,7 +150,7 @@ class Watch:
         self.wished = True
 
     def _pass_on(self, number: int) -> None:
-        """Deliver a signal to the handler from before; the default one of SIGTERM does not come back."""
+        """Deliver a signal to the former handler; the default one of SIGTERM does not return."""
         own = signal.signal(number, self._former[number])
         try:
             signal.raise_signal(number)

@@ -27,8 +27,8 @@ from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import Fallbacks, check_fallback
 from autoaccum._engine.finiteness import check_on_nan
+from autoaccum._engine.forward_backward import assemble, check_clip
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
-from autoaccum._engine.step import assemble, check_clip
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
 from autoaccum._sizing.cache import PlanCache
@@ -38,13 +38,13 @@ from autoaccum._system.launched import own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_schedule import check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
-from autoaccum._training.finding import Finding
+from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.one_process import OneProcess
 from autoaccum._training.progress import Data
 from autoaccum._training.rank_coordination import SeveralRanks
-from autoaccum._training.untouched import Untouched
+from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from autoaccum._callbacks import Callback
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import _oom
-from autoaccum._data import undoing
+from autoaccum._data import load_state_rollback
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum._records import Plan
-from autoaccum._sizing.controller import Cutting
+from autoaccum._sizing.sizing import Cutting
 from autoaccum._training import checkpoint_schema, checkpoint_trial
 from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed, not_ours
 from autoaccum.errors import CheckpointError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
@@ -256,17 +256,17 @@ class Contents:
         with ExitStack() as undo:
             # What may refuse and holds little comes first.
             if content["scheduler"] is not None:
-                undo.callback(undoing.remember(scheduler))
+                undo.callback(load_state_rollback.remember(scheduler))
                 kept = copy.deepcopy(content["scheduler"]["state"])  # some take parts of it out
                 _offer(scheduler, lambda: scheduler.load_state_dict(kept))
             if content["scaler"] is not None:
                 assert scaler is not None
                 undo.callback(scaler.load_state_dict, scaler.state_dict())
                 _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
-            undo.callback(undoing.remember_optimizer(optimizer))
+            undo.callback(load_state_rollback.remember_optimizer(optimizer))
             _offer(optimizer, lambda: put(optimizer, state))
             for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
-                undo.callback(undoing.remember_module(module))
+                undo.callback(load_state_rollback.remember_module(module))
                 _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
             undo.pop_all()
 

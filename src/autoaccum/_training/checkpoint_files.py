@@ -22,7 +22,7 @@ import torch
 from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
-from autoaccum._training import seal
+from autoaccum._training import file_digest
 from autoaccum._training.packing import PackingError, packed, unpacked
 from autoaccum.errors import CheckpointError, InvalidInputError
 
@@ -167,7 +167,7 @@ class Storage:
         writing = safe_files.replacing(path, flushes_rename=True, before_rename=self.guard)
         with _explained(path, self.guard), writing as unfinished:
             with unfinished.open("r+b") as file:
-                with seal.sealing(file) as sealed:
+                with file_digest.sealing(file) as sealed:
                     _save(content, sealed)
                 file.flush()
                 os.fsync(file.fileno())
@@ -275,13 +275,13 @@ def _cannot_be_kept(reason: str) -> CheckpointError:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with safe_files.open_regular(path, follows=True) as file:
-            is_sealed = seal.check(file)
+            is_sealed = file_digest.check(file)
             file.seek(0)
             if not is_sealed:
                 _check_sums(file)
             file.seek(0)
             content = _loaded(file, path)
-    except (seal.BrokenSealError, safe_files.NotRegularError) as error:
+    except (file_digest.BrokenSealError, safe_files.NotRegularError) as error:
         raise _DamagedError(str(error)) from error
     except OSError as error:
         raise CheckpointError(

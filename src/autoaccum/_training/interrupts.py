@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from autoaccum import _oom
-from autoaccum._engine import afterwards
+from autoaccum._engine import update_complete
 from autoaccum._system import signals
 from autoaccum._training.one_process import END, SAVE
 from autoaccum.errors import (
@@ -83,7 +83,9 @@ class Interrupts:
                     # The interrupt waited for the update to end, so what failed after the update is in its context.
                     # No whole moment in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
-                    raise afterwards.told(behind, self._lifecycle.current.windows_done, has_moved=False) from behind
+                    raise update_complete.told(
+                        behind, self._lifecycle.current.windows_done, has_moved=False
+                    ) from behind
             except StateDamagedError as error:
                 if not self._can_go_back(error):
                     raise

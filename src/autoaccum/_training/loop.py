@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
-from autoaccum._engine.step import drop_old_gradients
+from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._records import FitResult
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
-from autoaccum._training.outside import Outside
+from autoaccum._training.outside_limit import Outside
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
 from autoaccum._training.validation import Validation
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
-    from autoaccum._sizing.controller import Cutting
+    from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_schedule import Saver
-    from autoaccum._training.finding import Finding
+    from autoaccum._training.first_plan import Finding
     from autoaccum._training.lr_schedule import Schedule
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import Data

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position, Track
     from autoaccum._distributed.process_group import Ranks
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Peers
-    from autoaccum._engine.step import TrainingStep
     from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept, Moment

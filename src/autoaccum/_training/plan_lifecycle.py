@@ -9,7 +9,7 @@ from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._engine.events import Events
 from autoaccum._engine.runner import WindowRunner
-from autoaccum._sizing.controller import Cutting, Sizing
+from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._training.checkpoint_contents import Kept
 from autoaccum.errors import DoesNotFitError
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.fallback import Fallbacks
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
-    from autoaccum._training.finding import Finding
+    from autoaccum._training.first_plan import Finding
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
 
@@ -164,7 +164,7 @@ class PlanLifecycle:
             events,
             self._notices,
             peers=self._world.peers,
-            commit=self._progress,
+            moves=self._progress,
             loss_scope=self._loss_scope,
             batchnorm=self._batchnorm,
         )

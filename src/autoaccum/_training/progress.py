@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._data.loader_state import Track
-from autoaccum._engine import afterwards
+from autoaccum._engine import update_complete
 from autoaccum._training.checkpoint_contents import Moment
 from autoaccum.errors import InvalidInputError
 
@@ -241,7 +241,7 @@ class TrainingProgress:
             if not position.closed:
                 self._schedule.after_epoch()
         except Exception as error:
-            raise afterwards.told(error, self.moment.windows, has_moved=False) from error
+            raise update_complete.told(error, self.moment.windows, has_moved=False) from error
         if self.moment.windows == self._data.max_steps:  # the epoch may have more windows
             position = replace(position, closed=True)
         else:

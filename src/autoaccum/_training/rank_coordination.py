@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from autoaccum._data.loader_state import Position, Track
     from autoaccum._distributed.data_parallel import Part
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept, Moment

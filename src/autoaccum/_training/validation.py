@@ -9,14 +9,14 @@ from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._snapshot import Mark
-from autoaccum._training.outside import drawn
+from autoaccum._training.outside_limit import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Evaluation, MemoryEvent
     from autoaccum._snapshot import RandomState
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch.recipe_exits import Stopped
+from autoaccum._launch.recipe_exit_guard import Stopped
 from autoaccum._launch.slurm.stop import Stop
 
 WARNING = signal.SIGUSR2

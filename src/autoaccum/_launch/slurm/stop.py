@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any, Self
 
-from autoaccum._launch.recipe_exits import Stopped
+from autoaccum._launch.recipe_exit_guard import Stopped
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -21,7 +21,7 @@ from torch import nn
 
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._launch.recipe import load_recipe
-from autoaccum._launch.recipe_exits import Stopped, exits_refused
+from autoaccum._launch.recipe_exit_guard import Stopped, exits_refused
 from autoaccum._launch.slurm import device_check
 from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Restart
 from autoaccum._launch.slurm.progress import ProgressFile

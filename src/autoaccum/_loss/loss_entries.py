@@ -1,8 +1,8 @@
 """Decides which entries of a mapping of losses are trained on and which are only reported.
 
 The rule is the same for a model, a loss and one of several losses: an entry "loss" is the total, and the others are
-reported under their names. Without it, entries with a graph are added up, and detached ones are reported. Without
-gradients no entry has a graph: then what training showed decides, or one sample that runs with gradients.
+reported under their names. Without it, entries with a graph are summed, and detached ones are reported. When gradients
+are disabled no entry has a graph: then the roles seen in training apply, or one sample is run with gradients.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ TOTAL = "loss"
 
 
 class Entries:
-    """Knows which names are losses and which are metrics.
+    """Tracks which names are losses and which are metrics.
 
     Args:
         notices: Reports, once, which entries are only reported.
-        on_reported: Called with each name that training shows to be a metric.
+        on_reported: Called with each name that turns out to be a metric in training.
     """
 
     def __init__(self, notices: Notices, on_reported: Callable[[str], None]) -> None:
         self._notices = notices
         self._on_reported = on_reported
-        # By name, whether it is a loss: as training has shown, and as it looked beforehand.
+        # Whether each name is a loss: as seen in training, and as assumed before.
         self._shown: dict[str, bool] = {}
         self._supposed: dict[str, bool] = {}
 
     def is_reported(self, name: str) -> bool:
-        """Whether training has shown that this name is a metric."""
+        """Whether this name turned out to be a metric in training."""
         return self._shown.get(name) is False
 
     def added(
         self, raw: Mapping[str, Any], total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
     ) -> set[str]:
-        """Return the names of the entries that add up to the loss.
+        """Return the names of the entries that sum to the loss.
 
         Args:
             raw: The entries by name.
             total: The name of the entry that is the total.
-            with_gradients: Returns entries of the same names, computed with gradients; None where that cannot be done.
-                Called only where gradients are switched off and the names are not known.
+            with_gradients: Returns entries of the same names, computed with gradients; None if that is not possible.
+                Called only if gradients are disabled and the names are unknown.
 
         Raises:
             InvalidInputError: There are no entries.
@@ -78,22 +78,22 @@ class Entries:
             if name != total and self._shown.get(name) is not False:
                 self._shown[name] = False
                 self._on_reported(name)
-        # `objective` refuses entries that are not numbers.
+        # `objective` rejects entries that are not numbers.
         others = [name for name, value in raw.items() if name != total and not isinstance(value, str | None)]
         if others:
             self._notices.say(
-                f"{_listed(others)}: reported, not trained on, since the entry {total!r} beside it is the total",
+                f"{_listed(others)}: reported, not trained on, since the entry {total!r} is the total",
                 key=f"parts of {total}",
             )
 
     def _by_graph(self, raw: Mapping[str, Any]) -> set[str]:
         with_graph = {name for name, value in raw.items() if _has_graph(value)}
         if not with_graph:
-            return set(raw)  # an error that says so follows
+            return set(raw)  # which raises an error later
         detached = []
         for name in raw:
             if name in with_graph:
-                # For good: what has no graph in a micro-batch without boxes is a loss all the same.
+                # For good: a detection loss without a graph in a micro-batch without boxes is still a loss.
                 self._shown[name] = True
             elif name not in self._shown:
                 self._shown[name] = False
@@ -110,7 +110,7 @@ class Entries:
 
 
 def _has_graph(value: Any) -> bool:
-    """Whether a value, or anything in a container, has a graph: losses in a list are to be refused, not left out."""
+    """Whether a value, or anything in a container, has a graph: losses in a list must be rejected, not left out."""
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, Mapping):

@@ -10,8 +10,8 @@ from torch import nn
 import autoaccum
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import card_named
-from autoaccum._report.answers import Asked
-from autoaccum._report.suggestions import MANY_MICRO_BATCHES, Place, Remedies, are_due, computes_bf16
+from autoaccum._report.capacity import Asked
+from autoaccum._report.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due, computes_bf16
 
 
 class Block(nn.Module):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
 from autoaccum._sizing.cache import Key, PlanCache, Remembered
-from autoaccum._sizing.controller import SizingOptions
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
+from autoaccum._sizing.sizing import SizingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan, ProbeResult, Trial
-    from autoaccum._sizing.controller import Cutting
+    from autoaccum._sizing.sizing import Cutting
 
 # Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
 # is unknown, timing waits for this many first.

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum._engine.places import Place, mark_of
-from autoaccum._engine.step import TrainingStep
+from autoaccum._engine.forward_backward import TrainingStep
+from autoaccum._engine.tensor_origins import Place, mark_of
 from autoaccum._memory._storages import StorageWatch
 
 if TYPE_CHECKING:

@@ -77,21 +77,19 @@ class Accumulated:
     """Results of a window's micro-batches so far.
 
     Attributes:
-        losses: By name, what each micro-batch adds to the window's loss, on the device.
-        pair_weights: By name, the weights of (sum, weight) pairs so far.
+        losses: Names, and what each micro-batch adds to the window's loss, on the device.
+        pair_weights: Names, and the weights of (sum, weight) pairs.
         reported: Values reported in addition to the losses, as recorded by `reported.note`.
     """
 
-    losses: dict[str, list[Tensor]] = field(default_factory=dict)
-    pair_weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
+    losses: list[tuple[str, Tensor]] = field(default_factory=list)
+    pair_weights: list[tuple[str, Tensor | float]] = field(default_factory=list)
     reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
 
     def add(self, other: Accumulated) -> None:
         """Add the results of a further micro-batch."""
-        for name, values in other.losses.items():
-            self.losses.setdefault(name, []).extend(values)
-        for name, weights in other.pair_weights.items():
-            self.pair_weights.setdefault(name, []).extend(weights)
+        self.losses += other.losses
+        self.pair_weights += other.pair_weights
         for slot, numbers in other.reported.items():
             self.reported.setdefault(slot, []).extend(numbers)
 
@@ -105,7 +103,7 @@ class GradientStep:
         memory: The device.
 
     Attributes:
-        parameters: Every parameter of the objective's modules, as of the last `look`.
+        parameters: Every parameter of the objective's modules, as of the last `parameters_changed`.
         has_added: Whether gradients may have been added to since this was last set to False.
         sources_left: Losses with their own forward passes that the current micro-batch has yet to run.
         stage: Records the current phase.
@@ -135,7 +133,7 @@ class GradientStep:
         """The current phase."""
         return self.stage.phase
 
-    def look(self) -> bool:
+    def parameters_changed(self) -> bool:
         """Check the current parameters; return whether anything has changed since the last check."""
         has_changed = self._inventory.look()
         self.parameters = self._inventory.parameters
@@ -195,7 +193,7 @@ class GradientStep:
                 continue
             value = self._weighted(term, factors, into)
             if value is not None:
-                into.losses.setdefault(term.name, []).append(value.detach())
+                into.losses.append((term.name, value.detach()))
                 weighted.append(value)
         if has_reported:
             reported.note(terms, samples, factors, self.objective.weighting, into.reported)
@@ -217,7 +215,7 @@ class GradientStep:
                 check_weight(term.name, term.weight)
                 return term.value / term.weight
             # The window's weight is known only at its end: until then, use a close estimate.
-            into.pair_weights.setdefault(term.name, []).append(term.weight)
+            into.pair_weights.append((term.name, term.weight))
             factor = factors.provisional
         if factor == 0.0:
             # The mean over nothing is NaN. If others wait for the backward pass, it runs nevertheless.
@@ -236,7 +234,7 @@ class TrainingStep(GradientStep):
         clip_grad_norm: Maximum norm of the window's gradient; None for no clipping.
 
     Attributes:
-        parameters: Every parameter of the objective's modules and of the optimizer, as of the last `look`.
+        parameters: Every parameter of the modules and of the optimizer, as of the last `parameters_changed`.
         updates: Makes updates from the gradients accumulated here.
     """
 
@@ -257,7 +255,7 @@ class TrainingStep(GradientStep):
         modules = self.objective.modules
         return Inventory(modules, self.optimizer, is_fixed=is_sharded(modules))
 
-    def look(self) -> bool:
+    def parameters_changed(self) -> bool:
         """Check the current parameters; return whether anything has changed since the last check."""
         has_changed = self._inventory.look(self.optimizer)
         self.parameters = self._inventory.parameters

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Traced
-    from autoaccum._report.answers import Asked
+    from autoaccum._report.capacity import Asked
     from autoaccum._sizing.footprint import Estimate, Footprint
 
 # With this many micro-batches per window or more, a cut is worth improving.

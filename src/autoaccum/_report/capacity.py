@@ -21,7 +21,7 @@ from autoaccum.errors import DoesNotFitError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autoaccum._engine.step import TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._estimate.gpus import Card
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryReading, Plan, ProbeResult, Trial

@@ -1,8 +1,7 @@
-"""How large micro-batches are, from window to window: learned, timed, smaller after a failure, larger again.
+"""Controls the size of micro-batches across windows: learns and times sizes, shrinks after a failure, and grows back.
 
-Sizes are counted in samples as large as the largest of the first window: where inputs vary in length, shorter ones go
-in larger micro-batches and longer ones in smaller. What is learned is learned on the training's own windows, so that no
-trial is thrown away.
+Sizes are counted in samples as large as the largest of the first window: if inputs vary in length, shorter ones go in
+larger micro-batches and longer ones in smaller. Learning uses the training's own windows, so no trial is thrown away.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._sizing.offline_search import Line
 
-# How much of a prediction is taken for certain, and how much of what failed may fit.
+# The fraction of a prediction taken as certain, and the fraction of a failed size that may fit.
 _CERTAIN = 0.9
 _LESS = 0.7
 
 
 @dataclass(frozen=True)
 class SizingOptions:
-    """What is asked of the cut.
+    """Requirements for the cut.
 
     Attributes:
         strategy: As for `fit`.
-        multiple_of: What sizes are to be multiples of where that costs no micro-step.
+        multiple_of: The number that sizes should be multiples of if that adds no micro-step.
         by_bytes: Whether samples with smaller inputs go in larger micro-batches.
-        learns: Whether the first windows are to find out how large micro-batches may be.
-        times_after: Windows after which cuts are timed, where the strategy asks for it; None for never.
-        fits: The largest size that a probe has found; 0 where there was none.
-        begins_with: A size that is known to have fitted in an earlier run, to begin with.
-        fitted_before: The largest of which that is known.
-        line: What a micro-batch took then.
-        most: The most samples that may be in a micro-batch, however small they are; None where nothing says so.
+        learns: Whether to learn from the first windows how large micro-batches may be.
+        times_after: Windows after which autotuning starts, if the strategy asks for it; None for never.
+        fits: The largest size that a probe found to fit; 0 if there was no probe.
+        begins_with: An initial size that is known to have fitted in an earlier run.
+        fitted_before: The largest size known to have fitted then.
+        line: The memory of a micro-batch then.
+        most: The most samples allowed in a micro-batch, however small they are; None for no cap.
     """
 
     strategy: str = "balanced"
@@ -65,14 +64,14 @@ class SizingOptions:
 
 @dataclass(frozen=True)
 class Cutting:
-    """How windows are cut: what one runner hands on to the next, and a checkpoint to the run that resumes from it.
+    """How windows are cut. A runner passes it on to the next, and a checkpoint to the run that resumes from it.
 
     Attributes:
-        plan: The plan in force.
-        grows_to: The plan that was set or found, to which sizes grow back after failures.
-        bytes_per_sample: Memory that a sample takes while it is worked on, where that is known.
-        sample_bytes: Bytes of the inputs of a sample such as the plan counts; None where all samples count the same.
-        is_found: Whether the first windows have shown what fits.
+        plan: The current plan.
+        grows_to: The plan that was set or found, which sizes grow back to after failures.
+        bytes_per_sample: Additional memory per sample during a micro-step; None if unknown.
+        sample_bytes: Input bytes of a sample as counted by the plan; None if all samples count the same.
+        is_found: Whether learning has finished.
         is_timed: Whether autotuning has finished.
     """
 
@@ -85,47 +84,47 @@ class Cutting:
 
     @classmethod
     def of(cls, plan: Plan) -> Cutting:
-        """Return how windows are cut by a plan of which nothing else is known."""
+        """Return how windows are cut by a plan alone."""
         return cls(plan, plan)
 
 
 class Watcher(Protocol):
-    """Hears what a `Sizing` does."""
+    """Receives the events of a `Sizing`."""
 
     def trial(self, trial: Trial) -> None:
-        """A micro-batch was run to learn from it."""
+        """Handle a micro-batch that was run as a trial."""
 
     def planned(self, plan: Plan, probe: ProbeResult | None, *, is_proven: bool = False) -> None:
-        """Another plan is in force.
+        """Handle a new plan.
 
         Args:
             plan: The plan.
-            probe: What was learned, where that led to it.
-            is_proven: Whether the window that was just made was cut by it already.
+            probe: The probe's result, if it led to the plan.
+            is_proven: Whether the most recent window was already cut by it.
         """
 
 
 class Sizing:
-    """Cuts the windows of one run, and hears what came of it.
+    """Cuts the windows of one run, based on the outcome of earlier ones.
 
     Args:
         memory: The device.
-        parameters: Returns the parameters that are trained now.
-        cutting: How windows are cut at first. Where it has `bytes_per_sample`, that memory is asked for before each
+        parameters: Returns the parameters that are currently trained.
+        cutting: How windows are cut initially. If it has `bytes_per_sample`, that memory is checked before each
             micro-batch on devices that cannot fail cleanly.
-        wanted: What is asked of the cut.
-        watcher: Hears of trials and plans.
+        wanted: Requirements for the cut.
+        watcher: Receives trials and plans.
 
     Attributes:
-        plan: The plan in force.
-        set_plan: The plan to which sizes grow back.
-        bytes_per_sample: As the argument, or what was learned.
-        sample_bytes: As the argument, or those of the largest in the first window; None where all count the same.
-        peak_bytes: While learning, the highest peak of the window.
-        probe: What was learned; None before.
-        fastest: The plan that autotuning has chosen; None before.
-        start: The sample of the window at which the present micro-batch begins.
-        measures: Whether micro-batches of the present window are to `enter` and `leave`.
+        plan: The current plan.
+        set_plan: The plan that sizes grow back to.
+        bytes_per_sample: As in `cutting`, or as learned.
+        sample_bytes: As in `cutting`, or of the largest sample in the first window; None if all count the same.
+        peak_bytes: During learning, the highest peak of the window.
+        probe: The result of learning; None before.
+        fastest: The plan chosen by autotuning; None before.
+        start: The index in the window of the current micro-batch's first sample.
+        measures: Whether `enter` and `leave` must be called for micro-batches of the current window.
     """
 
     def __init__(
@@ -152,59 +151,59 @@ class Sizing:
         self._learning: OnlineSearch | None = None
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
-        self._before_state = 0  # how many of them ran when the optimizer had no state yet
+        self._before_state = 0  # how many of them ran before the optimizer had state
         self._pace = Backoff(plan.target_batch, plan.micro_batch)
-        self._alone: set[int] = set()  # samples of this window that failed alone, by where they stand
+        self._alone: set[int] = set()  # indices of this window's samples that failed alone
         self._windows = 0
-        self._fits = wanted.fits  # what the plan need not use, but the rest of a window may
-        self._may_fit = math.inf  # of samples larger than those that are counted in
+        self._fits = wanted.fits  # may exceed the plan's size; the rest of a window can use it
+        self._may_fit = math.inf  # for samples larger than the unit of counting
         self._counts_bytes = wanted.by_bytes
         self.peak_bytes: int | None = None
         self._times_after = wanted.times_after if wanted.strategy == "fastest" else None
         self._tempo: Autotune | None = None
         self._timed: Plan | None = None  # the plan that is being timed
-        if cutting.plan.micro_batch < plan.micro_batch:  # failures had led there
+        if cutting.plan.micro_batch < plan.micro_batch:  # after failures
             self.plan, self._times_after = cutting.plan, None
             self._pace.grow(cutting.plan.micro_batch)
             self._pace.stay()
 
     @property
     def cutting(self) -> Cutting:
-        """How windows are cut now."""
+        """How windows are currently cut."""
         return Cutting(
             self.plan, self.set_plan, self.bytes_per_sample, self.sample_bytes, not self.is_learning, self.is_timed
         )
 
     @property
     def is_learning(self) -> bool:
-        """Whether micro-batches are run to learn from them."""
+        """Whether current windows are trials."""
         return self._learning is not None or self._is_to_learn
 
     @property
     def is_timed(self) -> bool:
-        """Whether nothing is left to the clock."""
+        """Whether autotuning has finished."""
         return self._tempo is None and self._times_after is None
 
     @property
     def is_troubled(self) -> bool:
-        """Whether memory ran out not long ago, or a size was taken that may not fit."""
+        """Whether memory ran out recently, or a size is in use that may not fit."""
         return self._pace.is_troubled
 
     def set(self, plan: Plan) -> None:
-        """Take a plan that was chosen elsewhere."""
+        """Set a plan chosen by the caller."""
         self._learning, self._is_to_learn = None, False
         self._begin_with(plan)
         self._times_after, self._fits = None, 0
 
     def grow_to(self, size: int) -> None:
-        """Take a larger size that was chosen elsewhere, and tell of it."""
+        """Set a larger size chosen by the caller, and notify the watcher."""
         self.set(self._plan_of(size))
         self._watcher.planned(self.plan, None)
 
     # --- one window ---------------------------------------------------------------------------------------------------
 
     def begin(self, window: Window) -> None:
-        """See what a window is made of, before it is cut."""
+        """Inspect a window before it is cut."""
         self._began = self._entered = time.perf_counter()
         self._ended: float | None = None
         self.start = 0
@@ -218,7 +217,7 @@ class Sizing:
         self.measures = self._learning is not None or self.bytes_per_sample is not None
 
     def cut(self, start: int) -> tuple[int, ...]:
-        """Return the sizes in which the window is cut from the sample `start` on."""
+        """Return the micro-batch sizes of the window from sample `start` on."""
         rests = _rests(self._groups, self._relative, start)
         if self._learning is not None:
             return tuple(self._cut_to_learn(self._learning, rests, is_first=start == 0))
@@ -238,10 +237,10 @@ class Sizing:
         )
 
     def enter(self, size: int) -> None:
-        """Make ready for the micro-batch at `start`, where `measures` says that it matters.
+        """Prepare for the micro-batch at `start`; needed if `measures` is set.
 
         Raises:
-            torch.OutOfMemoryError: What it is expected to take cannot be had.
+            torch.OutOfMemoryError: Its expected memory is not available.
         """
         self._counted = self._counted_size(self.start, size)
         if self._learning is not None:
@@ -253,18 +252,18 @@ class Sizing:
             self._memory.ensure(int(self.bytes_per_sample * self._counted * _CERTAIN))
 
     def leave(self, size: int) -> None:
-        """Note that the micro-batch has been run."""
+        """Record that the micro-batch has completed."""
         if self._learning is None:
             return
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered
         peak = self._memory.peak_bytes()
         self.peak_bytes = max(self.peak_bytes or 0, peak or 0) or None
-        # While a micro-batch computes, the next one is on its way to a card.
+        # While a micro-batch computes, the next one is being copied to the card.
         ahead = (self.sample_bytes or 0) * self._counted if self._memory.device.type == "cuda" else 0
         extra = None if peak is None or self._held_bytes is None else max(0, peak - self._held_bytes) + ahead
         if extra is not None:
-            extra = int(extra * self._counted / (size * self._relative_at(self.start)))  # sizes are counted in whole
+            extra = int(extra * self._counted / (size * self._relative_at(self.start)))  # counted sizes are integers
         self._learning.note(
             self._counted,
             extra,
@@ -275,11 +274,12 @@ class Sizing:
         self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
 
     def wait(self, *, is_timed: bool = False, synchronize: Callable[[], None] | None = None) -> float:
-        """Note that from now on the window waits for other processes; return how long it was worked on, in seconds.
+        """Record that the window now waits for other processes; return the seconds spent on it so far.
 
         Args:
-            is_timed: Whether somebody goes by that; else it may be how long it took to tell the device what to do.
-            synchronize: Waits for what the device was told; None: for all that it does.
+            is_timed: Whether the result must be exact; otherwise it may cover only the time to submit work to the
+                device.
+            synchronize: Waits for the submitted work; None waits for everything on the device.
         """
         if is_timed or self._tempo is not None:
             (synchronize or self._memory.synchronize)()
@@ -287,17 +287,17 @@ class Sizing:
         return self._ended - self._began
 
     def fail(self, size: int) -> bool:
-        """Take smaller sizes after a micro-batch ran out of memory; return whether there are any."""
+        """Switch to smaller sizes after a micro-batch ran out of memory; return whether there are any."""
         counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
         if size == 1 and (self._learning is not None or self.plan.micro_batch == 1):
-            # Nothing smaller is left. Before a run ends, see whether something else took the memory for a moment.
+            # No smaller size is left. Retry once, in case something else took the memory for a moment.
             again = self.start not in self._alone
             self._alone.add(self.start)
             return again
         if counted == 1 < size:
-            # Many samples that are small by their bytes did not fit: it is not bytes that count here.
+            # Many samples with small inputs did not fit, so memory does not follow input bytes here.
             self._counts_bytes, self.sample_bytes, counted = False, None, size
             self._relative = [1.0] * len(self._groups)
         if self._learning is not None:
@@ -305,25 +305,25 @@ class Sizing:
         if size > 1 and counted > max(self.plan.micro_batch, self._fits):
             self._may_fit = counted * _LESS
             return True
-        # One sample that is left over and fails is no proof yet: more of them have fitted.
+        # A single remaining sample that fails proves nothing about larger sizes, which have fitted.
         return self._shrink(self.plan.micro_batch if size == 1 else counted)
 
     def shrink(self) -> bool:
-        """Take smaller sizes before memory runs out; return whether there are any."""
+        """Switch to smaller sizes before memory runs out; return whether there are any."""
         return self._learning is None and self._shrink(self._pace.size)
 
     def end(self, sizes: Sequence[int], *, is_clean: bool, has_room: Callable[[int], bool]) -> None:
-        """Note that a window has become an update, and choose the sizes of the next.
+        """Record that a window has become an update, and choose the sizes of the next.
 
         Args:
-            sizes: The micro-batches that it was made of.
-            is_clean: Whether memory did not run out.
-            has_room: Whether so many bytes more than before could be had.
+            sizes: Its micro-batches.
+            is_clean: Whether it never ran out of memory.
+            has_room: Tells whether this many bytes more than before are available.
         """
         if self._learning is not None:
             self._memory.trim()
             self._learning.end_window(self._memory.reading().free_bytes)
-            # What fitted before the optimizer's state was there is no proof beside it.
+            # A size that fitted before the optimizer's state existed may not fit with it.
             self._before_state = self._before_state or len(self._trials)
             if self._learning.is_done:
                 self._conclude(self._learning, sizes)
@@ -353,7 +353,7 @@ class Sizing:
         )
 
     def _cut_to_learn(self, learning: OnlineSearch, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
-        """Yield the size of the next micro-batch, and then the others as they would be if nothing were learned."""
+        """Yield the size of the next micro-batch, then the remaining sizes as they are without further learning."""
         self._memory.trim()
         (rest, relative), *others = rests
         counted = math.ceil(rest * relative)
@@ -365,7 +365,7 @@ class Sizing:
                 yield from planner.balanced(samples, self._capped(max(1, int(size * relative / each))))
 
     def _note(self, trial: Trial) -> None:
-        """Keep and tell what is news: the rest of a window says little beside a larger size that fits."""
+        """Record and report a trial if it adds information: a size below one that fits rarely does."""
         known = self._trials[self._before_state :]
         failed = min((one.size for one in known if not one.fits), default=math.inf)
         fits = max((one.size for one in known if one.fits and one.size < failed), default=0)
@@ -393,7 +393,7 @@ class Sizing:
         self._watcher.planned(self.plan, self.probe, is_proven=self.plan.micro_batches == tuple(sizes))
 
     def _hope(self, larger: Plan) -> None:
-        """Try later for a plan that should fit by all that is known, of which something failed all the same."""
+        """Schedule a later attempt at a plan that failed although it is predicted to fit."""
         if larger.micro_batch > self.plan.micro_batch:
             self.set_plan, smaller = larger, self.plan.micro_batch
             self._pace = Backoff(larger.target_batch, larger.micro_batch)
@@ -432,7 +432,7 @@ class Sizing:
     # --- the clock ----------------------------------------------------------------------------------------------------
 
     def _is_timed(self, *, is_clean: bool) -> bool:
-        """Whether cuts are being timed; then note how long the window took in which memory did not run out."""
+        """Return whether autotuning is active; if so, record the window's time unless memory ran out."""
         self._windows += 1
         if self._tempo is not None:
             if is_clean and sum(self._groups) == self.plan.target_batch:
@@ -448,7 +448,7 @@ class Sizing:
         return True
 
     def _time(self, tempo: Autotune) -> None:
-        """Run the next window as the clock asks, or settle."""
+        """Cut the next window as autotuning asks, or conclude."""
         if not tempo.is_settled:
             self._tempo, self._timed = tempo, self._plan_of(tempo.size)
             return
@@ -461,7 +461,7 @@ class Sizing:
     # --- samples of different size ------------------------------------------------------------------------------------
 
     def _weigh(self, window: Window) -> None:
-        """See how large the window's samples are beside those in which sizes are counted."""
+        """Determine how large the window's samples are relative to the unit of counting."""
         if not self._counts_bytes:
             self._relative = [1.0] * len(self._groups)
             return
@@ -472,9 +472,10 @@ class Sizing:
             self._may_fit = min(self._may_fit, _CERTAIN * self._free_beside_gradients() / self.bytes_per_sample)
 
     def _most(self, plan: Plan, relative: float) -> float:
-        """Return what a micro-batch may come to, of samples so large beside those in which sizes are counted."""
+        """Return the maximum counted size of a micro-batch of samples of this relative size."""
         most = max(plan.micro_batch, self._fits)
-        # No more than has fitted; but larger samples may never have stood in as large a micro-batch as memory bears.
+        # No more than has fitted; but for larger samples, the largest size that memory allows may never have been
+        # tried.
         return most if relative <= 1.0 or self._may_fit == math.inf else max(most, self._may_fit)
 
     def _free_beside_gradients(self) -> int:
@@ -489,7 +490,7 @@ class Sizing:
 
 
 def _rests(groups: list[int], relative: list[float], start: int) -> list[tuple[int, float]]:
-    """Return what of each group lies beyond the sample `start`, with how large its samples are."""
+    """Return the remaining samples of each group from `start` on, with their relative size."""
     rests = []
     for group, each, end in zip(groups, relative, itertools.accumulate(groups), strict=True):
         if end > start:

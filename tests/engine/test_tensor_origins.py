@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum._engine.places import MODEL, Places, mark_of
+from autoaccum._engine.tensor_origins import MODEL, Places, mark_of
 
 
 class Attention(nn.Module):

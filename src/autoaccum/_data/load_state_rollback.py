@@ -1,7 +1,7 @@
-"""Undoes a `load_state_dict` that raised half-way.
+"""Undoes a `load_state_dict` that raised part-way.
 
-A scheduler, a loader or a module with a `load_state_dict` of its own may raise after it has taken a part of the state.
-Its attributes, and those of the objects that it holds, are then set to what they were.
+A scheduler, a loader or a module with its own `load_state_dict` may raise after applying a part of the state. Its
+attributes, and those of the objects that it holds, are then restored.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, deque)
 _NOT_ENTERED = (nn.Module, torch.optim.Optimizer, Tensor, type, FunctionType, MethodType, BuiltinFunctionType)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
-# Where no module has loading code of its own, loading cannot fail half-way, and a copy of a large one is needless.
+# If no submodule has its own loading code, loading cannot fail part-way, and a large module need not be copied.
 _MOST_COPIED_BYTES = 1 << 30
 
 
 def remember(owner: Any, *, enters: bool = True) -> Callable[[], None]:
-    """Return a function that gives an object the attributes that it has now.
+    """Return a function that restores the current attributes of an object.
 
     Args:
-        owner: Any object that has `state_dict` and `load_state_dict`, or is held by one.
-        enters: Whether containers are copied and objects in them remembered too; else only which they are.
+        owner: Any object with `state_dict` and `load_state_dict`, or held by one.
+        enters: Whether to copy containers and remember the objects in them; otherwise only their identity is restored.
     """
     return _remembered(owner, enters, set())
 
@@ -73,7 +73,7 @@ def _set_attributes(owner: Any, held: dict[str, Callable[[], Any]], left_alone: 
 
 
 def _kept(value: Any) -> Callable[[], Any]:
-    """Return a function that returns a value with what it holds now; plain containers stay the ones that they are."""
+    """Return a function that returns a value with its current content; plain containers keep their identity."""
     if type(value) in _MAPPINGS:
         items = {key: _kept(item) for key, item in value.items()}
 
@@ -98,7 +98,7 @@ def _kept(value: Any) -> Callable[[], Any]:
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield objects of the user's own among values, and in plain containers of them."""
+    """Yield the user's own objects among values and in plain containers."""
     for value in values:
         if type(value) in _MAPPINGS:
             yield from _parts(value.values())
@@ -109,9 +109,9 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def remember_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that gives an optimizer the state and settings that it has now; tensors are not copied.
+    """Return a function that restores the current state and settings of an optimizer, without copying tensors.
 
-    Loading puts others in their place, and never writes to them.
+    Loading replaces tensors and never writes to them.
     """
     state: Any = defaultdict(dict, {holder: dict(values) for holder, values in optimizer.state.items()})
     groups = [(group, dict(group)) for group in optimizer.param_groups]
@@ -127,9 +127,9 @@ def remember_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def remember_module(module: nn.Module) -> Callable[[], None]:
-    """Return a function that gives a module the parameters, buffers and attributes that it has now.
+    """Return a function that restores the current parameters, buffers and attributes of a module.
 
-    Tensors are copied to host memory, but not those of a large module of which no part can refuse anything.
+    Tensors are copied to host memory, except for a large module whose loading cannot fail.
     """
     tensors = [*module.parameters(), *module.buffers()]
     has_a_say = any(_has_a_say(part) for part in module.modules())
@@ -151,7 +151,7 @@ def remember_module(module: nn.Module) -> Callable[[], None]:
             for tensor, copied in copies:
                 tensor.copy_(copied)
         for part, state in extra:
-            with contextlib.suppress(Exception):  # what it keeps in attributes is put back below all the same
+            with contextlib.suppress(Exception):  # its attributes are restored below in any case
                 part.set_extra_state(state)
         for part, own in attributes:
             _set_attributes(part, own, _OF_MODULES)
@@ -164,7 +164,7 @@ def _keeps_more(part: nn.Module) -> bool:
 
 
 def _has_a_say(part: nn.Module) -> bool:
-    """Whether loading a state calls code of this module's own."""
+    """Whether loading a state calls this module's own code."""
     kind = type(part)
     own = (
         kind.set_extra_state is not nn.Module.set_extra_state

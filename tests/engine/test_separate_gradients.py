@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum._engine.aside import Aside
+from autoaccum._engine.separate_gradients import Aside
 
 
 class Tied(nn.Module):

@@ -1,4 +1,4 @@
-"""Which devices this machine has. Asking initialises none of them."""
+"""Finds the devices of this machine without initialising them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoaccum.errors import DeviceMissingError, InvalidInputError
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this machine has; None where it has none."""
+    """Return the kind of accelerator that this machine has; None if it has none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -23,12 +23,12 @@ def existing(device: str | torch.device) -> torch.device:
     try:
         asked = torch.device(str(device) if isinstance(device, bool) else device)  # True would be card 1
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidInputError(f"device={shown(device)} is no device that torch knows; {there_is()}") from error
+        raise InvalidInputError(f"device={shown(device)} is not a device that torch knows; {there_is()}") from error
     if asked.type == "cpu" and not asked.index:
         return torch.device("cpu")
     there = find_accelerator()
     if there is None or there.type != asked.type or (asked.index or 0) >= torch.accelerator.device_count():
-        raise DeviceMissingError(f"device={str(device)!r} is not there; {there_is()}")
+        raise DeviceMissingError(f"device={str(device)!r} is not available; {there_is()}")
     return asked
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from autoaccum._records import Trial
-from autoaccum._report.answers import Asked, footprint_at, predict
+from autoaccum._report.capacity import Asked, footprint_at, predict
 from autoaccum._sizing.footprint import Estimate
 from report_examples import GIB, MIB, card, estimate, footprint
 

@@ -286,7 +286,7 @@ def test_what_is_only_reported_is_told_once(loss, text, model, batch):
     runner.step(batch)
 
     assert sum(text in said for said in notices.texts) == 1
-    assert not any("could not be found out" in said for said in notices.texts)
+    assert not any("could not be inferred" in said for said in notices.texts)
 
 
 def test_entry_that_cannot_be_reported_is_left_out_and_told(model, batch):
