@@ -1,10 +1,10 @@
-"""What autoaccum predicts of `torch.cuda.max_memory_allocated()`, beside what others measured on real cards.
+"""Compares predictions of `torch.cuda.max_memory_allocated()` with published measurements on real cards.
 
     python benchmarks/allocated.py [--only danet Mistral] [--sources images text] [--out FILE]
 
-`allocated_images.py` and `allocated_text.py` say which trainings these are, and where their numbers are from. Nothing
-here needs a card: a training is gone through on fake tensors and served by the model of PyTorch's caching allocator.
-Rows of FILE that are made anew replace the old ones; others stay, so that versions of transformers can take turns.
+`allocated_images.py` and `allocated_text.py` describe the trainings and the sources of their numbers. No card is
+needed: each training is traced on fake tensors and replayed on the model of PyTorch's caching allocator. New rows of
+FILE replace old ones; others are kept, so that it can be filled with several versions of transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench import keep, machine
 from fake_card import served
 
 SOURCES = {"images": allocated_images, "text": allocated_text}
-# What can be wrong with a training of others: it is of operators that are not here, or its file is not.
+# Why a published training cannot run here: its operators or files are missing.
 LEFT_OUT = (RuntimeError, TypeError, ValueError, ImportError, FileNotFoundError, KeyError, AttributeError)
 FAR = 0.05
 
@@ -80,7 +80,7 @@ def markdown(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="trainings whose names hold one of these words")
+    parser.add_argument("--only", nargs="+", default=[""], help="trainings whose names contain one of these words")
     parser.add_argument("--sources", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -110,7 +110,7 @@ def main():
 
 
 def add(results, kind, run):
-    """Predict one training, and put it into the results, or the reason why it cannot be there."""
+    """Predict one training, and add it to the results, or the reason why it is left out."""
     results["rows"] = [row for row in results["rows"] if (row["kind"], row["run"]) != (kind, run["run"])]
     results["left_out"].pop(run["run"], None)
     try:

@@ -1,15 +1,15 @@
-"""Trainings of mmsegmentation's model zoo, gone through on fake tensors of the card that they ran on.
+"""Traces the trainings of mmsegmentation's model zoo on fake tensors of the card they ran on.
 
-What each took is in the package, "Memory (GB)" of its metafiles: the most that `torch.cuda.max_memory_allocated()` told
-of any card, with `torch.backends.cudnn.benchmark=False` (its docs/en/model_zoo.md), in GiB (for one of them in MiB). So
-are the models and their configurations. What is told here is how its runner trained in the PyTorch of the time:
+The memory of each is in the package, "Memory (GB)" of its metafiles: the largest `torch.cuda.max_memory_allocated()` of
+any card, with `torch.backends.cudnn.benchmark=False` (its docs/en/model_zoo.md), in GiB (for one in MiB). So are the
+models and their configurations. This module adds how its runner trained in the PyTorch of the time:
 
-- with DistributedDataParallel, whose buckets are as large as the gradients, and gradients that are set to zero, not let
-  go of;
-- by optimizers that go through the parameters one by one;
+- with DistributedDataParallel, whose buckets are as large as the gradients, and gradients that are set to zero, not
+  freed;
+- with optimizers that update parameters one by one;
 - in a PyTorch before 1.11: there the gradient of softmax held on to softmax's input, for its type alone
   (`_softmax_backward_data` in its derivatives.yaml), and cuBLAS's workspace did not come from PyTorch's allocator. No
-  training says which PyTorch it had; the sizes of the latest ones too, of 2023, are those of such a one.
+  training states its PyTorch version; even the sizes of the latest, from 2023, match such a version.
 
 Operators that mmcv compiles are not here, and models with them, or that read values, are left out, by name.
 """
@@ -33,7 +33,7 @@ from autoaccum._estimate.cuda_dispatch import autocast
 from autoaccum._estimate.fake_backward import loosened
 
 ITERATIONS = 2
-# Above this a size is in MiB.
+# Sizes above this are in MiB.
 _MOST_GIB = 1000
 _aten = torch.ops.aten
 _FORWARD = (_aten._softmax.default, _aten._log_softmax.default)
@@ -41,9 +41,9 @@ _BACKWARD = (_aten._softmax_backward_data.default, _aten._log_softmax_backward_d
 
 
 def runs():
-    """Yield each training once whose memory is told: those that differ only in how long they went on are one.
+    """Yield each training with known memory once, treating those that differ only in length as one.
 
-    A name that is there with two sizes is left out, since one of them is another training's.
+    A name with two sizes is left out, because one of them belongs to another training.
     """
     import yaml  # noqa: PLC0415 - in the environment of `make published` alone
 
@@ -56,7 +56,7 @@ def runs():
 
 
 def once_each(told):
-    """Yield runs whose names are there with one size only, one of those that differ only in how long they went on."""
+    """Yield the runs whose names have one size only, and one of those that differ only in length."""
     told = list(told)
     sizes = collections.defaultdict(set)
     for run in told:
@@ -70,7 +70,7 @@ def once_each(told):
 
 
 def run_of(model):
-    """Return what a model's entry tells of its training; None where its memory is not told."""
+    """Return the training that a model's entry describes; None if its memory is missing."""
     about = model["Metadata"]
     told = about.get("Memory (GB)")
     if not told:
@@ -86,7 +86,7 @@ def run_of(model):
 
 
 def timeline_of(run):
-    """Go through two iterations of a training; return their timeline, and no sizes of cuBLAS (see above)."""
+    """Trace two iterations of a training; return their timeline, without cuBLAS's workspaces (see above)."""
     settings = _configuration(run["config"])
     batch, size = settings.train_dataloader.batch_size, settings.crop_size
     chosen = dict(settings.optim_wrapper.optimizer)
@@ -126,7 +126,7 @@ def _loss(model, images, labels):
 
 
 class InputsOfSoftmax(TorchDispatchMode):
-    """Holds on to what went into a softmax until its gradient is made, as PyTorch did before 1.11."""
+    """Keeps a softmax's input until its gradient is computed, as PyTorch did before 1.11."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ def _model(settings):
 
 
 def _mmseg():
-    """Import mmseg without the operators that mmcv compiles, and without the one value that its metric reads."""
+    """Import mmseg without the operators that mmcv compiles and the value that its metric reads."""
     if "mmcv.ops" not in sys.modules:
         sys.modules["mmcv.ops"] = _Uncompiled("mmcv.ops")
         logging.disable(logging.CRITICAL)
@@ -191,7 +191,7 @@ def _refused(self, *_args, **_options):
 
 
 def _accuracy(scores, labels, *_args, **_options):
-    """Make what mmseg's accuracy makes where no label is to be ignored."""
+    """Compute mmseg's accuracy as for labels none of which is ignored."""
     _, chosen = scores.topk(1, dim=1)
     right = chosen.transpose(0, 1).eq(labels.unsqueeze(0))
     return right[:1].reshape(-1).float().sum(0, keepdim=True)

@@ -1,9 +1,9 @@
-"""The trainings of published/allocated_text.csv, gone through on fake tensors of the card that they ran on.
+"""Traces the trainings of published/allocated_text.csv on fake tensors of the card they ran on.
 
-They are transformers' Trainer with what the file's columns say: bf16 weights, every block checkpointed (reentrant),
-PyTorch's AdamW, gradients clipped, batches of one length without padding. What its models keep differs from version to
-version: only the runs of the version at hand are gone through. Attention is flash attention; in its place stands
-PyTorch's, which calls the same kernel, without the copies of shared keys that transformers makes for it.
+They use transformers' Trainer with the settings in the file's columns: bf16 weights, every block checkpointed
+(reentrant), PyTorch's AdamW, gradients clipped, batches of one length without padding. What its models keep differs
+between versions, so only the runs of the installed version are traced. Flash attention is replaced by PyTorch's
+attention, which calls the same kernel, without the copies of shared keys that transformers makes for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoaccum._estimate.fake_backward import loosened
 RUNS = Path(__file__).parent / "published" / "allocated_text.csv"
 ITERATIONS = 2
 _ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Configurations as their makers publish them, since nothing is loaded here.
+# Configurations as published, because nothing is downloaded.
 MODELS = {
     "bigcode/gpt_bigcode-santacoder": (
         "GPTBigCodeConfig",
@@ -72,14 +72,14 @@ def runs():
 
 
 def timeline_of(run):
-    """Go through two iterations of a training; return their timeline and what cuBLAS takes of PyTorch's allocator."""
+    """Trace two iterations of a training; return their timeline and cuBLAS's workspaces from PyTorch's allocator."""
     batch, tokens = int(run["batch"]), int(run["tokens"])
     with _shared_keys(), on_fake_card(_model(run["model"], run["method"]), batch) as (model, timeline):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters)
         take_lists(optimizer)
         for _ in range(ITERATIONS):
-            # What a batch has: tokens, labels, and a mask that leaves nothing out.
+            # A batch has tokens, labels, and a mask without padding.
             ids, labels, _mask = (torch.zeros(batch, tokens, dtype=torch.long, device=CARD) for _ in range(3))
             with autocast(torch.bfloat16) if run["autocast"] == "true" else nullcontext():
                 loss = loosened(model(input_ids=ids, labels=labels)["loss"])
@@ -114,7 +114,7 @@ def _model(name, method):
 
 @contextmanager
 def _shared_keys():
-    """Leave keys and values that heads share as they are, as flash attention takes them."""
+    """Do not copy keys and values that heads share, as for flash attention."""
     from transformers.models.granite import modeling_granite  # noqa: PLC0415 - large
     from transformers.models.mistral import modeling_mistral  # noqa: PLC0415 - large
 

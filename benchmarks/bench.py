@@ -1,10 +1,10 @@
-"""autoaccum beside its peers, in one run: what finders answer, how fast training is, when the first update is made.
+"""Compares autoaccum with its peers in one run: answers of finders, speed of training, time to the first update.
 
     python benchmarks/bench.py [--quick] [--only finders throughput first-update] [--workloads gpt mlp]
 
-`finders.py`, `throughput.py` and `first_update.py` say what is measured. Results go into one JSON file, where a part
-that is run again replaces itself; from it come the tables between the markers of docs/benchmarks.md, and a picture.
-`--quick` runs less of everything, and writes nothing unless it is told where.
+`finders.py`, `throughput.py` and `first_update.py` describe what is measured. Results go to one JSON file, in which a
+repeated part replaces its old results; the tables between the markers of docs/benchmarks.md, and a picture, are made
+from it. `--quick` runs less of everything, and writes nothing without `--out`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import report
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("finders", "throughput", "first-update")
-# On which training is timed; the others would tell the same and take as long.
+# The workloads whose training is timed; the others would add little.
 THREE = ("resnet18", "gpt", "encoder")
 DISTRIBUTIONS = ("autoaccum", "torch", "torchvision", "lightning", "accelerate")
 
@@ -54,19 +54,19 @@ def main():
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS))
     parser.add_argument("--finders", nargs="+", choices=tuple(finders.FINDERS), default=tuple(finders.FINDERS))
-    parser.add_argument("--repeats", type=int, default=3, help="turns where seconds of finders are compared")
+    parser.add_argument("--repeats", type=int, default=3, help="turns in which the seconds of finders are compared")
     parser.add_argument(
         "--peers",
         choices=("plain", "settled"),
         default="settled",
-        help="the allocator under which the other finders run: glibc's defaults, or settled as autoaccum does",
+        help="the allocator of the other finders: glibc's defaults, or settled as by autoaccum",
     )
-    parser.add_argument("--settle", type=int, default=60, help="updates before those of fit are timed")
+    parser.add_argument("--settle", type=int, default=60, help="updates of fit before timing starts")
     parser.add_argument("--rounds", type=int, default=12, help="turns in which updates are timed")
     parser.add_argument("--first-updates", type=int, default=5, help="turns in which the first update is timed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path)
-    parser.add_argument("--report-only", action="store_true", help="write page and picture from the results there are")
+    parser.add_argument("--report-only", action="store_true", help="write page and picture from existing results")
     options = parser.parse_args()
     out = options.out or (None if options.quick else ROOT / f"benchmarks/results/bench-{os.cpu_count()}-cores.json")
     page = options.page or (None if options.quick else ROOT / "docs/benchmarks.md")
@@ -90,7 +90,7 @@ def main():
 
 
 def run(options, results, say, keep_results):
-    """Run the parts that were asked for, workload by workload; keep what there is after each."""
+    """Run the requested parts, workload by workload; store the results after each."""
     quick = options.quick
     chosen = options.workloads or (["gpt", "mlp"] if quick else list(WORKLOADS))
     smaller = [name for name in options.workloads or (["gpt"] if quick else THREE) if name in throughput.SMALLER]

@@ -1,11 +1,10 @@
-"""How long an estimate takes: the whole line of ResNet-101, in fresh processes, its first call and later ones.
+"""Times an estimate for all sizes of ResNet-101 in fresh processes: the first call and later ones.
 
     python benchmarks/estimate_speed.py [--rounds 5] [--out FILE]
 
-The CPU's kernels in fp32 and a card's in bf16 take turns, each in a process of its own. A call makes the model on the
-meta device and goes through its step in all the sizes from 1 to 64 that `estimate_step` chooses by itself. Apart from
-it stands what any training pays once: PyTorch imports its compiler as soon as the first optimizer is made (or the first
-fake tensor), whoever makes it.
+The CPU's kernels in fp32 and a card's in bf16 alternate, each in its own process. A call makes the model on the meta
+device and traces its step at the sizes from 1 to 64 that `estimate_step` chooses. A cost that every training pays once
+is reported separately: PyTorch imports its compiler when the first optimizer (or fake tensor) is made.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PARTS = ("imports_s", "first_s", "later_s")
 
 
 def child(kind):
-    """Measure in this process, which has done nothing yet."""
+    """Measure in this fresh process."""
     import torch  # noqa: PLC0415 - not of the parent
 
     from autoaccum._estimate.estimate import estimate_step  # noqa: PLC0415

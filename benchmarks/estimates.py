@@ -1,12 +1,12 @@
-"""Estimates of a training step's memory beside what the step really takes, and beside other ways to estimate it.
+"""Compares estimates of a training step's memory with the real step, and with other estimators.
 
     python benchmarks/estimates.py [--device cuda] [--models resnet18 gpt2] [--precisions fp32] [--out FILE]
 
-On the CPU the truth is what PyTorch's allocator hands out, by the profiler's memory events, during a step in the middle
-of training (gradients and optimizer state in place). On a card it is torch.cuda's peaks after two steps. The others:
-MemTracker is torch's own, under the same fake tensors, asked of a few models only; accelerate's is the arithmetic of
-`accelerate estimate-memory`, which knows no batch. AdamW throughout. Seconds are those of the whole line of sizes, the
-model's construction included.
+On the CPU the truth is the memory that PyTorch's allocator hands out, from the profiler's memory events, during a step
+in the middle of training (gradients and optimizer state exist). On a card it is torch.cuda's peaks after two steps. Of
+the others, MemTracker is torch's, on the same fake tensors and only for a few models; accelerate's is the arithmetic of
+`accelerate estimate-memory`, which ignores the batch. All use AdamW. Seconds are for all sizes, including the model's
+construction.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ LANGUAGE = {
     "bart": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
 }
 MODELS = (*LANGUAGE, *TORCHVISION)
-# It takes longer than all the rest together.
+# It takes longer than all others together.
 WITH_MEM_TRACKER = ("gpt2", "llama", "resnet18", "mobilenet_v3_small")
 GOALS = {"median": 0.005, "worst": 0.05}
 
@@ -115,7 +115,7 @@ def batch_for(name, device="cpu"):
 
 
 def mem_tracker(name, precision):
-    """Return the peak that torch's MemTracker tells for the second step."""
+    """Return the peak that torch's MemTracker reports for the second step."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - a peer
     from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415
 
@@ -143,7 +143,7 @@ def mem_tracker(name, precision):
 
 
 def of_accelerate(name, precision):
-    """Return what `accelerate estimate-memory` would say of training with Adam."""
+    """Return what `accelerate estimate-memory` would print for training with Adam."""
     from accelerate.commands.estimate import estimate_training_usage  # noqa: PLC0415 - a peer
     from accelerate.utils import calculate_maximum_sizes  # noqa: PLC0415 - as above
 
@@ -154,7 +154,7 @@ def of_accelerate(name, precision):
 
 
 def on_card(name, precision):
-    """Return the most that a card's allocator handed out, and took, in two steps of `find_micro_batch`'s kind."""
+    """Return a card's peak allocated and reserved memory in two steps like those of `find_micro_batch`."""
     batch = batch_for(name)
     step = assemble(
         make(name),
@@ -181,7 +181,7 @@ def on_card(name, precision):
 
 
 def tried(function, *arguments):
-    """Return what a peer says, or in a word why it says nothing."""
+    """Return a peer's answer, or in a word why there is none."""
     try:
         return function(*arguments)
     except Exception as error:  # noqa: BLE001 - a peer's errors are part of the comparison
@@ -198,7 +198,7 @@ def card_at_hand():
 def measure(name, precision, device):
     batch = batch_for(name)
     card = card_at_hand() if device == "cuda" else None
-    make(name)  # its import is not of the estimate's time
+    make(name)  # its import is not part of the estimate's time
     began_s = time.perf_counter()
     estimate = estimate_step(functools.partial(make, name), batch, card=card, precision=precision)
     row = {"model": name, "precision": precision, "seconds": time.perf_counter() - began_s}
@@ -260,7 +260,7 @@ def main():
         print("no card here: nothing measured", file=sys.stderr)
         return
     results = {"machine": machine(), "threads": torch.get_num_threads(), "rows": []}
-    # What is imported with the first estimate is not of any model's time.
+    # Imports of the first estimate are not part of any model's time.
     estimate_step(torch.nn.Linear(2, 2), (torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)))
     for name, precision in itertools.product(options.models, options.precisions):
         row = measure(name, precision, options.device)

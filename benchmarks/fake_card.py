@@ -1,4 +1,4 @@
-"""A training that others ran on a card, gone through on fake tensors of one; and what it takes there."""
+"""Traces a published training on fake tensors of a card, and replays it on the card's allocator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CARD = torch.device("cuda", 0)
 
 @contextmanager
 def on_fake_card(model, batch, *, tensor_float=True):
-    """Yield the model on a card that is not there, and the timeline that what is done with it within is written to.
+    """Yield the model on a fake card, and the timeline that records what is done with it inside the block.
 
     Args:
-        model: The model, which is left as it is.
+        model: The model, which is not changed.
         batch: The samples of one iteration.
-        tensor_float: Whether the card computes float32 by Tensor Cores.
+        tensor_float: Whether the card computes float32 with Tensor Cores.
     """
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
         fake = Stage(CARD).copied(model.train())
@@ -42,12 +42,12 @@ def update(optimizer):
 
 
 def served(timeline, *, cublas=(), capacity_bytes=None):
-    """Return PyTorch's allocator after it has served a timeline; it raises where the capacity does not do.
+    """Return PyTorch's allocator after it has served a timeline; raises if the capacity is too small.
 
     Args:
-        timeline: What comes and goes.
-        cublas: What cuBLAS takes first, a size in bytes for each handle.
-        capacity_bytes: The memory of the card; all that is asked for where there is None.
+        timeline: The timeline.
+        cublas: cuBLAS's workspaces, allocated first: bytes for each handle.
+        capacity_bytes: The memory of the card; None for unlimited.
     """
     allocator = CachingAllocator(capacity_bytes)
     for size_bytes in cublas:

@@ -1,13 +1,12 @@
-"""Part A: what finders of the largest batch answer, in how many steps, and whether they leave a trace.
+"""Part A: the answers of finders of the largest batch, the steps they take, and whether they restore the state.
 
-Every finder meets every workload in a process of its own, under the same limit. What it answers is held against the
-truth: a bisection in which each size has a process of its own and does nothing but plain training steps. There are two
-truths, because what fits depends on how memory is handed out:
+Every finder runs on every workload in its own process, under the same limit. Its answer is compared with the truth: a
+bisection in which each size runs plain training steps in its own process. There are two truths, because what fits
+depends on the allocator:
 
 * `settled`: glibc's allocator as autoaccum settles it under a limit, the second update of two micro-batches (so that
-  gradients and the optimizer's state are in place when the last begins); autoaccum's answers are held against it;
-* `plain`: the same limit and glibc's own defaults, three updates of one batch each; the others' answers are held
-  against it.
+  gradients and optimizer state exist when the last begins); for autoaccum's answers;
+* `plain`: the same limit and glibc's defaults, three updates of one batch each; for the others' answers.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ FINDERS = {
     "accelerate": "Accelerate",
     "halving": "halving, as Composer does",
 }
-# Those whose search is the training itself: it begins anew, or goes on, with every size.
+# Finders that search by training itself: it restarts, or continues, with every size.
 WITHIN_TRAINING = ("accelerate", "halving")
 STEPS = 2
 TIMEOUT_S = 180
 TRUTH_TIMEOUT_S = 120
-# How exactly the plain truth is looked for, and where: by what part of the settled one it fits on this machine.
+# The precision of the search for the plain truth, and where it starts: its usual share of the settled one here.
 LOOSE = 0.05
 PLAIN_SHARE = 0.6
 
@@ -52,7 +51,7 @@ PLAIN_SHARE = 0.6
 
 @contextlib.contextmanager
 def limited(limit_bytes: int):
-    """RLIMIT_DATA at what is held now plus the limit, threads started, the allocator left as glibc has it."""
+    """Set RLIMIT_DATA to the memory held now plus the limit, with threads started and glibc's default allocator."""
     with Host().limited(None):
         held = next(
             int(line.split()[1]) * 1024
@@ -92,7 +91,7 @@ def state_of(model, optimizer):
 
 
 class Watched:
-    """What a finder does to a model: every forward pass, every size tried, the time, and the state it leaves."""
+    """Records what a finder does: forward passes, sizes tried, time, and the state it leaves."""
 
     def __init__(self, model, optimizer, connection):
         self._model, self._optimizer, self._connection = model, optimizer, connection
@@ -107,33 +106,33 @@ class Watched:
         isolated.tell(self._connection, {"forward": int(inputs[0].shape[0])})
 
     def begin(self):
-        """Note the state and start the clock."""
+        """Record the state and start the clock."""
         self.before = state_of(self._model, self._optimizer)
         self._began_s = time.perf_counter()
 
     def look(self):
-        """Note the state that training begins with; the clock stands still meanwhile."""
+        """Record the state that training starts with; the clock is paused meanwhile."""
         began_s = time.perf_counter()
         self.after = state_of(self._model, self._optimizer)
         self._looking_s += time.perf_counter() - began_s
 
     def seconds(self):
-        """Return the seconds that the finder has taken so far."""
+        """Return the finder's seconds so far."""
         return time.perf_counter() - self._began_s - self._looking_s
 
     def tried(self, size, fits, error=None):
-        """Note that a size was tried."""
+        """Record a trial."""
         said = None if error is None else first_line(error)[:100]
         isolated.tell(self._connection, {"trial": [int(size), bool(fits)], "said": said})
 
 
 def limit_for(conditions, limit_bytes):
-    """Return a context with the limit, the allocator settled as autoaccum does or left alone."""
+    """Return a context with the limit, and the allocator settled as by autoaccum or left alone."""
     return Host().limited(limit_bytes) if conditions == "settled" else limited(limit_bytes)
 
 
 def find(connection, name, finder, peers):
-    """Let one finder loose on one workload; `peers` are the conditions of all that are not autoaccum."""
+    """Run one finder on one workload; `peers` are the conditions of all finders except autoaccum's."""
     workload = WORKLOADS[name]
     model, optimizer = workload.made()
     watched = Watched(model, optimizer, connection)
@@ -171,7 +170,7 @@ def by_autoaccum(workload, model, optimizer, watched, _finder):
 
 
 class Samples(torch.utils.data.Dataset):
-    """More samples than any finder will ask for, made of a few; each batch is a copy, as collating makes one."""
+    """More samples than any finder requests, repeated from a few; each batch is a copy, as after collating."""
 
     def __init__(self, workload, length=100_000):
         self._pool, self._length = workload.batch(64), length
@@ -189,7 +188,7 @@ def loader_of(samples, size):
 
 
 def by_lightning(workload, model, optimizer, watched, finder):
-    """Run the tuner with its own defaults."""
+    """Run the tuner with its defaults."""
     import lightning.pytorch as lightning  # noqa: PLC0415 - as above
     from lightning.pytorch.tuner import Tuner, batch_size_scaling  # noqa: PLC0415
 
@@ -226,7 +225,7 @@ def by_lightning(workload, model, optimizer, watched, finder):
         watched.tried(size, fits=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        # Once without a limit and on something small, so that what the library takes for itself is there already.
+        # Once without a limit on something small, so that the library's own memory is already allocated.
         small = torch.nn.Linear(2, 2)
         pairs = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 2))
         warm = Module(small, torch.optim.SGD(small.parameters(), lr=0.0), pairs, torch.nn.functional.mse_loss)
@@ -243,7 +242,7 @@ def by_lightning(workload, model, optimizer, watched, finder):
 
 
 def by_accelerate(workload, model, optimizer, watched, _finder):
-    """Decorate a function that trains, as Accelerate's documentation does; it begins with the wanted batch."""
+    """Decorate a training function, as in Accelerate's documentation; it starts with the wanted batch."""
     from accelerate.utils import find_executable_batch_size  # noqa: PLC0415 - as above
 
     samples = Samples(workload)
@@ -270,11 +269,11 @@ def by_accelerate(workload, model, optimizer, watched, _finder):
 
 
 def by_halving(workload, model, optimizer, watched, _finder):
-    """Written anew after Composer: begin with the whole batch, halve on failure, train the batch again.
+    """Reimplement Composer: start with the whole batch, halve on failure, train the batch again.
 
-    Composer zeroes the gradients and puts nothing else back. It does this on CUDA alone and by CUDA's words; here
-    autoaccum's recognition of lack of memory is lent to it. The clock stops at the second micro-batch of the attempt
-    that succeeds.
+    Composer zeroes the gradients and restores nothing else. It does so only on CUDA and by CUDA's messages; here
+    autoaccum recognizes out-of-memory errors. The clock stops at the second micro-batch of the attempt that
+    succeeds.
     """
     size, attempts = workload.target, iter(range(100))
     window = workload.batch(workload.target)
@@ -311,7 +310,7 @@ def by_halving(workload, model, optimizer, watched, _finder):
 
 
 def fits(_connection, name, size, conditions):
-    """Whether plain training with this size goes well: three updates, or two of which the second is in two parts."""
+    """Whether plain training with this size works: three updates, or two of which the second is in two parts."""
     workload = WORKLOADS[name]
     model, optimizer = workload.made()
     pool = workload.batch(64)
@@ -337,10 +336,10 @@ def fits(_connection, name, size, conditions):
 
 
 def truth(name, conditions, hint):
-    """Return the largest size up to the workload's target that trains, by a bisection that begins near a hint.
+    """Return the largest size up to the workload's target that trains, by a bisection that starts near a hint.
 
     Returns:
-        The size, by how much it may be too low (0 where it is exact), and everything tried.
+        The size, by how much it may be too low (0 if exact), and all trials.
     """
     tried: dict[int, bool] = {}
     largest = WORKLOADS[name].target
@@ -352,7 +351,7 @@ def truth(name, conditions, hint):
         tried[size] = bool(value)
         return tried[size]
 
-    # What the answers of others are held against need not be known to the sample.
+    # The truth for the others' answers need not be exact to the sample.
     loose = 0.0 if conditions == "settled" else LOOSE
     low, high, size, step = 0, largest + 1, min(max(1, hint), largest), max(0.02, 2 * loose)
     while high - low > max(1, int(low * loose)):
@@ -385,7 +384,7 @@ def run_once(name, finder, peers):
 
 
 def measure(name, finders, repeats, peers, say):
-    """Run every finder on a workload; those of which the seconds are compared, in turn and several times."""
+    """Run every finder on a workload; those whose seconds are compared run in turn, several times."""
     runs = {finder: [] for finder in finders}
     for turn in range(repeats):
         again = [finder for finder in finders if turn == 0 or finder in ("autoaccum", "lightning-binsearch")]
@@ -404,7 +403,7 @@ def measure(name, finders, repeats, peers, say):
 
 
 def row_of(finder, runs, truths, peers):
-    """The first run in full, with the answers and seconds of all."""
+    """Return the first run in full, with the answers and seconds of all."""
     largest = truths["settled" if finder == "autoaccum" else peers]["largest"]
     answers = [run["answer"] for run in runs]
     return {
@@ -419,7 +418,7 @@ def row_of(finder, runs, truths, peers):
 
 
 def compared(rows):
-    """Return autoaccum's seconds over those of Lightning's bisection, turn by turn; None where either had no answer."""
+    """Return autoaccum's seconds over those of Lightning's bisection, by turn; None if either had no answer."""
     ours, theirs = (
         next((row["seconds_of_each"] for row in rows if row["finder"] == finder), [])
         for finder in ("autoaccum", "lightning-binsearch")

@@ -1,7 +1,7 @@
-"""Part C: seconds from the call of `fit` to the end of its first update, beside the same call with the size given.
+"""Part C: seconds from the call of `fit` to the end of its first update, compared with the same call given the size.
 
-The size is the one that the search before training comes to. Each call has a process of its own, and the ways take
-turns; no plan of an earlier run is used.
+The size is the result of the search before training. Each call runs in its own process, and the variants alternate; no
+plan of an earlier run is used.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What only a card can show, in one command: tests, real lack of memory, the probe beside the truth, costs.
+"""Runs what needs a card in one command: tests, real out-of-memory errors, the probe against the truth, overhead.
 
     PYTHONPATH=src python benchmarks/gpu.py [--out benchmarks/results/] [--budget 470] [--parts probe,overhead]
 
-It needs no network, no make and no installation. Each part is a program of its own (gpu_*.py) with a time of its own,
-so that one that crashes, hangs or leaves the device broken does not stop the others. After each part two files are
-written, named after the card: everything as JSON, and a table. Without a card it says so and runs nothing.
+It needs no network, no make and no installation. Each part is a program (gpu_*.py) with its own time limit, so that one
+that crashes, hangs or breaks the device does not stop the others. After each part two files are written, named after
+the card: all results as JSON, and a table. Without a card it says so and runs nothing.
 
-What is needed is torch and what the package itself imports (optree, psutil, platformdirs, others). Where torchvision,
-transformers, lightning, accelerate, pytest or hypothesis is missing, what uses it is left out. Packages brought along
-are better installed than put on PYTHONPATH, which the tests of the host's memory replace: those are left out then.
+It requires torch and the package's own imports (optree, psutil, platformdirs, others). If torchvision, transformers,
+lightning, accelerate, pytest or hypothesis is missing, what uses it is left out. Install extra packages rather than put
+them on PYTHONPATH: the tests of host memory replace that variable, and are then left out.
 
-It ends with 0 where every part came to its end and found what is promised, else with 1.
+It exits with 0 if every part was completed and found what is promised, otherwise with 1.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pathlib import Path
 from gpu_common import ROOT, child_environment, last_json, replace_text
 
 _TAIL_LINES = 40
-# With less time than this a part is not begun: importing torch and making a context takes a good part of it.
+# With less time left, a part is not started: importing torch and making a context takes much of it.
 _LEAST_S = 15.0
-# A part is told to be done a little before it is killed.
+# A part is asked to finish shortly before it is killed.
 _GRACE_S = 4.0
 
 
@@ -44,9 +44,9 @@ class Part:
 
     Attributes:
         name: As in `--parts`.
-        title: What it is about.
-        script: The program, beside this file.
-        budget_s: Seconds that it may take.
+        title: Its subject.
+        script: The program, in this folder.
+        budget_s: Its time limit in seconds.
     """
 
     name: str
@@ -69,8 +69,8 @@ PARTS = (
 
 
 def run_child(command, timeout_s, log):
-    """Run a program in a process group of its own and end all of it with it; return its code, None if it hung."""
-    # What earlier runs found out must not help this one.
+    """Run a program in its own process group and end the group with it; return its code, None if it hung."""
+    # Results of earlier runs must not help this one.
     environment = child_environment(AUTOACCUM_CACHE_DIR=str(log.with_suffix(".cache")))
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -81,14 +81,14 @@ def run_child(command, timeout_s, log):
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # What it started itself belongs to its group, and must not live on with memory of the card.
+            # Its children belong to its group, and must not keep memory of the card.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def run_part(part, options, timeout_s, folder):
-    """Run a part; return its record, whatever became of it."""
+    """Run a part; return its record, whatever happened."""
     out, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
     command = [sys.executable, str(Path(options.scripts) / part.script), "--out", str(out), "--device", options.device]
     command += ["--budget", str(max(1.0, timeout_s - _GRACE_S)), *(["--tiny"] if options.tiny else [])]
@@ -118,7 +118,7 @@ def is_good(record):
 
 
 def table(machine, parts, seconds):
-    """Return everything that was found as one table, in Markdown."""
+    """Return all findings as one Markdown table."""
     versions = machine.get("versions", {})
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     missing = machine.get("missing_optional") or []
@@ -156,7 +156,7 @@ def file_name(machine_name):
 
 
 def ask_what_there_is():
-    """Ask a child, so that this process takes none of the card's memory."""
+    """Ask a child process, so that this one uses no memory of the card."""
     script = str(Path(__file__).with_name("gpu_common.py"))
     done = subprocess.run(
         [sys.executable, script], env=child_environment(), capture_output=True, text=True, timeout=120, check=False
@@ -168,7 +168,7 @@ def ask_what_there_is():
 
 
 def run(machine, parts, options):
-    """Run the parts one after the other, writing after each; return the exit code."""
+    """Run the parts one after another, writing after each; return the exit code."""
     started = time.monotonic()
     records = {}
     path = options.out / file_name(machine["name"])
@@ -195,7 +195,7 @@ def run(machine, parts, options):
 def write(path, machine, records, seconds):
     record = {"machine": machine, "seconds": round(seconds, 1), "parts": records}
     record["written"] = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    # A dot in a card's name is no suffix.
+    # A dot in a card's name is not a suffix.
     replace_text(path.with_name(path.name + ".json"), json.dumps(record, indent=1) + "\n")
     replace_text(path.with_name(path.name + ".md"), table(machine, records, seconds))
 
@@ -205,7 +205,7 @@ def parse(arguments):
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the two files")
     parser.add_argument("--budget", type=float, default=470.0, help="seconds for all parts together")
     parser.add_argument("--parts", default="", help=f"only these: {','.join(part.name for part in PARTS)}")
-    # To try the parts' code where there is no card.
+    # To try the parts' code without a card.
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--scripts", default=str(Path(__file__).parent), help=argparse.SUPPRESS)
@@ -230,7 +230,7 @@ def main(arguments=None):
         print(f"missing here, what needs them is left out: {', '.join(machine['missing_optional'])}")
     if options.device == "cpu":
         machine["name"] = "cpu"
-    # So that the running part's processes are ended too where this one is.
+    # So that the running part's processes end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return run(machine, parts, options)
 

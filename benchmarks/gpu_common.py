@@ -1,6 +1,6 @@
-"""What the parts of gpu.py share: how findings are written down, the machine, models that note their samples.
+"""Shared by the parts of gpu.py: recording findings, describing the machine, time and memory.
 
-Run by itself it prints, as JSON, what there is: the card, the driver, versions, and which packages are missing.
+Run directly, it prints as JSON the card, the driver, versions and missing packages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 MIB = 2**20
-# By the name that is imported; without those of the first line nothing runs.
+# Import names; those of the first line are required.
 NEEDED = ("torch", "numpy", "psutil", "optree", "rich", "typer")
 USED = ("pynvml", "torchvision", "transformers", "lightning", "accelerate", "pytest", "hypothesis")
 _DISTRIBUTIONS = {"pynvml": "nvidia-ml-py"}
@@ -33,11 +33,11 @@ _DISTRIBUTIONS = {"pynvml": "nvidia-ml-py"}
 
 
 class Findings:
-    """What a part found, written to its file after each entry, so that a part that is killed keeps what it has.
+    """The findings of a part, written to its file after each entry, so that a killed part keeps them.
 
     Args:
         path: The file.
-        budget_s: Seconds that the part may take.
+        budget_s: The part's time limit in seconds.
     """
 
     def __init__(self, path, budget_s):
@@ -50,17 +50,17 @@ class Findings:
         self.write()
 
     def left_s(self):
-        """Return the seconds that are left."""
+        """Return the seconds left."""
         return self._ends - time.monotonic()
 
     def add(self, what, found, *, ok=None, **data):
-        """Write down one finding.
+        """Record one finding.
 
         Args:
-            what: What was looked at.
-            found: What came out, in words.
-            ok: Whether it is as promised; None where nothing was promised.
-            data: The same for machines.
+            what: Its subject.
+            found: The result, as text.
+            ok: Whether it is as promised; None if nothing was promised.
+            data: The result, as data.
         """
         self.rows.append({"what": what, "found": str(found), "ok": ok})
         if data:
@@ -70,7 +70,7 @@ class Findings:
         self.write()
 
     def write(self):
-        """Write the file beside its place, then rename it."""
+        """Write the file under a temporary name, then rename it."""
         record = {"finished": self.finished, "rows": self.rows, "data": self.data, "error": self.error}
         replace_text(self._path, json.dumps(record, indent=1, default=str))
 
@@ -100,12 +100,12 @@ def run_part(part, description):
     findings.write()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Nothing that a broken device makes of the interpreter's end matters any more.
+    # A broken device may disturb the interpreter's exit, which no longer matters.
     os._exit(0 if findings.finished else 1)
 
 
 def child_environment(**further):
-    """Return the environment in which parts and their children find the package without an installation."""
+    """Return the environment in which parts and their children can import the package without an installation."""
     paths = [ROOT / "src", ROOT / "benchmarks", ROOT / "tests"]
     already = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     path = os.pathsep.join([*map(str, paths), *already])
@@ -114,7 +114,7 @@ def child_environment(**further):
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "CUDA_MODULE_LOADING": "LAZY",  # what torch sets itself: the tests would see it change
+        "CUDA_MODULE_LOADING": "LAZY",  # torch sets this itself, and the tests would see the change
     }
     return os.environ | settings | further
 
@@ -125,7 +125,7 @@ def start_child(script, *arguments, **pipes):
 
 
 def last_json(text):
-    """Return the last line of an output that is JSON; None where there is none."""
+    """Return the last line of an output that is JSON; None if there is none."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             try:
@@ -143,7 +143,7 @@ def missing(names):
 
 
 def describe():
-    """Return what there is; where torch is missing, that."""
+    """Describe the machine; if torch is missing, say that."""
     names = {name: _DISTRIBUTIONS.get(name, name) for name in NEEDED + USED}
     found = {
         "python": platform.python_version(),
@@ -207,7 +207,7 @@ def _driver():
 
 
 def settle(device):
-    """Let go of everything that is not referred to: as far as can be, the memory of a fresh process."""
+    """Free everything unreferenced, to come close to the memory of a fresh process."""
     import torch  # noqa: PLC0415
 
     gc.collect()
@@ -228,7 +228,7 @@ def wait_for(device):
 
 
 def timed(device, function):
-    """Return the seconds a function takes, the device waited for before and after."""
+    """Return the seconds of a function, synchronizing the device before and after."""
     wait_for(device)
     started = time.perf_counter()
     function()
@@ -237,10 +237,10 @@ def timed(device, function):
 
 
 def in_turn(device, functions, rounds, *, warm_up=2, left_s=lambda: 1e9):
-    """Time functions in turn, in an order that is turned round each time.
+    """Time functions in turn, in an order that is reversed each round.
 
     Returns:
-        By name, the seconds of each round; rounds end early where the time is over.
+        The seconds of each round, by name; rounds end early if the time is up.
     """
     times = {name: [] for name in functions}
     for number in range(rounds + warm_up):

@@ -1,4 +1,4 @@
-"""Part of gpu.py: the contract tests of the memory backends and the tests marked gpu, as pytest tells of them."""
+"""Part of gpu.py: the contract tests of the memory backends and the tests marked gpu, run with pytest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tests(findings, options):
     if lacking:
         findings.add("tests", f"not run: {', '.join(lacking)} missing")
         return
-    # The project's settings name a plugin's option, of which pytest warns where the plugin is missing.
+    # The project's settings name a plugin's option, for which pytest warns if the plugin is missing.
     settings = ["-W", "ignore::pytest.PytestConfigWarning"] if missing(["pytest_timeout"]) else []
     strays = [name for name in (*NEEDED, "platformdirs") if not _is_installed(name)]
     if strays:
@@ -30,7 +30,7 @@ def tests(findings, options):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         where = ["tests/memory/test_base.py"] if options.tiny else ["tests/memory", "tests/gpu"]
-        # Without the project's own options: they ask for plugins that may be missing.
+        # Without the project's options, which need plugins that may be missing.
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *settings, f"--junitxml={report}"]
         command += ["-o", "addopts=", "--import-mode=importlib", "-ra", *where]
         timeout_s = max(5.0, findings.left_s() - 3)
@@ -47,7 +47,7 @@ def tests(findings, options):
 
 
 def read(findings, root):
-    """Write down what a JUnit report says."""
+    """Record the results of a JUnit report."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     on_card = 0
     failures, skips = {}, {}
@@ -72,10 +72,10 @@ def read(findings, root):
 
 
 def _is_installed(name):
-    """Whether a package is found without PYTHONPATH, which the tests of the host's memory replace."""
+    """Whether a package is found without PYTHONPATH, which the tests of host memory replace."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        return True  # then nothing asks for it
+        return True  # then nothing needs it
     places = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return not any(place in Path(spec.origin).resolve().parents for place in places)
 

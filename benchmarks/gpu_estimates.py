@@ -1,4 +1,4 @@
-"""Part of gpu.py: what is predicted of a step's memory without a card, against what the card's allocator counts."""
+"""Part of gpu.py: compares a step's predicted memory with the count of the card's allocator."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import statistics
 
 from gpu_common import run_part
 
-# At most 5 % off in the median, and never more than 5 % under.
+# At most 5 % off in the median, and never more than 5 % too low.
 _GOAL = 0.05
 _LEAST_S = 10.0
 
 
 def estimates(findings, options):
-    """Compare model by model, smallest first, as far as time goes."""
+    """Compare model by model, smallest first, as time allows."""
     from estimates import LANGUAGE, MODELS, error_of, measure  # noqa: PLC0415 - it imports torch
 
     chosen = list(LANGUAGE)[:1] if options.tiny else MODELS

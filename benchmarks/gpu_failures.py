@@ -1,8 +1,8 @@
-"""Part of gpu.py: memory really runs out in every phase of a step, and what is left is compared bit for bit.
+"""Part of gpu.py: memory really runs out in every phase of a step, and the resulting state is compared bit for bit.
 
 A training of a few windows in which memory runs out (under a tight limit; because something takes all of it at a chosen
-moment; or by an error injected at an operator) is held against one that was given the reported cuts from the start and
-met no failure: parameters, buffers, optimizer, scaler and every random state, after each window.
+moment; or by an error injected at an operator) is compared with one that uses the reported cuts from the start and has
+no failure: parameters, buffers, optimizer, scaler and every random state, after each window.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INJECTED = 8  # operators of a case at which an error is injected
 
 @dataclass
 class Played:
-    """What a training left behind: states before the first window and after each, cuts, what was raised."""
+    """The record of a training: states before the first window and after each, cuts, and the error raised."""
 
     states: list = field(default_factory=list)
     cuts: list = field(default_factory=list)
@@ -50,7 +50,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained."""
+    """A training to run."""
 
     work: Work
     precision: str
@@ -61,7 +61,7 @@ class Case:
 
 
 class Phases(autoaccum.Callback):
-    """Notes what was being done when memory ran out."""
+    """Records the phase in which memory ran out."""
 
     def __init__(self, phases):
         self._phases = phases
@@ -75,7 +75,7 @@ class Bench:
     """Plays cases on one device.
 
     Args:
-        device: "cuda" or "cpu"; without a card a simulated one stands for it.
+        device: "cuda" or "cpu"; a simulated device replaces a missing card.
     """
 
     def __init__(self, device):
@@ -83,7 +83,7 @@ class Bench:
         self.memory = backend_for(device) if self._is_card else Simulated("1GiB")
 
     def play(self, case, *, cuts=(), limit_bytes=None, hog=None, fault=None):
-        """Train a few windows; `fault` is a mode under which the second one runs."""
+        """Train a few windows, the second under the mode `fault`."""
         self.memory.release()
         played = Played()
         with self.memory.limited(limit_bytes):
@@ -94,7 +94,7 @@ class Bench:
         return played
 
     def reserved_bytes(self):
-        """Return what is held between two trainings, which a limit counts too."""
+        """Return the memory held between two trainings, which a limit also counts."""
         self.memory.release()
         return self.memory.reading().used_bytes
 
@@ -140,24 +140,24 @@ class Bench:
 
 
 class Judge:
-    """Holds trainings in which memory ran out against those in which it did not."""
+    """Compares trainings in which memory ran out with those in which it did not."""
 
     def __init__(self, bench):
         self._bench = bench
         self._clean = {}
 
     def clean(self, case, cuts):
-        """Return the training with these cuts from the start and no failure."""
+        """Return the training with these cuts from the start, without a failure."""
         key = case, tuple(cuts)
         if key not in self._clean:
             self._clean[key] = self._bench.play(case, cuts=cuts)
         return self._clean[key]
 
     def wrong(self, case, played):
-        """Return what is not as promised, in words; an empty list where all is."""
+        """Return the broken promises, as text; an empty list if none."""
         wrong = []
         if isinstance(played.error, autoaccum.StateDamagedError):
-            return wrong  # told, never silent: the one exception
+            return wrong  # reported, never silent: the only exception
         if played.error is not None:
             names = differences(played.states[-1], played.left)
             if not isinstance(played.error, autoaccum.DoesNotFitError):
@@ -178,12 +178,12 @@ class Judge:
 
 
 def failures(findings, options):
-    """Go through the cases, those that matter most first."""
+    """Run the cases, most important first."""
     be_deterministic()
     device = torch.device(options.device)
     bench = Bench(device)
     judge = Judge(bench)
-    # Large enough that a tensor has a segment of the allocator to itself.
+    # Large enough that a tensor has its own allocator segment.
     sizes = {"layers": (48, 256, 768), "attention": (48, 256, 768), "convolutions": (48, 64, 256)}
     works = {body: Work(body, *((8, 6, 16) if options.tiny else size), WINDOWS) for body, size in sizes.items()}
     kinds = list(_OPTIMIZERS)[: 2 if options.tiny else 3]
@@ -206,7 +206,7 @@ def failures(findings, options):
 
 
 def repeats(findings, bench, case):
-    """Whether the same training gives the same bits twice: else nothing can be compared."""
+    """Whether the same training gives the same bits twice; otherwise nothing can be compared."""
     one, other = (bench.play(case) for _ in range(2))
     if one.error is not None:
         findings.add(f"{case}: undisturbed", f"{type(one.error).__name__}: {one.error}", ok=False)
@@ -277,7 +277,7 @@ def injected(findings, bench, judge, case):
 
 
 def persistent(findings, bench, judge, case):
-    """The memory never comes back: an error that says so, and everything as it was before the window."""
+    """The memory stays taken: an error says so, and everything is as before the window."""
     room = _generous(bench, judge, case)
     for moment in MOMENTS:
         hog = Hog(bench.memory, moment, 1, keeps=True)
@@ -285,13 +285,13 @@ def persistent(findings, bench, judge, case):
         names = [] if played.left is None else differences(played.states[-1], played.left)
         raised = "nothing was raised" if played.error is None else f"{type(played.error).__name__}: {played.error}"
         changed = f"; changed: {names[:6]}" if names else "; nothing changed"
-        # Where the rest fits into what others have let go of meanwhile, going on is right.
+        # If the rest fits in memory freed meanwhile by others, continuing is right.
         good = not judge.wrong(case, played)
         findings.add(f"{case}: taken in {moment} for good", raised[:300] + changed, ok=good)
 
 
 def _generous(bench, judge, case):
-    """Return a limit that an undisturbed training is far from."""
+    """Return a limit far above the need of an undisturbed training."""
     undisturbed = judge.clean(case, ())
     return bench.reserved_bytes() + 2 * undisturbed.peak_bytes + (64 * MIB if bench.memory.device.type == "cuda" else 0)
 

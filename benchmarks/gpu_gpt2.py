@@ -1,7 +1,7 @@
-"""Part of gpu.py: a GPT-2 in bf16, trained by the plan that `fit` finds and by a loop written by hand with that cut.
+"""Part of gpu.py: a GPT-2 in bf16, trained with the plan that `fit` finds and with a hand-written loop of that cut.
 
-The model is made from its configuration, without weights from anywhere. Without transformers a model of the same size
-stands for it. Both trainings begin with the same weights and see the same windows, in turn.
+The model is made from its configuration, with random weights; without transformers, a model of the same size replaces
+it. Both trainings start with the same weights and use the same windows, in turn.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 
 _ROUNDS = 6
-_FIT_STEPS = 8  # the first few may be where sizes are tried
+_FIT_STEPS = 8  # sizes may be tried in the first few
 
 
 def gpt2(findings, options):
-    """Let fit find its plan, then time it beside the loop written by hand."""
+    """Let fit find its plan, then time it against the hand-written loop."""
     device = torch.device(options.device)
     precision = "bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported() else "fp16"
     target, length = (8, 16) if options.tiny else (96, 1024)
@@ -31,7 +31,7 @@ def gpt2(findings, options):
     window = _window(words, target, length, device)
     start = copy.deepcopy(model.state_dict())
     memory = backend_for(device)
-    # Half of the card: two models and two optimizers have to lie beside each other later.
+    # Half of the card: two models and two optimizers must fit later.
     limit = "400MiB" if options.tiny else 0.5
     shown = []
 
@@ -98,7 +98,7 @@ def _model(tiny, length):
     from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - it may be missing
 
     small = {"vocab_size": 256, "n_positions": length, "n_embd": 32, "n_layer": 2, "n_head": 2} if tiny else {}
-    # A cache of keys and values is for generating.
+    # The cache of keys and values is only for generation.
     # No dropout, so that two trainings that draw differently can be compared.
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(**small, **dropout, use_cache=False, bos_token_id=0, eos_token_id=0)

@@ -1,6 +1,6 @@
-"""Part of gpu.py: a kernel's assertion leaves the device broken for the process, and that is said as what it is.
+"""Part of gpu.py: a kernel's assertion breaks the device for the process, and the error must say so.
 
-Each way of training runs in a process of its own, which is of no use afterwards.
+Each way of training runs in its own process, which is unusable afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WAYS = (*PROMISED, "find_micro_batch")
 
 
 def lost(findings, options):
-    """Break the device in child processes, all at once, and read what each was told."""
+    """Break the device in child processes, all at once, and read the errors."""
     children = {
         way: start_child("gpu_lost.py", "--child", way, options.device, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for way in WAYS
@@ -54,7 +54,7 @@ def child(way, device):
             self.embed, self.head = nn.Embedding(words, 8), nn.Linear(8, classes)
 
         def forward(self, tokens):
-            # Without a card the index would be refused on the host: then the card's words are used.
+            # Without a card, the host would reject the index, so the card's message is raised instead.
             if tokens.device.type == "cpu" and int(tokens.max()) >= words:
                 raise RuntimeError("CUDA error: device-side assert triggered")
             return self.head(self.embed(tokens).mean(1))
@@ -80,7 +80,7 @@ def child(way, device):
             link = link.__cause__
         told = {"type": type(error).__name__, "text": str(error).splitlines()[0][:300], "causes": causes}
     print(json.dumps(told), flush=True)
-    # The interpreter's end would free tensors on a device that is gone.
+    # The interpreter's exit would free tensors on a lost device.
     os._exit(0)
 
 

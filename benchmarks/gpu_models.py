@@ -1,4 +1,4 @@
-"""Models and windows for the parts of gpu.py, and what is left behind by training them, to be compared bit for bit."""
+"""Models and windows for the parts of gpu.py, and the state after training, for comparison bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASSES = 5
 
 
 def be_deterministic():
-    """Let equal work give equal bits; to be called before the device is used."""
+    """Make equal work give equal bits; call before the device is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -27,11 +27,11 @@ def be_deterministic():
 
 
 class Witnessed(nn.Module):
-    """A network that notes the numbers of its samples, in the order in which they came, in a buffer.
+    """A network that records the numbers of its samples, in order, in a buffer.
 
     Args:
         body: The network.
-        noted: How many numbers there is room for.
+        noted: The capacity of the buffer.
     """
 
     def __init__(self, body, noted):
@@ -54,7 +54,7 @@ class Witnessed(nn.Module):
 
 
 class Positions(nn.Module):
-    """Layers with BatchNorm and dropout that are run at many positions of each sample."""
+    """Layers with BatchNorm and dropout, applied at many positions of each sample."""
 
     def __init__(self, width):
         super().__init__()
@@ -110,10 +110,10 @@ class Work:
 
     Attributes:
         body: Name in `BODIES`.
-        samples: Samples a window.
-        positions: Positions a sample.
-        width: Features a position.
-        windows: How many windows there are.
+        samples: Samples per window.
+        positions: Positions per sample.
+        width: Features per position.
+        windows: The number of windows.
     """
 
     body: str
@@ -124,7 +124,7 @@ class Work:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 - a frozen record, and few of them
     def batches(self, *, pinned=False):
-        """Return the windows, one batch each, samples numbered through; they are not to be written to."""
+        """Return the windows, one batch each, with samples numbered consecutively; do not write to them."""
         generator = torch.Generator().manual_seed(5)
         batches = []
         for number in range(self.windows):
@@ -149,7 +149,7 @@ class Work:
 
 
 def whole_state(model, optimizer, scaler):
-    """Return everything that a step may leave behind, the card's random state included."""
+    """Return all state that a step may change, including the card's random state."""
     state = state_of(model, optimizer, scaler)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["random state of the card"] = bytes(torch.cuda.get_rng_state().numpy())
@@ -157,14 +157,14 @@ def whole_state(model, optimizer, scaler):
 
 
 class SmallGpt(nn.Module):
-    """A causal language model that returns its own loss, called with a mapping.
+    """A causal language model that returns its loss, called with a mapping.
 
     Args:
         words: Size of the vocabulary.
-        width: Of the residual stream.
-        layers: Blocks.
-        heads: Heads of attention.
-        length: Longest sentence.
+        width: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads.
+        length: The longest sequence.
     """
 
     def __init__(self, words=8192, width=512, layers=6, heads=8, length=512):

@@ -1,7 +1,7 @@
-"""Part of gpu.py: in the middle of a training another process takes most of the card's memory, and gives it back.
+"""Part of gpu.py: during training another process takes most of the card's memory, and later frees it.
 
-What the training's own allocator holds nobody can take, so the training lets go of its cache first, as an evaluation or
-another model in the same process would make it do. Then the neighbour leaves room for about half a window.
+Nobody can take what the training's allocator holds, so the training first empties its cache, as an evaluation or
+another model in the same process would cause. The neighbour then leaves room for about half a window.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autoaccum._system.notices import Notices
 from faults import differences
 
 _TAKEN_AFTER, _GIVEN_AFTER = 16, 40
-_ROOM = 0.6  # of what a whole window takes beyond the parameters
+_ROOM = 0.6  # share of a whole window's memory, excluding parameters
 
 
 class OtherProcess:
-    """A child that holds memory of the card when it is told to."""
+    """A child process that holds memory of the card on command."""
 
     def __init__(self):
         self._child = start_child(
@@ -34,11 +34,11 @@ class OtherProcess:
         self.answer = self._hear()
 
     def take_all_but(self, room_bytes):
-        """Have it take everything that is free but `room_bytes`; return how much it took."""
+        """Make it take all free memory except `room_bytes`; return how much it took."""
         return int(self._ask(f"take {room_bytes}"))
 
     def give(self):
-        """Have it give everything back."""
+        """Make it free everything."""
         self._ask("give")
 
     def end(self):
@@ -62,7 +62,7 @@ class OtherProcess:
 
 
 def child():
-    """Take and give on command, until the input ends."""
+    """Take and free memory on command, until the input ends."""
     torch.zeros(1, device="cuda")
     blocks = []
     print("ready", flush=True)
@@ -85,19 +85,19 @@ def child():
 
 
 class SameProcess:
-    """What stands for the neighbour on a simulated device."""
+    """Replaces the neighbour on a simulated device."""
 
     def __init__(self, memory):
         self._memory, self._block = memory, None
 
     def take_all_but(self, room_bytes):
-        """Take everything that is free but `room_bytes`; return how much that is."""
+        """Take all free memory except `room_bytes`; return how much that is."""
         taken = max(0, self._memory.reading().free_bytes - room_bytes)
         self._block = torch.empty(taken, dtype=torch.uint8)
         return taken
 
     def give(self):
-        """Give everything back."""
+        """Free everything."""
         self._block = None
 
     def end(self):
@@ -105,7 +105,7 @@ class SameProcess:
 
 
 class Events(autoaccum.Callback):
-    """Has the neighbour come and go, and notes every step."""
+    """Starts and ends the neighbour's use, and records every step."""
 
     def __init__(self, memory, neighbour):
         self._memory, self._neighbour = memory, neighbour
@@ -115,7 +115,7 @@ class Events(autoaccum.Callback):
         self._last_s = None
 
     def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
-        """Note the step, and let the neighbour act between two."""
+        """Record the step, and let the neighbour act between two."""
         report.loss  # noqa: B018 - waits for the device
         now = time.perf_counter()
         self.seconds.append(None if self._last_s is None else now - self._last_s)
@@ -132,7 +132,7 @@ class Events(autoaccum.Callback):
 
 
 def neighbour(findings, options):
-    """Train beside a neighbour, then the same alone with the cuts that were reported."""
+    """Train beside a neighbour, then alone with the reported cuts."""
     be_deterministic()
     device = torch.device(options.device)
     is_card = device.type == "cuda"

@@ -1,8 +1,8 @@
-"""Part of gpu.py: what the runner costs beside a loop written by hand, and whether transfers run beside the computing.
+"""Part of gpu.py: the runner's overhead over a hand-written loop, and whether transfers overlap with computation.
 
-First benchmarks/overhead.py as it is. Then windows whose transfer takes a good part of their computing: batches in
-pinned host memory through the runner, through a hand-written loop with non_blocking, through one that blocks, and the
-same windows with the data on the device already, which is what a perfect overlap would come to.
+First it runs benchmarks/overhead.py. Then it times windows whose transfer takes a large part of their computation: from
+pinned host memory through the runner, through a hand-written loop with non_blocking, through one that blocks, and with
+the data already on the device, which equals a perfect overlap.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def beside_by_hand(findings, options):
 
 
 def light(side):
-    """Patches and a few layers: little computing for the size of its images."""
+    """Patches and a few layers: little computation for the size of its images."""
     return nn.Sequential(
         nn.Conv2d(3, 256, 16, stride=16), nn.GELU(), nn.Conv2d(256, 256, 1), nn.Flatten(2), _Mean(), nn.Linear(256, 10)
     ), (3, side, side)
@@ -77,7 +77,7 @@ class _Mean(nn.Module):
 
 
 def heavy(side):
-    """Convolutions at full size: computing takes far longer than the transfer."""
+    """Convolutions at full size: computation takes far longer than the transfer."""
     layers = [nn.Conv2d(3, 64, 7, stride=2), nn.ReLU()]
     for _ in range(4):
         layers += [nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()]
@@ -85,7 +85,7 @@ def heavy(side):
 
 
 def transfer(findings, options):
-    """Time windows from pinned host memory, in turn with those whose data is on the device."""
+    """Time windows from pinned host memory, alternating with those already on the device."""
     device = torch.device(options.device)
     side, samples, rounds = (32, 4, 3) if options.tiny else (224, 64, 12)
     for name, make in (("little computing", light), ("much computing", heavy)):
@@ -112,7 +112,7 @@ def transfer(findings, options):
             median = quartiles(took)[1]
             ok = None
             if way == "runner, pinned" and device.type == "cuda":
-                # What is promised is not to lose against the loop that everybody writes.
+                # The promise is not to be slower than the usual loop.
                 ok = median <= 1.1 * quartiles(times["by hand, non_blocking"])[1]
             findings.add(
                 f"{name}, {size_mib:.0f} MiB a window: {way}",

@@ -1,8 +1,7 @@
-"""Part of gpu.py: what the probe answers, beside the largest size that really fits and what other finders answer.
+"""Part of gpu.py: compares the probe's answer with the largest size that really fits and with other finders.
 
-Everybody looks for the largest batch of a ResNet-50 and of a small GPT under the same limit on the process. The truth
-is found with a fresh process a size: several at once where the card has room for them, and none of them in a bracket
-that is closed already.
+All search for the largest batch of a ResNet-50 and of a small GPT under the same limit on the process. The truth is
+found with a fresh process per size: several at once if the card has room, and none once the bracket is closed.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from pathlib import Path
 from gpu_common import GIB, MIB, last_json, missing, run_part, settle, size, start_child
 
 MODELS = ("ResNet-50", "small GPT")
-_WANTED = 512  # what a user wants at most: where Accelerate begins to go down from
+_WANTED = 512  # the most a user wants, from which Accelerate starts
 _TRIES_S = 45.0  # for one process
 _OTHERS_S = 40.0  # kept for the other finders, which come last
 
 
 def probes(findings, options):
-    """Ask every finder, then find the truth."""
+    """Run every finder, then find the truth."""
     limit = 260 * MIB if options.tiny else _limit(options.device)
     findings.add("memory limit on the process", size(limit), limit_bytes=limit)
     finders = ["autoaccum", *(["Accelerate"] if not missing(["accelerate"]) else [])]
@@ -52,7 +51,7 @@ def _tell(findings, finder, model, answer):
 
 
 def _limit(device):
-    """Half of what is free at most: the finders shall not meet the card's own end."""
+    """Return at most half of the free memory, so that finders do not reach the card's own limit."""
     code = f"import torch; print('{{\"free\":', torch.cuda.mem_get_info('{device}')[0], '}}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return min(8 * GIB, last_json(done.stdout)["free"] // 2)
@@ -80,7 +79,7 @@ def _ask(finder, options, limit, left_s):
 
 
 def _judge(findings, options, limit, answers):
-    """Find the truth for all models at once, each with processes of its own."""
+    """Find the truth for all models at once, each with its own processes."""
     at_once = 1 if options.tiny else _at_once(limit, options.device)
 
     def found(model):
@@ -110,17 +109,17 @@ def _judge(findings, options, limit, answers):
 
 
 def bracket(answer, fit, *, at_once, left_s, least_s):
-    """Close a bracket around the largest size that fits, beginning at an answer.
+    """Close a bracket around the largest size that fits, starting at an answer.
 
     Args:
         answer: A size near the truth.
-        fit: Tells of several sizes whether they fit; of those of which it cannot be told nothing.
-        at_once: How many sizes to ask for at a time.
-        left_s: Tells the seconds that are left.
-        least_s: What a round takes.
+        fit: Returns whether each of several sizes fits, leaving out those it cannot determine.
+        at_once: The number of sizes to try at a time.
+        left_s: Returns the seconds left.
+        least_s: The seconds of a round.
 
     Returns:
-        The largest size seen to fit, the smallest seen not to, each None where there is none; and all that was asked.
+        The largest size seen to fit, the smallest seen not to, each None if there is none; and all sizes tried.
     """
     asked = {}
     sizes = sorted({round(answer * factor) for factor in (1.0, 1.03, 1.07, 1.15, 1.3, 1.6)} | {answer + 1})[:at_once]
@@ -146,7 +145,7 @@ def _at_once(limit, device):
     import torch  # noqa: PLC0415 - children need it first
 
     free, _ = torch.cuda.mem_get_info(device)
-    room = free // (limit + 1.5 * GIB)  # a context takes memory beside the limit
+    room = free // (limit + 1.5 * GIB)  # a context uses memory in addition to the limit
     return max(1, min(6, (os.cpu_count() or 2) // 2, int(room / len(MODELS))))
 
 
@@ -179,7 +178,7 @@ def _fit_in_fresh_processes(sizes, options, limit, model, left_s):
 
 
 def child(what, device_name, limit, sizes):
-    """Be one finder for all models, or find out whether one size fits; print what was found."""
+    """Run one finder for all models, or test whether one size fits; print the result."""
     import torch  # noqa: PLC0415 - the parent need not wait for it
 
     import autoaccum  # noqa: PLC0415
@@ -213,7 +212,7 @@ def child(what, device_name, limit, sizes):
 
 
 def _job(model, *, tiny):
-    """Return a model, a function that makes a batch of n samples, and one that takes (model, batch) to the loss."""
+    """Return a model, a function that makes a batch of n samples, and one that maps (model, batch) to the loss."""
     import torch  # noqa: PLC0415
     import torchvision  # noqa: PLC0415
     from gpu_models import SmallGpt  # noqa: PLC0415
@@ -289,7 +288,7 @@ def _autoaccum(model, batch_of, loss_of, device, limit, wanted):  # noqa: ARG001
     return {
         "size": found.micro_batch,
         "trials": len(found.trials),
-        "steps": len(found.trials) + 1,  # the first trial makes two, so that the optimizer's state is there
+        "steps": len(found.trials) + 1,  # the first trial makes two, to create the optimizer's state
         "failures": failed,
         "seconds": time.perf_counter() - started,
         "tried": [[trial.size, trial.fits, trial.peak_bytes] for trial in found.trials],

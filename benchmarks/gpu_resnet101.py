@@ -1,7 +1,7 @@
-"""Part of gpu.py: ResNet-101 on 224 x 224 images with Adam, target batch 100, under a limit that about 50 fit.
+"""Part of gpu.py: ResNet-101 on 224 x 224 images with Adam, target batch 100, under a limit in which about 50 fit.
 
-The limit is not a number from somewhere: two trials without one tell what a sample takes on this card, and the limit
-is set for 50 and a half. What `fit` then finds, and what it costs, is what is reported.
+The limit is derived from this card: two trials without a limit measure the memory of a sample, and the limit is set for
+50.5 samples. Reported are the size that `fit` then finds and its cost.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def fit_under_a_limit(findings, options):
 
 
 def _limit_for(tolerable, model, batch, adam, device):
-    """Return the limit that `tolerable` samples fit and few more."""
+    """Return a limit in which `tolerable` samples fit and few more."""
     found = autoaccum.find_micro_batch(
         model, batch, loss=nn.CrossEntropyLoss(), optimizer=adam, device=device, max_micro_batch=tolerable
     )
@@ -91,10 +91,10 @@ def _tell(findings, result, reports, trials, limit, target, tolerable, *, counts
     cuts = sorted({report.micro_batches for report in reports})
     findings.add("cut", " or ".join("+".join(map(str, cut)) for cut in cuts), ok=all(sum(c) == target for c in cuts))
     peak = max((report.peak_bytes or 0 for report in reports), default=0)
-    # On the host a peak is resident memory, and a limit address space.
+    # On the host a peak counts resident memory, and a limit address space.
     ok = peak <= limit if counts_peaks else None
     findings.add("peak", f"{size(peak)} of {size(limit)} ({peak / limit:.1%})", ok=ok, peak=peak)
-    # The first windows may be where sizes are tried: what counts is the plan that came of them.
+    # Sizes may be tried in the first windows; only the resulting plan counts.
     planned = [report.elapsed_s for report in reports if report.micro_batches == result.plan.micro_batches]
     settled = planned[1:] or [report.elapsed_s for report in reports[1:]]
     losses = [report.loss for report in reports]
@@ -112,7 +112,7 @@ def _tell(findings, result, reports, trials, limit, target, tolerable, *, counts
 
 
 def _by_hand(findings, model, batch, adam, device, plan):
-    """Time the loop that one would write with the cut known, without its limit, on the trained model."""
+    """Time the hand-written loop for the known cut, without the limit, on the trained model."""
     criterion, optimizer = nn.CrossEntropyLoss(), adam(model.parameters())
     half = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float16
 

@@ -10,18 +10,18 @@ MOMENTS = ("forward", "backward", "reserve", "optimizer")
 
 
 class Hog(autoaccum.Callback):
-    """Takes all that is free under the limit at one moment of one window, and gives it back when memory has run out.
+    """Takes all free memory under the limit at one moment of one window, and frees it after memory ran out.
 
     Args:
-        memory: The backend; a limit holds while the hog is at work.
+        memory: The backend, with a limit in force.
         moment: One of `MOMENTS`; in forward and backward that of the second micro-batch, so that a part of the window
-            is done.
+            is complete.
         window: The window, counted from 0.
-        keeps: Whether it never gives back.
+        keeps: Whether it never frees the memory.
 
     Attributes:
-        phases: What was being done each time that memory ran out.
-        taken_bytes: What it took.
+        phases: The phase each time that memory ran out.
+        taken_bytes: The bytes it took.
     """
 
     def __init__(self, memory, moment, window, *, keeps=False):
@@ -31,10 +31,10 @@ class Hog(autoaccum.Callback):
         self._armed = True
         self.phases = []
         self.taken_bytes = 0
-        self.now = 0  # the present window, kept by whoever trains
+        self.now = 0  # the current window, updated by the training loop
 
     def hang_on(self, model, runner):
-        """Wait for the moment."""
+        """Attach to the model and the runner, to act at the moment."""
         if self._moment == "forward":
             model.body.register_forward_pre_hook(lambda *_: self._take_if(self._second_pass()))
         elif self._moment == "backward":
@@ -45,7 +45,7 @@ class Hog(autoaccum.Callback):
             self._before_updates(runner._step.updates)
 
     def take(self):
-        """Take everything, in blocks that get smaller."""
+        """Take everything, in ever smaller blocks."""
         self._armed = False
         device = self._memory.device
         if device.type == "cuda":
@@ -57,14 +57,14 @@ class Hog(autoaccum.Callback):
                 self._blocks.append(torch.empty(block, dtype=torch.uint8, device=device))
                 self.taken_bytes += block
             except torch.OutOfMemoryError:
-                block //= 2  # and so also what is free inside the allocator's segments
+                block //= 2  # to also take free memory inside the allocator's segments
 
     def give(self):
-        """Give everything back."""
+        """Free everything."""
         self._blocks.clear()
 
     def on_oom(self, event, *, step):  # noqa: ARG002 - as the base has it
-        """Note the phase, and give back."""
+        """Record the phase, and free the memory."""
         self.phases.append(event.phase)
         if not self._keeps:
             self.give()

@@ -1,17 +1,17 @@
-"""What does a real limit on the host do to a process that keeps running into it?
+"""Measures the effect of a real limit on the host on a process that repeatedly exceeds it.
 
-For a convolutional net (ResNet-18 at 96 px) and a small GPT, each case in a process of its own:
+For a convolutional net (ResNet-18 at 96 px) and a small GPT, each case in its own process:
 
-* `--failures` training steps of random sizes that do not fit (fewer where the time for it ends), by three ways to
-  meet the limit: `default` (RLIMIT_DATA alone, the allocator as glibc leaves it), `settled` (the host backend, but
+* `--failures` training steps of random sizes that do not fit (fewer if the time is up), in three ways to meet the
+  limit: `default` (RLIMIT_DATA alone, the allocator as glibc leaves it), `settled` (the host backend, but
   every step starts and fails inside native code) and `asked` (the host backend with `ensure` before each step, by a
-  line through two small sizes, so that most are refused before they start; as the library does it);
-* then: does the process live, what is left behind, does the largest size found first still fit;
-* and what a step costs in a settled process more than in an unsettled one, in turn, two processes side by side.
+  line through two small sizes, so that most are rejected before they start, as in the library);
+* then whether the process lives, what memory stays allocated, and whether the largest size found first still fits;
+* and the extra time of a step in a settled process over an unsettled one, with two processes in turn.
 
     python benchmarks/host_limit.py [--failures 300] [--out benchmarks/results/host_limit-NAME.json]
 
-A child that dies is reported with the signal that ended it.
+A child that dies is reported with its signal.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ from autoaccum._oom import first_line, is_oom, let_go
 from autoaccum.errors import DeviceLostError
 
 MIB = 2**20
-# Small, so that 300 steps that run into them take minutes: a step fails after it has filled the limit.
+# Small, so that 300 failing steps take minutes: a step fails after it has filled the limit.
 LIMIT_BYTES = {"resnet18": 300 * MIB, "gpt": 200 * MIB}
 CEILING = {"resnet18": 200, "gpt": 150}
 STEP_SIZE = {"resnet18": 24, "gpt": 16}
-# Seconds after which a way is ended with the failures it has had by then.
+# Seconds after which a way ends with its failures so far.
 MODES = {"default": 40, "settled": 120, "asked": 240}
-# What the library adds to a prediction before it asks: the line is drawn through resident memory, the limit counts
-# address space.
+# The library's margin on a prediction: the line is fitted to resident memory, and the limit counts address space.
 MARGIN = 1.05
 MARGIN_BYTES = 16 * MIB
 EXIT_LOST = 75
@@ -122,7 +121,7 @@ class Task:
 
 @contextlib.contextmanager
 def limited_by_default(host: Host, limit_bytes: int):
-    """RLIMIT_DATA as the host backend sets it, threads started, but the allocator left alone."""
+    """Set RLIMIT_DATA like the host backend, with threads started, but leave the allocator alone."""
     with host.limited(None):
         held = vm_data()
         before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -141,7 +140,7 @@ def vm_data() -> int:
 
 
 def attempt(task: Task, host: Host, size: int, extra_bytes: int = 0) -> str | None:
-    """One step; None where it fits, else the first line of what the device said."""
+    """Make one step; return None if it fits, otherwise the first line of the error."""
     said = None
     started = False
     try:
@@ -180,7 +179,7 @@ def fail_child(name: str, mode: str, failures: int, seed: int) -> None:
             return int(max(0, peaks[4] + slope * (size - 4)) * MARGIN + MARGIN_BYTES) - now
 
         host.release()
-        # Taken before the search for the largest size: its failures count among those that may leave something.
+        # Measured before the search for the largest size, whose failures may also leave memory allocated.
         held_before = vm_data()
         largest, refused = 16, CEILING[name]
         while refused - largest > 1:
@@ -227,7 +226,7 @@ def fail_child(name: str, mode: str, failures: int, seed: int) -> None:
 
 
 def time_child(name: str, settled: str) -> None:
-    """Answer each line on stdin with the seconds that one step took."""
+    """Answer each line on stdin with the seconds of one step."""
     task, host = Task(name), Host()
     context = host.limited(8 * 2**30) if settled == "settled" else host.limited(None)
     with context:
@@ -272,7 +271,7 @@ def run_failures(name: str, mode: str, failures: int, seed: int) -> dict:
 
 
 def run_timing(name: str, rounds: int) -> dict:
-    """Steps of both processes in turn, the order changing, so that the machine's drift meets both."""
+    """Time steps of both processes in turn and in changing order, so that the machine's drift affects both."""
     processes = {which: child("time", name, which) for which in ("settled", "unsettled")}
     for process in processes.values():
         process.stdout.readline()

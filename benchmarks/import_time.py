@@ -1,4 +1,4 @@
-"""What `import autoaccum` costs beside `import torch`: whole processes, in turn, in one run.
+"""Times `import autoaccum` against `import torch`: whole processes, in turn, in one run.
 
 Run as `python benchmarks/import_time.py [--rounds 9]`.
 """

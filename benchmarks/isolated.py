@@ -1,7 +1,7 @@
-"""Functions in processes of their own, that cannot hang or take down who asks: the bench's children.
+"""Runs functions in child processes, which cannot hang or crash the caller.
 
-Children are forked from a process that has imported the libraries and has done nothing else, so each starts as fresh as
-after an import, without its seconds. What a child prints goes into a file, of which the end is told when it dies.
+Children are forked from a process that has only imported the libraries, so each starts as fresh as after an import,
+without its seconds. A child's output goes to a file, whose end is reported if the child dies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Child:
         theirs.close()
 
     def send(self, message):
-        """Say something to the child."""
+        """Send a message to the child."""
         try:
             self._ours.send(message)
         except OSError as error:
@@ -49,7 +49,7 @@ class Child:
         """Return the next ("told" or "done", value).
 
         Raises:
-            GoneError: There is none, and there will be none.
+            GoneError: No message will arrive.
         """
         if not self._ours.poll(timeout_s):
             raise GoneError(f"no answer within {timeout_s:.0f} s")
@@ -62,7 +62,7 @@ class Child:
         return kind, value
 
     def end(self):
-        """End it, if it has not ended."""
+        """End it, if it is still running."""
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
@@ -78,10 +78,10 @@ class Child:
 
 
 def call(function, *arguments, timeout_s):
-    """Run a function in a child; return what it told on the way, and what it returned.
+    """Run a function in a child; return its messages and its value.
 
     Returns:
-        A list of what was told, the value (None where it did not return), and why it did not (else None).
+        The list of messages, the value (None if it did not return), and why it did not return (otherwise None).
     """
     child = Child(function, *arguments)
     told, ends_s = [], time.monotonic() + timeout_s
@@ -113,7 +113,7 @@ def _main(connection, log, function, arguments):
         message = ("done", function(connection, *arguments))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent wants to know
         traceback.print_exc()
-        # Its frames hold the memory that is needed to say so.
+        # Its frames hold the memory needed to report the error.
         error.__traceback__ = None
         text = (str(error).strip() or repr(error)).splitlines()[0]
         message = ("raised", f"{type(error).__name__}: {text[:200]}")

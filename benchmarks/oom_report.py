@@ -1,6 +1,6 @@
-"""What `oom_report=` costs while memory lasts: the same windows with and without it, in turn, in one process.
+"""Measures the cost of `oom_report=` without a failure: the same windows with and without it, in turn, in one process.
 
-Networks and sizes are those of overhead.py. Printed: the median ratio of a window's time with its quartiles, and the
+Networks and sizes are those of overhead.py. Prints the median ratio of a window's time with its quartiles, and the
 microseconds that the marks add to a micro-step (of five modules and the model).
 
     python benchmarks/oom_report.py [--windows 400] [--device cpu]
@@ -37,7 +37,7 @@ def measure(width, sub_batch_size, windows, device, folder):
         notices=Notices(silent=True),
     )
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    # On one thread of the host its own time, which others' work on the machine does not lengthen.
+    # On one host thread, its CPU time, which other load on the machine does not lengthen.
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
 
     def timed():

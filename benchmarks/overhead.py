@@ -1,7 +1,7 @@
-"""What the runner costs beside the hand-written loop of document 002: one large batch, sliced into sub-batches.
+"""Measures the runner's overhead over the hand-written loop of document 002: one large batch, sliced into sub-batches.
 
-Both train the same network on the same windows, in turn, window by window in one process, so that a slow moment of the
-machine meets both. Printed and written: the median ratio of a window's time with its quartiles, and the microseconds
+Both train the same network on the same windows, window by window in turn in one process, so that a slow moment of the
+machine affects both. Prints and writes the median ratio of a window's time with its quartiles, and the microseconds
 that the runner adds to a micro-step.
 
     python benchmarks/overhead.py [--windows 400] [--out benchmarks/results/overhead.json]
@@ -23,8 +23,8 @@ from torch import nn
 import autoaccum
 from autoaccum._system.notices import Notices
 
-MICRO_BATCHES = 4  # the documents' own number of accumulation steps
-# Hidden width and samples a micro-batch; chosen so that a micro-step takes about 0.1, 1 and 10 ms on one core.
+MICRO_BATCHES = 4  # the documents' number of accumulation steps
+# Hidden width and samples per micro-batch, chosen so that a micro-step takes about 0.1, 1 and 10 ms on one core.
 SIZES = {"0.1 ms": (16, 8), "1 ms": (256, 96), "10 ms": (1024, 144)}
 
 
@@ -33,7 +33,7 @@ def network(width):
 
 
 def hand_written(model, criterion, optimizer, images, target, sub_batch_size):
-    """Document 002's favourite form, its mean set right, moved as it moves."""
+    """Document 002's preferred form, with its mean corrected and transfers as written there."""
     device = next(model.parameters()).device
     optimizer.zero_grad()
     for step in range(MICRO_BATCHES):

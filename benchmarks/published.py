@@ -1,11 +1,11 @@
-"""What autoaccum predicts of training runs that others made on real cards, beside what they measured and predicted.
+"""Compares predictions for published training runs on real cards with their measurements and predictions.
 
     python benchmarks/published.py [--only T5 gpt2] [--first-tokens 100] [--out FILE]
 
-The runs, and where they are from, are in published/README.md. Nothing here needs a card: a run's iterations are gone
-through on fake tensors and served by the model of PyTorch's caching allocator, and what that takes from the card is
-held against what NVML saw. Of runs that ran out of memory it is asked whether that was said. What transformers keeps
-and casts has changed since: `pip install transformers==4.51.3` gives the one of the time.
+published/README.md describes the runs and their sources. No card is needed: a run's iterations are traced on fake
+tensors and replayed on the model of PyTorch's caching allocator, and its reserved memory is compared with NVML's count.
+For runs that ran out of memory, it checks whether that was predicted. transformers now keeps and casts other tensors:
+`pip install transformers==4.51.3` installs the version of the time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from autoaccum._estimate.gpus import card_named
 RUNS = Path(__file__).parent / "published" / "xmem.csv"
 OTHERS = ("xmem", "dnnmem", "schedtune", "llmem")
 NAMES = {"ours": "autoaccum", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
-# A prediction this close is the measured number, as far as NVML's whole MiB and segments of 2 MiB tell.
+# A prediction this close equals the measured number, given NVML's whole MiB and segments of 2 MiB.
 EXACT_BYTES = 2 * 2**20
 
 
 def reserved(timeline, card, capacity_bytes):
-    """Return what the allocator takes from the card over a whole run; None where it cannot have it."""
+    """Return the allocator's peak reserved memory over a whole run; None if it does not fit."""
     cublas = 2 * [cublas_bytes(card.name)]  # for the threads of forward and backward
     try:
         return served(timeline, cublas=cublas, capacity_bytes=capacity_bytes).peak_reserved_bytes
@@ -74,7 +74,7 @@ def errors_of(rows, tool):
 
 
 def foretold(rows, tool, *, ran_out):
-    """Return of how many runs that ran out, or ended, a tool said that they run out; "-" where that was not copied."""
+    """Return for how many runs that ran out, or ended, a tool predicted running out; "-" if not copied."""
     asked = [row for row in rows if row["ran_out"] is ran_out]
     key = f"{tool}_runs_out"
     return f"{sum(row[key] for row in asked)} of {len(asked)}" if all(key in row for row in rows) else "-"
@@ -129,7 +129,7 @@ def markdown(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="models whose names hold one of these words")
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose names contain one of these words")
     parser.add_argument("--first-tokens", type=int, default=TOKENS, help="the longest line of the first batch of text")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

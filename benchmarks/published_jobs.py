@@ -1,8 +1,7 @@
-"""The training runs of published/xmem.csv, gone through on fake tensors of a card: their models and their loops.
+"""Traces the training runs of published/xmem.csv on fake tensors of a card: their models and their loops.
 
-A line of the file comes in; out goes the timeline of its iterations from the first on. The loops are not those of
-`fit`: what the model returned is held until the next iteration has its own, and gradients are let go of before each
-forward pass.
+For a line of the file it returns the timeline of its first iterations. The loops differ from `fit`: the model's output
+is kept until the next iteration has its own, and gradients are freed before each forward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _torchvision(name, **options):
     return getattr(models, name)(**options)
 
 
-# By the names that the file has for them.
+# By their names in the file.
 IMAGE_MODELS = {
     "VGG16": functools.partial(_torchvision, "vgg16"),
     "VGG19": functools.partial(_torchvision, "vgg19"),
@@ -55,7 +54,7 @@ READ_WHEN_MADE = ("RegNetX400MF", "RegNetY400MF")
 _GPT2_SIZES = {"n_embd": 768, "n_head": 12}
 _WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 _DECODER = {"head_dim": 128, "num_key_value_heads": 8}
-# Configurations as their makers publish them, since nothing is loaded here.
+# Configurations as published, because nothing is downloaded.
 TEXT_MODELS = {
     "openai-community/gpt2": ("GPT2Config", _GPT2_SIZES | {"n_layer": 12}),
     "distilbert/distilgpt2": ("GPT2Config", _GPT2_SIZES | {"n_layer": 6}),
@@ -126,7 +125,7 @@ TEXT_MODELS = {
 
 
 def timeline_of(model, optimizer, batch, first_tokens=TOKENS):
-    """Go through the iterations of one run, by the names that the file has; the first of text may be shorter."""
+    """Trace the iterations of one run, by the file's names; the first batch of text may be shorter."""
     with torch.device("cpu" if model in READ_WHEN_MADE else "meta"):
         made = IMAGE_MODELS[model]() if model in IMAGE_MODELS else _language_model(model)
     loop = _images if model in IMAGE_MODELS else _text
@@ -145,7 +144,7 @@ def _images(model, optimizer, batch, _first_tokens):
         loss = loosened(nn.functional.cross_entropy(outputs, labels))
         outputs = outputs.detach()
         loss.backward()
-        del images, labels  # the loop's names stand for the next batch before that is on the card
+        del images, labels  # the loop rebinds these names before the next batch is on the card
         update(optimizer)
 
 
@@ -155,7 +154,7 @@ def _text(model, optimizer, batch, first_tokens):
         optimizer.zero_grad()
         names = ("input_ids", "attention_mask", "labels")
         outputs = model(**{name: torch.zeros(batch, tokens, dtype=torch.long, device=CARD) for name in names})
-        # The loop holds what was returned, the cache of keys and values too; not the graph, which a pass empties.
+        # The loop keeps the output, including the cache of keys and values, but not the graph, which backward frees.
         held[:] = [tensor.detach() for tensor in _tensors(outputs, set())]
         loss = loosened(outputs.loss)
         del outputs
@@ -182,7 +181,7 @@ def _language_model(name):
 
 
 def _tensors(thing, seen):
-    """Yield the tensors of what a language model returned, in whatever it nests them."""
+    """Yield the tensors of a language model's output, however nested."""
     if isinstance(thing, torch.Tensor):
         yield thing
         return
@@ -201,10 +200,10 @@ def _tensors(thing, seen):
 
 @contextmanager
 def _read_as_padded():
-    """Answer for older versions of transformers what they read of their tensors.
+    """Supply the values that older versions of transformers read from tensors.
 
-    Whether a mask leaves nothing out: it does, since lines of text differ in length. Whether OPT drops a layer: its
-    chance of that is 0.
+    Whether a mask has padding: it does, because lines of text differ in length. Whether OPT drops a layer: the
+    probability is 0.
     """
     drawn = torch.rand
     with mock.patch.object(torch, "rand", lambda *size, **options: 1.0 if size == ([],) else drawn(*size, **options)):

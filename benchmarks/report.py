@@ -1,4 +1,4 @@
-"""What the bench found, as tables, as goals met or missed, and as a picture."""
+"""Renders the bench's results as tables, goals met or missed, and a picture."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def machine_line(machine):
 
 
 def ended(row):
-    """The answer, or in a few words why there is none."""
+    """Return the answer, or in a few words why there is none."""
     if row["answer"] is not None:
         return str(row["answer"])
-    # Where cleaning up after one error met another, the first is what ended the search.
+    # If cleaning up after one error raised another, the first ended the search.
     said = [*row["said"], row["ended"]]
     for sign, words in (
         ("no answer within", "timed out"),
@@ -124,7 +124,7 @@ def first_update_table(rows):
 
 
 def goals(results):
-    """Return (goal, met by, of, what missed it) for whatever was measured."""
+    """Return (goal, met by, of, what missed it) for all measurements."""
     judged = []
 
     def judge(goal, rows, check):
@@ -175,7 +175,7 @@ def goals(results):
 
 
 def _lists(row):
-    """The trials, with a cross where one did not fit."""
+    """Return the trials, with a cross for those that did not fit."""
     return " and ".join(
         " ".join(f"{size}{'' if fits else '✗'}" for size, fits in trials) for trials in row["trial_lists"]
     )
@@ -205,7 +205,7 @@ def markdown(results):
 
 
 def write_into(page: Path, text: str):
-    """Replace what is between the markers of a page."""
+    """Replace the text between the markers of a page."""
     old = page.read_text()
     before, after = old.split(BEGIN)[0], old.split(END)[1]
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")

@@ -1,13 +1,13 @@
-"""What several ranks cost and gain: agreement, updates against DistributedDataParallel, overlap, shares by speed.
+"""Measures several ranks: agreement, updates against DistributedDataParallel, overlap, shares by speed.
 
     python benchmarks/scaling.py [--quick] [--only agreement exchange updates overlap shares] [--out FILE]
         [--report-only]
 
-Every row is a job of its own, by torchrun with gloo on this machine; `scaling_rank.py` is what its ranks do. What is
-compared takes turns within one job: updates window by window (a callback of `fit` makes the one by
-DistributedDataParallel), shares and overlap in calls of `fit` one after the other. Results go into one JSON file, where
-a part that is run again replaces itself; from it come the tables between the markers of docs/scaling.md. `--quick` runs
-less of everything, and writes nothing unless it is told where.
+Every row is a separate torchrun job with gloo on this machine, whose ranks run `scaling_rank.py`. Comparisons alternate
+within one job: updates window by window (a callback of `fit` makes the update by DistributedDataParallel), shares and
+overlap in successive calls of `fit`. Results go to one JSON file, in which a repeated part replaces its old results;
+the tables between the markers of docs/scaling.md are made from it. `--quick` runs less of everything, and writes
+nothing without `--out`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def jobs(part, quick):
 
 
 def run(part, size, model, windows, *, turns):
-    """Run one job by torchrun and return what its rank 0 has found."""
+    """Run one job with torchrun and return the result of its rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
@@ -122,7 +122,7 @@ def tables(results):
 
 
 def where(machines):
-    """Return what was measured where, the parts together that have that in common."""
+    """Return where each part was measured, grouped by machine."""
     parts = {}
     for part, found in machines.items():
         about = f"{found['cpu']}, {found['cores']} cores shared with other work, torch {found['torch']}"
@@ -153,7 +153,7 @@ def main():
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--turns", type=int, default=2, help="turns in which shares, and overlap, are compared")
-    parser.add_argument("--report-only", action="store_true", help="write the page from the results there are")
+    parser.add_argument("--report-only", action="store_true", help="write the page from existing results")
     options = parser.parse_args()
     page = None if options.quick else ROOT / "docs/scaling.md"
     out = options.out or (None if options.quick else ROOT / f"benchmarks/results/scaling-{os.cpu_count()}-cores.json")

@@ -1,4 +1,4 @@
-"""What each rank of `scaling.py` does: one part, by torchrun; rank 0 writes what was found.
+"""Runs one part of `scaling.py` on each rank, under torchrun; rank 0 writes the results.
 
 torchrun --nproc-per-node=2 benchmarks/scaling_rank.py agreement --windows 500 --out row.json
 """
@@ -30,9 +30,9 @@ from autoaccum._system.notices import Notices
 
 VOCABULARY, LENGTH = 2000, 32
 WARM_UP = 50
-# Windows of a call of `fit` in which shares by speed are still being found.
+# Windows of a call of `fit` in which shares by speed are still settling.
 SETTLING = 12
-# What every call of `fit` here has.
+# Arguments of every call of `fit` here.
 ALWAYS = {
     "loss": nn.CrossEntropyLoss(),
     "strategy": "balanced",
@@ -91,11 +91,11 @@ def millions(model):
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
 
 
-# --- the parts, each run on every rank; what they return is rank 0's --------------------------------------------------
+# --- the parts, each run on every rank; rank 0's result is used -------------------------------------------------------
 
 
 def agreement(options):
-    """Time what ranks say to each other in a window in which nothing is to be added up but one loss."""
+    """Time the messages between ranks in a window that reduces only one loss."""
     ranks = Ranks(the_host())
     said = (16, 16.0, b"12345678", 2**12 - 1, 0, 0.1, 0, 3)  # as joint.Part packs it
     loss = torch.zeros(1)
@@ -119,10 +119,10 @@ def agreement(options):
 
 
 def exchange(options):
-    """Time, in turns, what an exchange is made of and what it could be made of; each alone, with nothing to compute.
+    """Time, in turns, the parts of an exchange and their alternatives; each alone, without computation.
 
-    Each is waited for as `_distributed/process_group.py` does (asked for, with pauses) and in gloo's own code (which
-    hears no signal). Times are those of the rank that was last; messages have the size of those of
+    Each is waited for as in `_distributed/process_group.py` (polled, with pauses) and in gloo's own code (which ignores
+    signals). Times are those of the slowest rank; messages have the size of those in
     `_distributed/process_group.py`.
     """
     size, rank = distributed.get_world_size(), distributed.get_rank()
@@ -141,7 +141,7 @@ def exchange(options):
     waits = {"asked": ranks._wait, "native": lambda work: work.wait()}
     took = {(way, wait): [] for wait in waits for way in ways}
     for turn in range(options.windows + WARM_UP):
-        # By another one each turn, so that none always finds the ranks as the same other one left them.
+        # In a different order each turn, so that none always follows the same other one.
         order = list(took)[turn % len(took) :] + list(took)[: turn % len(took)]
         for way, wait in order:
             distributed.barrier()
@@ -163,7 +163,7 @@ def exchange(options):
 
 
 class Stamps(autoaccum.Callback):
-    """Notes when each update was done, and the last cut."""
+    """Records the time of each update, and the last cut."""
 
     def __init__(self):
         self.times, self.last_cut = [], []
@@ -174,12 +174,12 @@ class Stamps(autoaccum.Callback):
         self.last_cut = list(report.micro_batches)
 
     def took_ms(self, since):
-        """Return how long each update took, from number `since` on."""
+        """Return the time of each update, from number `since` on."""
         return [(end - begin) * 1e3 for begin, end in itertools.pairwise(self.times[since - 1 :])]
 
 
 def tiny_windows(windows):
-    """Return microseconds that a whole window of `fit` takes with a model of 10 parameters."""
+    """Return the microseconds of a whole window of `fit` with a model of 10 parameters."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(8192, 4), torch.randint(2, (8192,)))
     stamps = Stamps()
@@ -197,7 +197,7 @@ def tiny_windows(windows):
 
 
 class Beside(autoaccum.Callback):
-    """After each update of `fit`, makes and times one by DistributedDataParallel with a loop written by hand."""
+    """After each update of `fit`, makes and times one with DistributedDataParallel in a hand-written loop."""
 
     def __init__(self, model, data, target, micro_batch):
         self.took = []
@@ -211,7 +211,7 @@ class Beside(autoaccum.Callback):
         self._began = None
 
     def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
-        """Make one more update, by hand."""
+        """Make one more update by hand."""
         ended = time.perf_counter()
         distributed.barrier()
         began = time.perf_counter()
@@ -245,7 +245,7 @@ class Beside(autoaccum.Callback):
 
 
 def updates(options):
-    """Time updates of `fit` and of DistributedDataParallel in turn, and what of them is the reduction."""
+    """Time updates of `fit` and of DistributedDataParallel in turn, and their reduction."""
     title, make, make_data, target, micro_batch = MODELS[options.model]
     torch.manual_seed(0)
     model = make().train()
@@ -277,19 +277,19 @@ def updates(options):
 
 
 class Wire:
-    """A network of so many bytes a second and no work of its own, where this machine's costs the cores."""
+    """A simulated network with a bandwidth and no CPU cost, unlike this machine's."""
 
     def __init__(self, bytes_per_s):
         self._bytes_per_s, self._is_free_at = bytes_per_s, 0.0
 
     def arrival(self, tensor):
-        """Return when a tensor that goes now has come, after all that went before."""
+        """Return when a tensor sent now arrives, after all sent before."""
         self._is_free_at = max(time.perf_counter(), self._is_free_at) + tensor.nbytes / self._bytes_per_s
         return self._is_free_at
 
     @contextlib.contextmanager
     def under(self, model):
-        """Have what ranks of `fit` add up, and a model wrapped in DistributedDataParallel, take this long."""
+        """Apply this delay to the reductions of `fit` and of a model in DistributedDataParallel."""
         begin = Ranks.begin_adding_up
 
         def begin_adding_up(ranks, tensor):
@@ -311,13 +311,13 @@ class Wire:
 
 
 class Late:
-    """Work of a process group that is not done before a moment."""
+    """Work of a process group that completes no earlier than a given moment."""
 
     def __init__(self, work, moment):
         self._work, self._moment = work, moment
 
     def is_completed(self):
-        """Whether it is."""
+        """Whether it is complete."""
         return self._work.is_completed() and time.perf_counter() >= self._moment
 
     def wait(self):
@@ -335,7 +335,7 @@ OVERLAPS = {
 
 
 def overlap(options):
-    """Time updates of `fit` with and without overlap, in calls that take turns, each beside DistributedDataParallel."""
+    """Time updates of `fit` with and without overlap, in alternating calls, each against DistributedDataParallel."""
     title, kind, bytes_per_s = OVERLAPS[options.model]
     model_title, make, make_data, target, micro_batch = MODELS[kind]
     torch.manual_seed(0)
@@ -369,7 +369,7 @@ def overlap(options):
 
 
 def what_overlap_could_hide(model, data, micro_batch, times):
-    """Time the reduction alone, and one micro-batch's backward pass, behind which it could be."""
+    """Time the reduction alone, and one micro-batch's backward pass, which could hide it."""
     ranks = Ranks(the_host())
     parameters = list(model.parameters())
     buckets = Buckets(parameters)
@@ -388,7 +388,7 @@ def what_overlap_could_hide(model, data, micro_batch, times):
 
 
 class Slower(nn.Module):
-    """Waits for each sample, in place of a device that takes longer for it."""
+    """Waits for each sample, to simulate a slower device."""
 
     def __init__(self, inner, seconds):
         super().__init__()

@@ -1,9 +1,8 @@
-"""Part B: updates a second of `autoaccum.fit`, beside loops written by hand and two other libraries.
+"""Part B: updates per second of `autoaccum.fit`, compared with hand-written loops and two other libraries.
 
-All train the same model on the same window, each in a process of its own under the same limit, with the allocator
-settled in the same way. They take turns, a few windows each, in an order that changes, so that a slow moment of the
-machine meets all; who is not in turn waits. `fit` runs as a user calls it, chooses its own cut, and has had `settle`
-updates to do so before anything is timed.
+All train the same model on the same window, each in its own process under the same limit, with the allocator settled in
+the same way. They alternate, a few windows each, in changing order, so that a slow moment of the machine affects all;
+the others wait. `fit` runs as a user calls it, chooses its own cut, and makes `settle` updates before timing starts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from autoaccum._memory import Host
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.planner import balanced
 
-# Smaller than for the finders: here many updates are made, and what matters is that a window has to be cut.
+# Smaller than for the finders, because many updates are made; windows only have to be cut.
 SMALLER = {"resnet18": (140, 96), "mobilenet": (64, 48), "gpt": (50, 24), "encoder": (40, 16)}
 COMPARED = {
     "hand-same": "by hand, the same cut",
@@ -46,7 +45,7 @@ def workload_of(name):
 
 
 class Turns:
-    """Blocks of windows when the parent says so, seen from a loop that only tells when a window is done."""
+    """Runs blocks of windows on the parent's request, for a loop that only reports completed windows."""
 
     def __init__(self, connection, before, block, rounds):
         self._connection, self._left, self._block = connection, before, block
@@ -54,7 +53,7 @@ class Turns:
         self._began_s = None
 
     def window_done(self, said=None):
-        """Count a window; at the end of a block tell its seconds, and wait for the next one to be wanted."""
+        """Count a window; at the end of a block send its seconds, and wait for the next request."""
         self._left -= 1
         if self._left:
             return
@@ -110,7 +109,7 @@ def by_fit(workload, model, optimizer, window, turns):
 
 
 def by_hand(workload, model, optimizer, window, cut, turns):
-    """The loop that people write, its mean set right for micro-batches that differ."""
+    """The usual hand-written loop, with its mean corrected for micro-batches of different sizes."""
     inputs, targets = window
     for _ in range(turns.total):
         update_by_hand(workload, model, optimizer, inputs, targets, cut)
@@ -129,7 +128,7 @@ def update_by_hand(workload, model, optimizer, inputs, targets, cut):
 
 
 class MicroBatches(torch.utils.data.Dataset):
-    """The window's micro-batches over and over."""
+    """The window's micro-batches, repeated."""
 
     def __init__(self, window, cut, windows):
         self._parts = list(zip(*(part.split(cut) for part in window), strict=True))
@@ -222,7 +221,7 @@ def sweep(_connection, name, cuts, rounds):
 
 
 def cuts_of(target, largest):
-    """Balanced cuts from the fewest micro-batches on, each about 1.5 times as many."""
+    """Return balanced cuts from the fewest micro-batches on, each with about 1.5 times as many."""
     found, parts = [], -(-target // largest)
     while parts <= target and len(found) < MOST_CUTS:
         cut = balanced(target, -(-target // parts))
@@ -269,7 +268,7 @@ def measure(name, *, settle, block, rounds, say):  # noqa: C901 - one conversati
         for how in COMPARED:
             hear(how)
         for turn in range(rounds):
-            # Everyone is before and behind everyone else in turn.
+            # Each comes before and after each other one in turn.
             order = [how for how in children if how not in gone]
             order = order[turn % len(order) :] + order[: turn % len(order)]
             for how in order if turn % 2 else order[::-1]:

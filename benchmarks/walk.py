@@ -2,10 +2,9 @@
 
     python benchmarks/walk.py [--list]
 
-The update is of 3 micro-batches of a small network on the CPU, by `Runner.step` and within `fit`, after the windows in
-which sizes and losses are looked at. A change of module is a call whose nearest caller in the package stands in another
-module. Of several updates in a row the shortest walk counts: from time to time a longer one looks at the device's
-memory. No time is measured.
+The update has 3 micro-batches of a small network on the CPU, in `Runner.step` and in `fit`, after the windows in which
+sizes and losses are checked. A change of module is a call whose nearest caller in the package is in another module. Of
+several successive updates the shortest walk counts, because some also read the device's memory. No time is measured.
 """
 
 import argparse
@@ -26,7 +25,7 @@ STEADY, FOLLOWED = 5, 5
 
 
 class Walk(NamedTuple):
-    """What one update walked through."""
+    """The counts of one update."""
 
     calls: int
     modules: int
@@ -36,18 +35,18 @@ class Walk(NamedTuple):
 
 
 class Walker:
-    """Follows the calls of the package's own functions while it is switched on."""
+    """Follows calls of the package's functions while started."""
 
     def __init__(self):
         self._stack, self._changes = [], 0
         self._modules, self._classes = Counter(), set()
 
     def start(self):
-        """Begin to follow."""
+        """Start following."""
         sys.setprofile(self._see)
 
     def stop(self):
-        """Return what was walked through since."""
+        """Stop, and return the counts since the start."""
         sys.setprofile(None)
         return Walk(sum(self._modules.values()), len(self._modules), len(self._classes), self._changes, self._modules)
 
@@ -133,7 +132,7 @@ def walk_of_fit(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="print the calls of each module too")
+    parser.add_argument("--list", action="store_true", help="also print the calls of each module")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         walks = {"Runner.step": walk_of_runner(), "within fit": walk_of_fit(folder)}

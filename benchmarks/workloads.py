@@ -1,4 +1,4 @@
-"""What the bench trains: small models of several kinds, sized for a step of well under a second on two cores."""
+"""The bench's models: small ones of several kinds, with steps of well under a second on two cores."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         self.classifies, self.recompute = classes is not None, recompute
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits by class, and by token where it is a language model."""
+        """Return logits by class, and for a language model by token."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
@@ -73,11 +73,11 @@ class Workload:
     """A model, its optimizer and its data, with the memory it is given.
 
     Attributes:
-        title: For tables.
-        limit_bytes: Beyond what the process holds when the search begins.
-        target: Samples an update is to be made from, and the largest size of interest to a finder that takes one.
+        title: The title in tables.
+        limit_bytes: The limit, in addition to the memory held when the search starts.
+        target: Samples per update, and the largest size of interest to finders that accept one.
         model: Makes the model.
-        batch: Makes inputs and targets of so many samples.
+        batch: Makes inputs and targets of a number of samples.
         optimizer: Makes the optimizer.
     """
 

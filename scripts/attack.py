@@ -1,4 +1,4 @@
-"""Attacks autoaccum: kills, damaged files, lack of memory at odd moments, full disks, bad input.
+"""Attacks autoaccum: kills, damaged files, out-of-memory errors at odd moments, full disks, bad input.
 
 Each module of scripts/attacks is one kind of attack; its function `attack(folder, seed, share)` returns rows.
 """
@@ -23,12 +23,12 @@ ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "checkpoints
 
 
 def main() -> int:
-    """Run the attacks that are asked for; return 1 where one broke a promise."""
+    """Run the chosen attacks; return 1 if one broke a promise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="ATTACK", help=f"any of {', '.join(ATTACKS)}; none: all of them")
-    parser.add_argument("--share", type=float, default=1.0, help="part of the tries to make (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
-    parser.add_argument("--page", type=Path, help="a page whose table is replaced, such as docs/attacks.md")
+    parser.add_argument("names", nargs="*", metavar="ATTACK", help=f"any of {', '.join(ATTACKS)} (default: all)")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the tries to make (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument("--page", type=Path, help="a page whose table to replace, such as docs/attacks.md")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in ATTACKS]:
         parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(ATTACKS)}")

@@ -1,7 +1,7 @@
 """Draws docs/window.svg: what happens to a batch of 100 whose third micro-batch runs out of memory.
 
     python scripts/draw_window.py            # write docs/window.svg
-    python scripts/draw_window.py --check    # exit with 1 where the file is not what would be written
+    python scripts/draw_window.py --check    # exit with 1 if the file is out of date
 
 The sizes are what `fit` does with `micro_batch=32, strategy="greedy"` when the third backward pass fails and 20 fit;
 tests/across/test_window_picture.py runs it.
@@ -31,10 +31,10 @@ FAILED = 2  # the third: its backward pass runs out of memory
 CUT_AGAIN = (20, 20, 20, 20, 20)
 
 WIDTH, HEIGHT = 880, 430
-LEFT, PX_PER_SAMPLE, GAP = 214, 6.4, 4  # where the bars begin, how wide a sample is, and what is between two bars
+LEFT, PX_PER_SAMPLE, GAP = 214, 6.4, 4  # start of the bars, width of a sample, gap between bars
 BAR = 40
 
-# Its own ground, so that it can be read on any page; the colours follow the reader's light or dark mode.
+# Its own background, to be readable on any page; the colours follow the reader's light or dark mode.
 STYLE = """
 svg { --ground: #ffffff; --edge: #d0d7de; --text: #1f2328; --quiet: #59636e; --on: #ffffff;
   --data: #57606a; --micro: #0a5cc2; --again: #1a7f37; --failed: #cf222e; --faint: #eef1f4; }
@@ -60,7 +60,7 @@ text { font: 15px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill
 
 @dataclass(frozen=True)
 class Bar:
-    """One rectangle of a row: so many samples, and what stands in it."""
+    """One rectangle of a row: its samples and its text."""
 
     samples: int
     text: str
@@ -126,7 +126,7 @@ def _down(top: int) -> list[str]:
 
 
 def _back(top: int) -> list[str]:
-    """Return the arrow from the micro-batch that failed back to the start of the window, and what it undoes."""
+    """Return the arrow from the failed micro-batch back to the start of the window, with what is undone."""
     x = LEFT + (sum(CUT[:FAILED]) + CUT[FAILED] / 2) * PX_PER_SAMPLE - GAP / 2
     start, level, end = top + BAR + 4, top + BAR + 24, top + BAR + 60
     first = LEFT + 24

@@ -1,9 +1,9 @@
-"""Lets every operator of a training step fail in turn, and counts what is not as if it had never happened.
+"""Makes every operator of a training step fail in turn, and counts differences from a run without failures.
 
-Cases from tests/fault_cases.py (models, precisions and optimizers, all pairs) are trained again and again, each time
-with another fault: memory that runs out at an operator, in any window, twice, in the retry, down to one sample; errors
-of the user's own; interrupts. Then memory runs out by itself, on simulated devices and on this host. What is left
-behind is held, bit for bit, against the same training in the same cuts without a fault.
+Cases from tests/fault_cases.py (models, precisions and optimizers, all pairs) are trained repeatedly, each time with
+another fault: memory runs out at an operator, in any window, twice, in the retry, down to one sample; the user's code
+raises; the user interrupts. Then memory really runs out, on simulated devices and on this host. The resulting state is
+compared, bit for bit, with the same training in the same cuts without a fault.
 
     python scripts/faults.py [--workers 2] [--sample 300] [--case "mlp; fp32"]
 
@@ -36,22 +36,22 @@ _CAPACITIES = 40
 
 
 def main() -> int:
-    """Sweep through the cases that were asked for; return the exit code."""
+    """Sweep the chosen cases; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
-    parser.add_argument("--sample", type=int, default=300, help="the most operators of a window that fail, a case")
+    parser.add_argument("--workers", type=int, default=2, help="processes, with one thread each")
+    parser.add_argument("--sample", type=int, default=300, help="the most operators per window to fail, for each case")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     options = parser.parse_args()
     started = time.perf_counter()
     faulty = [case for case in pairs() if options.case in str(case)]
     small = [case for case in allocating(WIDE) if options.case in str(case)]
     total = Tally()
-    # Started anew and not forked: a fork does not survive autograd's threads for a card.
+    # Spawned, because a fork does not survive autograd's threads for a card.
     context = multiprocessing.get_context("spawn")
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = _table()
     with (
-        # On a terminal the table grows; elsewhere it is printed in the end, and what is done meanwhile line by line.
+        # On a terminal the table grows; elsewhere progress is printed line by line, and the table at the end.
         Live(table, console=console, vertical_overflow="visible"),
         ProcessPoolExecutor(options.workers, mp_context=context, initializer=_begin) as processes,
     ):
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def _begin() -> None:
-    # A shell has what it runs in the background ignore interrupts, which are among the faults.
+    # Shells make background commands ignore interrupts, which are among the faults.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     warm_up()

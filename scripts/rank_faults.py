@@ -1,9 +1,9 @@
-"""Lets ranks run out of memory at operators drawn at random, hundreds of times, and compares with no failure at all.
+"""Makes ranks run out of memory at random operators, hundreds of times, and compares with a run without failures.
 
-Each schedule draws one or two ranks and one to three operators of their windows. What is compared: the parameters with
-those of the undisturbed training (float64, 1e-12, since cuts differ), bit for bit among the ranks, and that every
-sample was loaded once. An optimizer that fails in the middle of a later step ends the training of all, and is counted
-apart. A rank that waits for 30 seconds ends the run. tests/across/test_ranks_faults.py does a few of them.
+Each schedule draws one or two ranks and one to three operators of their windows. Parameters must equal those of the
+undisturbed training (float64, 1e-12, because cuts differ) and be identical between ranks, and every sample must be
+loaded once. An optimizer that fails in the middle of a later step ends training on all ranks, and is counted
+separately. A rank that waits for 30 seconds ends the run. tests/across/test_ranks_faults.py does a few of them.
 With --overlap gradients are sent during the last backward pass (tests/across/test_ranks_overlap.py).
 """
 
@@ -31,7 +31,7 @@ AT_ONCE = 10
 
 
 def main() -> int:
-    """Run them all; return 1 where anything differed."""
+    """Run all schedules; return 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=20, help="for each of the %(const)s cases", metavar="N")
     parser.add_argument("--overlap", action="store_true", help="fit(overlap=True)")
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def difference(outcomes: Sequence[Any], expected: Sequence[dict[str, Any]]) -> str:
-    """Return what is wrong with what the ranks have done; "" where nothing is."""
+    """Return how the ranks' results differ from the expected ones; "" if they do not."""
     for rank, one in enumerate(outcomes):
         if isinstance(one, str):
             return f"rank {rank} ended by {one}"

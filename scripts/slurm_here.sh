@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# One-node Slurm on this machine alone, to try and to test jobs with.
+# Runs a one-node Slurm on this machine, to try and to test jobs.
 #
-#   eval "$(scripts/slurm_here.sh start)"   starts it, and tells this shell where it is (SLURM_CONF)
-#   scripts/slurm_here.sh status            says whether it runs
+#   eval "$(scripts/slurm_here.sh start)"   starts it, and sets SLURM_CONF in this shell
+#   scripts/slurm_here.sh status            prints whether it is running
 #   scripts/slurm_here.sh stop              cancels its jobs and ends what `start` started, by process id
 #
-# Everything it needs is in a folder of its own (AUTOACCUM_SLURM, by default /var/tmp/autoaccum-slurm), also the key and
-# the socket of its munge: a Slurm that is already on the machine is not touched. It listens on loopback only by address,
-# not by firewall: for a machine that you have to yourself. `start` installs Debian's slurm-wlm and munge where they are
-# missing, which takes root; so does Slurm itself, which starts jobs as their users.
+# All its files are in one folder (AUTOACCUM_SLURM, by default /var/tmp/autoaccum-slurm), including the key and the socket
+# of its munge; an existing Slurm on the machine is not changed. It listens on loopback by address only, without a
+# firewall, so use it on a machine of your own. `start` installs Debian's slurm-wlm and munge if they are missing, which
+# requires root; so does Slurm itself, which starts jobs as their users.
 #
-# There are no cgroups, as in most containers: a job's memory is looked at once a second, and one that has more than it
-# asked for is killed whole.
+# There are no cgroups, as in most containers: a job's memory is checked once a second, and a job that exceeds its
+# request is killed.
 set -euo pipefail
 
 state="${AUTOACCUM_SLURM:-/var/tmp/autoaccum-slurm}"
 export SLURM_CONF="$state/slurm.conf"
 PATH="$PATH:/usr/sbin:/sbin"
-# A node takes so many tasks at once, whatever there is of cores, so that tests do not wait for each other.
+# Tasks a node runs at once, whatever its cores, so that tests do not wait for each other.
 cpus=16
 
 say() { echo "slurm_here: $*" >&2; }
@@ -75,7 +75,7 @@ SlurmdParameters=config_overrides
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1
 JobAcctGatherParams=OverMemoryKill
-# Quick, because whoever uses this waits for it.
+# Short intervals, because users of this script wait for it.
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 KillWait=5
 OverTimeLimit=0
@@ -86,7 +86,7 @@ PartitionName=here Nodes=ALL Default=YES DefaultTime=10 DefMemPerNode=2048 MaxTi
 CONF
 }
 
-# The process that a file names, if it is still the one that was started: a number may have been given to another.
+# The process named in a file, if it is still the one started; its id may have been reused.
 alive() {
     local file="$state/$1.pid" pid
     [ -s "$file" ] || return 1

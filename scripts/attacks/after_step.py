@@ -1,9 +1,8 @@
-"""Memory runs out after the optimizer has stepped, at every call of Python code and every operator, on one rank or two.
+"""Raises out-of-memory errors after the optimizer step, at every Python call and every operator, on one or two ranks.
 
-What counts as a loss: an update that was made twice or not at all, parameters that are not those of the undisturbed
-training (on two ranks: that differ), an error within the step that does not name the update, and a checkpoint from
-which training ends elsewhere. tests/after_step.py has the trainings; tests/across/test_after_the_update.py makes a few
-tries.
+A try is lost if an update is made twice or not at all, parameters differ from those of the undisturbed training (on two
+ranks: from each other), an error within the step does not name the update, or a checkpoint leads to another result.
+tests/after_step.py has the trainings; tests/across/test_after_the_update.py makes a few tries.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from attacks.row import Row
 import after_step
 from crew import Crew
 
-# The first window makes the optimizer's state, with a copy to go back to; the third is one like any other, between two
-# checkpoints; the second is followed by one, written while memory runs out.
+# The first window creates the optimizer's state, with a copy to restore; the third is ordinary, between checkpoints;
+# the second is followed by a checkpoint, written while memory runs out.
 _ALONE = ((1, 9, 1.0), (3, 2, 1.0), (2, 2, 0.05))
 _TOGETHER = ((3, 0.3), (1, 0.1))
 _POINTS = ("operator", "call")
 
 
 def attack(folder: Path, seed: int, share: float) -> list[Row]:
-    """Make the tries: all of them at a share of 1, but of those within the writing of a checkpoint a twentieth."""
+    """Make the tries: at a share of 1 all, but a twentieth of those during the writing of a checkpoint."""
     torch.set_num_threads(1)
     chance = random.Random(seed)  # noqa: S311
     return [_alone(folder / "alone", chance, share), _together(folder / "together", chance, share)]

@@ -1,6 +1,6 @@
-"""Bad input: what no argument can be, drawn for every public argument and every option of the command line.
+"""Draws invalid values for every public argument and every option of the command line.
 
-A try is lost where the answer is a raw error, does not name the argument, changes anything, or takes the value.
+A try is lost if the error is a raw one or does not name the argument, if anything changes, or if the value is accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_OPTIONS = 100
 
 
 def attack(folder: Path, seed: int, share: float) -> list[Row]:
-    """Draw bad input by `seed`, each try in a folder of its own."""
+    """Draw bad input with `seed`, each try in its own folder."""
     before = Path.cwd()
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):

@@ -1,7 +1,7 @@
-"""SIGKILL at random moments, again and again, until the run is through: it ends bit for bit where it would have ended.
+"""Sends SIGKILL at random moments until a run is complete, which must end bit for bit like an undisturbed one.
 
-One process by the tests' own script; two ranks of which one or both are killed, by this one. Every life of a rank is
-forked from a process that has imported all.
+The tests' script kills one process; this one kills one or both of two ranks. Every life of a rank is forked from a
+process that has imported everything.
 
     python _memory/kills.py FOLDER SEED KILLS
 """
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parents[2] / "tests"
 OF_ONE, OF_RANKS = 70, 30
 RANKS = 2
-# The run of two ranks, and after how many of its windows at most a life is ended.
+# The run of two ranks, and the most windows after which a life is ended.
 WINDOWS, MOST_WINDOWS = 24, 5
 LIMIT_S = 120.0
 
 
 def attack(folder: Path, seed: int, share: float) -> list[Row]:
-    """Kill runs until each is through.
+    """Kill runs until each is complete.
 
     Args:
         folder: Where they write.
-        seed: Of the moments at which they are killed.
-        share: Part of the kills to make.
+        seed: Seed of the moments at which they are killed.
+        share: Share of the kills to make.
     """
     kills = {name: max(1, round(number * share)) for name, number in (("one", OF_ONE), ("ranks", OF_RANKS))}
     for name in kills:
@@ -72,7 +72,7 @@ def _two_ranks(folder: Path, seed: int, kills: int) -> Row:
 
 
 def _failure_of(arguments: list[str]) -> str:
-    """Run a script of this or the tests' folder; return what went wrong, "" for nothing."""
+    """Run a script of this or the tests' folder; return its error, or ""."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), str(TESTS)])
     ran = subprocess.run(  # noqa: S603 - fixed
@@ -87,11 +87,11 @@ def _bytes_of_end(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-# --- two ranks, in a process of their own -----------------------------------------------------------------------------
+# --- two ranks, in their own process ----------------------------------------------------------------------------------
 
 
 def live(folder: Path, rank: int, meeting: Path) -> None:
-    """One life of a rank: to its end, where it leaves what it ended with."""
+    """Run one life of a rank; at the end of the run, write its result."""
     import torch  # noqa: PLC0415 - as above
 
     import autoaccum  # noqa: PLC0415 - not in the process that only starts this one
@@ -138,7 +138,7 @@ def live(folder: Path, rank: int, meeting: Path) -> None:
 
 
 def forked(function: Callable[[], None], said: Path) -> int:
-    """Run in a child process, which ends without this one's clean-up; return its id."""
+    """Run a function in a child process that skips this one's clean-up; return its id."""
     process = os.fork()
     if process == 0:
         code = 1
@@ -158,7 +158,7 @@ class Lives:
 
     Args:
         folder: Where it writes.
-        chance: For moments.
+        chance: Draws the moments.
     """
 
     def __init__(self, folder: Path, chance: random.Random) -> None:
@@ -169,18 +169,18 @@ class Lives:
 
     @property
     def is_through(self) -> bool:
-        """Whether both ranks have come to the end."""
+        """Whether both ranks have finished."""
         return all((self._folder / f"end-{rank}").exists() for rank in range(RANKS))
 
     def end(self) -> list[Any]:
-        """Return what each rank ended with."""
+        """Return the result of each rank."""
         return [json.loads((self._folder / f"end-{rank}").read_text()) for rank in range(RANKS)]
 
     def next(self, *, is_to_be_killed: bool) -> int:
-        """Live once; return how many ranks were killed.
+        """Run one life; return how many ranks were killed.
 
         Raises:
-            RuntimeError: A rank hangs, or has ended in a way that nobody asked for.
+            RuntimeError: A rank hangs, or ended unexpectedly.
         """
         self._lives += 1
         meeting = self._folder / f"meeting-{self._lives}"
@@ -200,7 +200,7 @@ class Lives:
                     os.kill(processes[rank], signal.SIGKILL)
         self._until(codes, processes, lambda: False)
         done = sum(codes[rank] == -signal.SIGKILL for rank in range(RANKS))
-        # One whose other rank was killed ends by itself, with an error that says so.
+        # If the other rank was killed, a rank ends by itself, with an error that says so.
         if any(code not in (0, -signal.SIGKILL) for code in codes.values()) and not done:
             raise RuntimeError(f"life {self._lives} ended with {codes}: {self._said()}")
         return done
@@ -230,15 +230,15 @@ class Lives:
 
 
 def main(folder: Path, seed: int, kills: int) -> None:
-    """Kill runs of two ranks, and leave what was found."""
+    """Kill runs of two ranks, and write the findings."""
     import torch  # noqa: PLC0415 - not in the process that only starts this one
 
     from long_runs import Run  # noqa: PLC0415 - as above
 
     torch.set_num_threads(1)
-    Run()  # brings the last of torch, which takes seconds; nothing is computed, or autograd would refuse to be forked
+    Run()  # imports the rest of torch, which takes seconds; computes nothing, or autograd could not be forked
     gc.collect()
-    gc.freeze()  # else what is imported is gone through, and so copied, in every life
+    gc.freeze()  # otherwise every life would traverse, and so copy, all imported objects
     chance = random.Random(seed)  # noqa: S311
     alone = Lives(folder / "undisturbed", chance)
     alone.next(is_to_be_killed=False)

@@ -1,7 +1,7 @@
 """Output that fails: a full disk, a pipe without a reader, a closed stream, a file that may not grow.
 
-Each try is a process of its own, forked from one that has imported torch. What it has trained is compared, to the last
-bit, with the same training whose output went well.
+Each try is a process forked from one that has imported torch. Its training is compared, bit for bit, with the same
+training with working output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def job():
     batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(6)]
     return autoaccum.Job(nn.Linear(3, 2), batches, 4, micro_batch=4, device="cpu", cache=False)
 """
-# What a command may end with: its training is done, or its result could not be written, which is an error of its own.
+# Exit codes of a command: training is complete, or its result could not be written, which is an error.
 DONE, UNWRITTEN = 0, 1
 
 
@@ -58,9 +58,9 @@ class _Try:
 
 
 def attack(folder: Path, seed: int, share: float) -> list[Row]:
-    """Train with output that fails in every way; see that all was trained."""
-    torch.set_num_threads(1)  # a child of fork has no threads of OpenMP
-    torch.optim.AdamW(nn.Linear(1, 1).parameters())  # which imports much, once instead of in every child
+    """Train with output that fails in every way; check that training is complete."""
+    torch.set_num_threads(1)  # a forked child has no OpenMP threads
+    torch.optim.AdamW(nn.Linear(1, 1).parameters())  # imports much, once instead of in every child
     (folder / "recipe.py").write_text(RECIPE)
     fits = [_Try(e, o, p, g, False) for e, o, p, g in itertools.product(WAYS, WAYS[:4], ("lines", "bar"), WAYS[:2])]
     commands = [_Try(e, o, "lines", g, True) for e, o, g in itertools.product(WAYS, WAYS, ("well", "full disk"))]
@@ -84,8 +84,8 @@ class _Trained:
 
 
 def _wrong(one: _Try, found: _Trained, expected: _Trained) -> str | None:
-    """Return what a try has lost; None where that is nothing."""
-    # No file of a process may grow, its stdout neither.
+    """Return what a try lost; None for nothing."""
+    # No file of the process may grow, including its stdout.
     is_unwritten = one.by_command and (one.stdout != "well" or one.stderr == "may not grow")
     code = UNWRITTEN if is_unwritten else DONE
     if found.code != code:
@@ -179,7 +179,7 @@ def _keep(model: nn.Module, kept: Path) -> None:
 
 
 def _redirect(number: int, way: str, folder: Path) -> None:
-    """Make a standard stream fail in a way, as whoever starts Python would."""
+    """Make a standard stream fail, as the parent of Python would."""
     name = "stderr" if number == 2 else "stdout"  # noqa: PLR2004 - stderr's
     if way == "closed":  # Python then has None
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What one attack found: a row of the table that `make attack` prints."""
+"""The result of one attack: a row of the table that `make attack` prints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Row:
     """The outcome of one kind of attack.
 
     Attributes:
-        attack: What was done, as the table shows it: "SIGKILL of one process".
-        tries: How often.
-        losses: One line for each try that broke a promise; empty where all held.
-        note: What else the figures need to be understood.
+        attack: Its name in the table, such as "SIGKILL of one process".
+        tries: The number of tries.
+        losses: One line for each try that broke a promise.
+        note: Further facts that explain the numbers.
     """
 
     attack: str

@@ -1,7 +1,7 @@
-"""The same command started twice on one checkpoint folder: one run comes of it, and the other process says why not it.
+"""Starts the same command twice on one checkpoint folder: one must complete the run, and the other say why it did not.
 
-Each process is forked from one that has imported all, and is the command line's own `autoaccum fit`. The lease is one
-second long here, so that a suspended owner does not have to be waited for; a contender gives up after three.
+Each process is forked from one that has imported everything, and runs `autoaccum fit`. The lease is one second here, so
+that a suspended owner need not be waited for long; a contender gives up after three.
 
     python two_processes.py FOLDER SEED PAIRS
 """
@@ -33,7 +33,7 @@ LIMIT_S = 120.0
 # Windows of a run: some tenths of a second, and longer than a contender waits.
 SHORT, LONG = 12, 90
 IN_USE = 8
-# By a contender that gives way, and by an owner that is woken after the one that took over has ended.
+# From a contender that gives way, and from an owner that wakes after its successor has ended.
 WHY = ("is in use by process", "another process has taken the folder over and has ended since")
 NEVER_SAID = ("Traceback", "FileNotFoundError", "make room")
 
@@ -73,14 +73,14 @@ def job():
 
 
 def attack(folder: Path, seed: int, share: float) -> list[Row]:
-    """Start pairs of processes, and see what came of each.
+    """Start pairs of processes, and check the outcome of each.
 
     Args:
         folder: Where they write.
-        seed: Of the moments at which they are started, suspended and killed.
-        share: Part of the pairs to try.
+        seed: Seed of the moments at which they are started, suspended and killed.
+        share: Share of the pairs to try.
     """
-    # Computing with autograd forbids a fork, so this is a process of its own.
+    # A separate process, because it cannot be forked after autograd has computed.
     pairs = max(1, round(PAIRS * share))
     environment = {**os.environ, "AUTOACCUM_LEASE_S": str(LEASE_S), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent / "tests")])
@@ -93,19 +93,19 @@ def attack(folder: Path, seed: int, share: float) -> list[Row]:
 
 @dataclass
 class Process:
-    """One `autoaccum fit`, and what it says."""
+    """One `autoaccum fit` and its output."""
 
     pid: int
     stderr: Path
     code: int | None = None
 
     def send(self, number: int) -> None:
-        """Send it a signal, where it is still there."""
+        """Send it a signal, if it still exists."""
         if not self.has_ended():
             os.kill(self.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; from then on its exit code is known."""
+        """Whether it has ended, so that its exit code is known."""
         if self.code is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
@@ -118,8 +118,8 @@ class Pair:
 
     Args:
         folder: Where they write.
-        windows: Of the run.
-        chance: For moments.
+        windows: The length of the run.
+        chance: Draws the moments.
     """
 
     def __init__(self, folder: Path, windows: int, chance: random.Random) -> None:
@@ -159,7 +159,7 @@ class Pair:
         return _wait(lambda: all(process.has_ended() for process in self.processes))
 
     def result(self) -> Any:
-        """Return what the newest checkpoint holds, as something that is equal only where every bit is."""
+        """Return the newest checkpoint's content, in a form that is equal only if every bit is."""
         import torch  # noqa: PLC0415 - not in the process that only starts this one
 
         from long_runs import bits  # noqa: PLC0415 - as above
@@ -172,7 +172,7 @@ class Pair:
 
 
 def _become(arguments: list[str], stderr: Path) -> None:
-    """Be `autoaccum` with these arguments, in a process that was just forked; never returns."""
+    """Run `autoaccum` with these arguments in a newly forked process; never returns."""
     from autoaccum._cli.app import main  # noqa: PLC0415 - not in the process that only starts this one
 
     code = 1
@@ -216,7 +216,7 @@ def apart(pair: Pair) -> None:
 
 
 def suspended(pair: Pair) -> None:
-    """The first is suspended at work, and wakes while the second waits, trains, or is done."""
+    """The first is suspended while training, and wakes while the second waits, trains, or has finished."""
     owner = pair.start()
     pair.until_held(owner)
     pair.pause(1.5)
@@ -244,7 +244,7 @@ KINDS = {
 
 
 def losses_of(pair: Pair, expected: Any) -> list[str]:
-    """Return what is wrong with how a pair has ended."""
+    """Return what is wrong with the outcome of a pair."""
     codes = [process.code for process in pair.processes]
     said = [process.stderr.read_text() for process in pair.processes]
     found = []
@@ -267,9 +267,9 @@ def main(folder: Path, seed: int, pairs: int) -> None:
     import autoaccum._cli.app  # noqa: F401, PLC0415 - before the first fork
     from long_runs import Run  # noqa: PLC0415 - as above
 
-    Run()  # brings the last of torch, which takes seconds; nothing is computed, or autograd would refuse to be forked
+    Run()  # imports the rest of torch, which takes seconds; computes nothing, or autograd could not be forked
     gc.collect()
-    gc.freeze()  # else what is imported is gone through, and so copied, in every process
+    gc.freeze()  # otherwise every process would traverse, and so copy, all imported objects
     chance = random.Random(seed)  # noqa: S311
     expected = {}
     for windows in (SHORT, LONG):

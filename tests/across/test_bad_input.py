@@ -463,7 +463,7 @@ RECIPES = {
     "raising": ("def job(): raise KeyError('data')", InvalidInputError, r"job\(\).* raised KeyError: 'data'; correct"),
     "raising when imported": ("raise OSError('no disk')", InvalidInputError, "raised OSError: no disk"),
     "no Python": ("def job(:", InvalidInputError, "SyntaxError"),
-    "no Job": ("def job(): return 3", InvalidInputError, r"returned int; let it return autoaccum\.Job"),
+    "no Job": ("def job(): return 3", InvalidInputError, r"returned int; return autoaccum\.Job"),
     "arguments": ("def job(rate): pass", InvalidInputError, r"needs arguments \(rate\).*give them defaults"),
 }
 

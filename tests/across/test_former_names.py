@@ -81,4 +81,4 @@ def test_batch_script_that_names_a_module_gets_the_same_answer(tmp_path, module)
 
     assert ran.returncode == 0, ran.stderr
     assert folder.max_micro_batch == 32
-    assert "started again in micro-batches of at most 32" in ran.stderr
+    assert "restarted in micro-batches of at most 32" in ran.stderr

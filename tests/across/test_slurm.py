@@ -153,7 +153,7 @@ def test_partition_that_is_not_there_is_refused_in_slurms_own_words(tmp_path):
     ran = command("slurm", tmp_path / "recipe.py", "--folder", tmp_path / "jobs", "--partition", "nowhere")
 
     assert ran.exit_code == 3
-    assert "Slurm refuses the job: " in ran.stderr
+    assert "Slurm rejected the job: " in ran.stderr
     assert "Invalid partition name specified" in ran.stderr
     assert list((tmp_path / "jobs").iterdir()) == []
 

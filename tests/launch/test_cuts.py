@@ -43,7 +43,7 @@ def test_a_prime_has_only_one_sample_left_and_a_better_target_is_named():
     cut = smaller(cut_within(97, 1), 97)
 
     assert cut == Cut(97, 1, 97, 1)
-    assert "--target-batch 96 would be cut better" in remark(cut, 49)
+    assert "--target-batch 96 has a better cut" in remark(cut, 49)
 
 
 def test_a_good_choice_needs_no_remark():
@@ -61,4 +61,4 @@ def test_a_target_below_the_ranks_is_refused():
 
 
 def test_a_cut_of_single_samples_is_told_as_such():
-    assert str(Cut(4, 1, 4, 1)) == "target batch 4: micro-batches of 1 sample, 4 an update"
+    assert str(Cut(4, 1, 4, 1)) == "target batch 4: micro-batches of 1 sample, 4 per update"

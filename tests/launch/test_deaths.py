@@ -119,7 +119,7 @@ def test_a_kill_without_one_is_not_and_says_what_was_looked_at(ended, counters):
     diagnosis = diagnose(ended, kills_before=counters, kills_after=counters)
 
     assert diagnosis.kind == "other"
-    assert ("looked at: memory.events" if counters else "there is none here") in diagnosis.evidence
+    assert ("checked: memory.events" if counters else "there is none here") in diagnosis.evidence
 
 
 def test_a_counter_that_rose_beside_another_failure_says_nothing():

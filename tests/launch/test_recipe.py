@@ -167,7 +167,7 @@ def test_a_function_that_needs_arguments_is_refused_with_their_names(recipe):
 
 
 def test_a_function_that_returns_something_else_is_refused_with_its_type(recipe):
-    with pytest.raises(InvalidInputError, match=r"returned dict; let it return autoaccum\.Job"):
+    with pytest.raises(InvalidInputError, match=r"returned dict; return autoaccum\.Job"):
         load_recipe(recipe("def job(): return {}"))
 
 

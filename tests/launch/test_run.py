@@ -120,7 +120,7 @@ def test_a_command_that_runs_out_is_started_again_with_the_same_target(tmp_path)
         "40 30 3 --json={'n': 120} 40 2",
         "30 30 4 --json={'n': 120} 30 3",
     ]
-    assert sum("starting again" in line for line in wrapper.told) == 3
+    assert sum("; restarting, retry" in line for line in wrapper.told) == 3
 
 
 def test_the_next_job_begins_with_the_cut_that_worked(tmp_path):
@@ -132,7 +132,7 @@ def test_the_next_job_begins_with_the_cut_that_worked(tmp_path):
     without, _ = run(tmp_path, command, target_batch=120, cache=False)
 
     assert [lines_of(wrapper)[0].split()[0] for wrapper in (again, another, without)] == ["30", "60", "120"]
-    assert "autoaccum: micro-batches of 30 have worked before" in again.told
+    assert "autoaccum: micro-batches of 30 worked before" in again.told
 
 
 def test_what_no_longer_works_is_remembered_smaller(tmp_path):
@@ -175,7 +175,7 @@ def test_a_target_with_a_poor_choice_of_sizes_is_remarked_upon_once(tmp_path):
 
     assert code == 0
     assert [line.split()[0] for line in lines_of(wrapper)] == ["97", "1"]
-    assert sum("--target-batch 96 would be cut better" in line for line in wrapper.told) == 1
+    assert sum("--target-batch 96 has a better cut" in line for line in wrapper.told) == 1
 
 
 def test_used_up_retries_end_with_4_and_a_line_that_says_so(tmp_path):
@@ -191,8 +191,8 @@ def test_command_that_names_no_placeholder_is_remarked_upon_once_when_memory_ran
     named, _ = run(tmp_path, python(SCRIPT, "{micro_batch}", 0), target_batch=64, retries=2)
 
     assert code == 4
-    assert sum("names no placeholder" in line for line in wrapper.told) == 1
-    assert not any("names no placeholder" in line for line in named.told)
+    assert sum("has no placeholder" in line for line in wrapper.told) == 1
+    assert not any("has no placeholder" in line for line in named.told)
 
 
 def test_one_sample_that_does_not_fit_ends_with_4(tmp_path):
@@ -209,7 +209,7 @@ def test_any_other_failure_is_passed_on_at_once_with_its_message(tmp_path):
 
     assert code == 3
     assert "no such data" in wrapper.err.read_text()
-    assert wrapper.told == ["autoaccum: target batch 8: micro-batches of 8 samples, 1 an update"]
+    assert wrapper.told == ["autoaccum: target batch 8: micro-batches of 8 samples, 1 per update"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_lack_of_memory_that_the_command_logged_and_survived_does_not_start_it_a
     wrapper, ended = run(tmp_path, python(source), target_batch=8)
 
     assert ended == code
-    assert not any("starting again" in line for line in wrapper.told)
+    assert not any("; restarting, retry" in line for line in wrapper.told)
 
 
 def test_the_first_size_can_be_given_and_is_rounded_down_to_a_divisor(tmp_path):
@@ -262,7 +262,7 @@ def test_without_a_target_and_a_size_it_says_so_and_passes_the_failure_on(tmp_pa
     wrapper, code = run(tmp_path, python(FATAL + "sys.exit(75)"))
 
     assert code == 75
-    assert "it is not known how many samples the command has at once" in wrapper.told[-1]
+    assert "the command's micro-batch is unknown" in wrapper.told[-1]
 
 
 def test_exit_code_75_asks_for_a_smaller_cut(tmp_path):
@@ -278,7 +278,7 @@ def test_a_sigkill_without_evidence_is_not_lack_of_memory(tmp_path):
     wrapper, code = run(tmp_path, python("import os; os.kill(os.getpid(), 9)"), target_batch=8)
 
     assert code == 128 + signal.SIGKILL
-    assert "no count of kills for lack of memory rose (looked at: /" in wrapper.told[-1]
+    assert "no count of out-of-memory kills rose (checked: /" in wrapper.told[-1]
 
 
 def test_a_kill_by_the_kernel_is_recognised_by_its_counter(tmp_path):
@@ -333,8 +333,8 @@ def test_torchrun_inside_is_understood_and_a_rank_that_runs_out_is_recognised(tm
 
     assert code == 0
     assert lines_of(wrapper) == ["samples 8", "samples 8"]
-    assert "target batch 16: micro-batches of 8 samples, 1 an update on each of 2 ranks" in wrapper.told[0]
-    assert "target batch 16: micro-batches of 4 samples, 2 an update on each of 2 ranks" in wrapper.told[-1]
+    assert "target batch 16: micro-batches of 8 samples, 1 per update on each of 2 ranks" in wrapper.told[0]
+    assert "target batch 16: micro-batches of 4 samples, 2 per update on each of 2 ranks" in wrapper.told[-1]
 
 
 def test_arguments_in_the_style_of_transformers_are_filled(tmp_path):
@@ -372,7 +372,7 @@ def test_a_script_that_uses_fit_goes_on_from_its_checkpoint_and_ends_where_the_u
     ("command", "options", "told"),
     [
         ([], {}, "no command to run"),
-        (["python", "{accum_steps}"], {}, "placeholder {accum_steps}, and there is no target batch"),
+        (["python", "{accum_steps}"], {}, "placeholder {accum_steps}, but no target batch is known"),
         (["python", "{micro_batch}"], {}, "placeholder {micro_batch}"),
         (["python"], {"target_batch": 0}, "target_batch must be at least 1"),
         (["python"], {"world_size": 0}, "world_size must be at least 1"),

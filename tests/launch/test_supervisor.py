@@ -143,7 +143,7 @@ def test_a_command_that_was_asked_to_end_is_not_started_again(tmp_path):
     (tmp_path / "go").touch()
 
     assert wrapper.wait() == 1
-    assert not any("starting again" in line for line in wrapper.told)
+    assert not any("; restarting, retry" in line for line in wrapper.told)
 
 
 def test_a_command_that_ends_in_order_when_asked_to_is_not_taken_for_a_cut_that_works(tmp_path):

@@ -35,7 +35,7 @@ def test_ranks_are_understood_from_the_launcher_or_the_environment(command, envi
     ],
 )
 def test_what_leaves_the_number_open_is_asked_for(command, told):
-    with pytest.raises(InvalidInputError, match=rf"{told} leaves open .* --world-size"):
+    with pytest.raises(InvalidInputError, match=rf"{told} does not fix .* --world-size"):
         world_size_of(command.split(), {})
 
 

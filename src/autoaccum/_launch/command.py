@@ -1,6 +1,6 @@
-"""The command that is started: the user's, with its placeholders filled, and the environment variables beside it.
+"""Fills the placeholders in the user's command, and makes its environment variables.
 
-Arguments stay a list from end to end; no shell sees them. Every other brace, such as those of JSON, is the command's.
+Arguments are always a list; there is no shell. Other braces, such as those of JSON, are left as they are.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def placeholders(command: Sequence[str]) -> frozenset[str]:
 
 
 def filled(command: Sequence[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return the command with numbers in place of its placeholders, each by its name."""
+    """Return the command with its placeholders replaced by numbers."""
     return [_PLACEHOLDER.sub(lambda found: str(numbers[found[1]]), argument) for argument in command]
 
 
 def variables(cut: Cut | None, cap: int | None, *, attempt: int, reason_file: Path) -> dict[str, str]:
-    """Return the environment variables that a command gets besides those of this process.
+    """Return the environment variables that a command gets in addition to this process's.
 
     Args:
-        cut: Its cut; None where no target batch is known.
-        cap: The most samples at once on one device; None for no bound.
+        cut: Its cut; None if no target batch is known.
+        cap: The largest micro-batch on one device; None for no limit.
         attempt: The number of the attempt, from 0.
-        reason_file: Where the command may leave why it ended.
+        reason_file: Where the command may write why it ended.
     """
     given = {environment.ATTEMPT: str(attempt), environment.REASON_FILE: str(reason_file)}
     if cap is not None:
@@ -48,5 +48,5 @@ def variables(cut: Cut | None, cap: int | None, *, attempt: int, reason_file: Pa
 
 
 def numbers_of(cut: Cut) -> dict[str, int]:
-    """Return the numbers of a cut by the names of the placeholders."""
+    """Return the numbers of a cut, by placeholder name."""
     return asdict(cut)

@@ -1,8 +1,8 @@
-"""Diagnoses whether a command ended for lack of memory, with the evidence. The caller reads files and counters.
+"""Diagnoses whether a command ended for lack of memory, with evidence. The caller reads files and counters.
 
-Evidence counts in the order of its worth: what the command itself left in the reason file; an exit code that means
-nothing else; the exception that ended it (`last_words.py`), by the table of `_oom.py`; and for a process that was
-killed the kernel's own counters. A SIGKILL alone is no evidence: somebody may have sent it.
+Evidence is used in this order: the command's reason file; an exit code that means nothing else; the exception that
+ended it (`last_words.py`), by the table of `_oom.py`; and for a killed process the kernel's counters. A SIGKILL alone
+is not evidence, because anybody may have sent it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Ended:
     """How a process ended.
 
     Attributes:
-        exit_code: Its exit code; None where a signal ended it.
-        signal: The signal that ended it; None where it exited.
-        tail: The end of what it wrote to stderr.
-        refusal: Why it could not be started at all; empty where it was.
+        exit_code: Its exit code; None if a signal ended it.
+        signal: The signal that ended it; None if it exited.
+        tail: The end of its stderr.
+        refusal: Why it could not be started; empty if it was.
     """
 
     exit_code: int | None
@@ -46,7 +46,7 @@ class Ended:
 
     @property
     def code(self) -> int:
-        """The exit code as a shell would tell it."""
+        """The exit code as a shell reports it."""
         if self.signal is not None:
             return SIGNAL_BASE + self.signal
         assert self.exit_code is not None
@@ -60,12 +60,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What an end was.
+    """The diagnosis of an end.
 
     Attributes:
         kind: Its kind.
-        evidence: What shows it, for a person.
-        micro_batch: The samples with which memory ran out, where the command says so.
+        evidence: The evidence, as text.
+        micro_batch: The micro-batch that ran out of memory, if the command reports it.
     """
 
     kind: Literal["done", "out_of_memory", "other"]
@@ -84,9 +84,9 @@ def diagnose(
 
     Args:
         ended: How the command ended.
-        reason: What it left in its reason file.
-        kills_before: The kernel's counters of kills for lack of memory before it started.
-        kills_after: The same counters when it had ended.
+        reason: The content of its reason file.
+        kills_before: The kernel's counters of out-of-memory kills before it started.
+        kills_after: The same counters after it ended.
     """
     if ended.code == 0:
         return Diagnosis("done", "exit code 0")
@@ -96,14 +96,14 @@ def diagnose(
 
 
 def _by_words(ended: Ended, reason: Reason | None) -> Diagnosis | None:
-    """Judge by what the command or Slurm wrote; None where that says nothing of memory."""
+    """Judge by what the command or Slurm wrote; None if that does not mention memory."""
     if reason is not None:
         where = "" if reason.rank is None else f"rank {reason.rank}: "
         if reason.reason == OUT_OF_MEMORY:
             return Diagnosis("out_of_memory", f"its reason file: {where}{_short(reason.message)}", reason.micro_batch)
         return Diagnosis("other", f"its reason file: {where}{_short(f'{reason.reason}: {reason.message}')}")
     if ended.exit_code == StartAgainError.exit_code:
-        return Diagnosis("out_of_memory", "exit code 75, which asks for a start with a smaller cut")
+        return Diagnosis("out_of_memory", "exit code 75, which requests a restart with a smaller cut")
     said = memory_words(ended.tail, ended.code)
     if said is not None:
         return Diagnosis("out_of_memory", f"on stderr: {_short(said)}")
@@ -120,9 +120,9 @@ def _by_kill(ended: Ended, before: Mapping[str, int], after: Mapping[str, int]) 
     counters = risen(before, after)
     if counters:
         rises = ", ".join(f"{name} by {count}" for name, count in counters.items())
-        return Diagnosis("out_of_memory", f"{by}, and the kernel's count of kills for lack of memory rose: {rises}")
+        return Diagnosis("out_of_memory", f"{by}, and the kernel's count of out-of-memory kills rose: {rises}")
     looked_at = ", ".join(after) or "there is none here"
-    return Diagnosis("other", f"{by}, but no count of kills for lack of memory rose (looked at: {looked_at})")
+    return Diagnosis("other", f"{by}, but no count of out-of-memory kills rose (checked: {looked_at})")
 
 
 def _short(text: str) -> str:

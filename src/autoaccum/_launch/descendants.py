@@ -1,7 +1,7 @@
-"""Finds, signals and reaps the processes below this one, and no others. For Linux.
+"""Finds, signals and reaps the descendants of this process, and no others. Linux only.
 
-This process adopts orphans (PR_SET_CHILD_SUBREAPER), so that a daemon, which has left its group and session and
-outlived its parent, stays a descendant.
+This process adopts orphans (PR_SET_CHILD_SUBREAPER), so that a daemon that has left its group and session and outlived
+its parent stays a descendant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 class Descendants:
-    """The processes started below this one within a block; earlier ones are left alone."""
+    """The descendants started within a block; earlier ones are left alone."""
 
     def __init__(self) -> None:
         self._before: set[psutil.Process] = set()
@@ -38,12 +38,12 @@ class Descendants:
         _set_subreaper(self._was_subreaper)
 
     def spare(self, pid: int) -> None:
-        """Count a child among the earlier ones."""
+        """Treat a child as started earlier."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._before.add(psutil.Process(pid))
 
     def reap_orphans(self, command: int | None = None) -> None:
-        """Reap adopted processes that have ended, but not the command, whose status somebody else reads."""
+        """Reap adopted processes that have ended, except the command, whose status the caller reads."""
         spared = {process.pid for process in self._before} | {command}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -52,7 +52,7 @@ class Descendants:
                 os.waitpid(ended.si_pid, os.WNOHANG)
 
     def alive(self) -> list[psutil.Process]:
-        """Return those that run, or are stopped."""
+        """Return those that are running or stopped."""
         found = []
         for process in psutil.Process().children(recursive=True):
             if process in self._before:
@@ -64,22 +64,22 @@ class Descendants:
 
 
 def send(processes: Sequence[psutil.Process], number: int) -> None:
-    """Send a signal to processes, except those that are gone or belong to somebody else by now."""
+    """Send a signal to processes, except those that are gone or now belong to another user."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
 
 
 def send_to_group(group: int, number: int) -> None:
-    """Send a signal to a process group, unless it is gone."""
+    """Send a signal to a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
         if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            os.killpg(group, signal.SIGCONT)  # a stopped process does not see a signal
+            os.killpg(group, signal.SIGCONT)  # a stopped process does not handle signals
 
 
 def _set_subreaper(value: int) -> int:
-    """Set whether this process adopts orphans; return the former value."""
+    """Set whether this process adopts orphans; return the previous value."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)

@@ -1,14 +1,14 @@
-"""A call of `fit` that is not made yet: its arguments, under the names that `fit` gives them.
+"""A deferred call of `fit`: its arguments, under `fit`'s names.
 
-`fit`'s signature and docstring are the one definition of what a training can be asked. A job's fields, their order,
-defaults and texts are read from there when this module is imported, and so are the options of the command line
-(`_cli/options.py`). Two things differ: `model` may be a function that makes the model, and `progress`, which says how a
-training is watched, is no part of a job.
+`fit`'s signature and docstring are the only definition of its arguments. A job's fields, their order, defaults and
+texts are read from there when this module is imported, and so are the options of the command line (`_cli/options.py`).
+There are two differences: `model` may be a function that makes the model, and a job has no `progress`, which only
+concerns display.
 
-A type checker cannot follow that. A ParamSpec gives it the types of `fit`'s arguments instead: it checks calls of
-`Job(...)`, with `model` by position and the rest as for `fit`, and takes every attribute for `Any`. It also accepts
-`progress`, which is refused at run time. There a job is an ordinary frozen dataclass: it can be pickled, shown and
-copied by `dataclasses.replace`, and all fields may be given by position.
+Type checkers cannot follow that, so a ParamSpec gives them the types of `fit`'s arguments: they check calls of
+`Job(...)`, with `model` by position and the rest as for `fit`, and treat every attribute as `Any`. They also accept
+`progress`, which raises at run time. At run time a job is an ordinary frozen dataclass: it can be pickled, printed and
+copied with `dataclasses.replace`, and all fields may be passed by position.
 
 A job is not checked when it is made; `fit` checks its arguments.
 """
@@ -39,20 +39,20 @@ NOT_OF_A_JOB = ("progress",)
 
 
 def texts_of_arguments(function: Callable[..., Any]) -> dict[str, str]:
-    """Return what a docstring in Google's style says of each argument; nothing where Python has stripped it (-OO)."""
+    """Return the text of each argument in a Google-style docstring; empty if Python has stripped it (-OO)."""
     section = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
 
 def shared_arguments(job: Job, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return those of a job's arguments that another function takes under the same names."""
+    """Return the arguments of a job that another function takes under the same names."""
     names = inspect.signature(function).parameters
     return {field.name: getattr(job, field.name) for field in fields(job) if field.name in names}
 
 
 def _with_the_arguments_of(function: Callable[..., Any]) -> Callable[[type[_T]], type[_T]]:
-    """Make a class a frozen dataclass whose fields are a function's parameters."""
+    """Make a class a frozen dataclass with a function's parameters as fields."""
     parameters = {one.name: one for one in inspect.signature(function).parameters.values()}
     for name in NOT_OF_A_JOB:
         del parameters[name]
@@ -85,7 +85,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
     if name in NOT_OF_A_JOB:
         return f"pass {name} to fit itself"
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else "it has those of autoaccum.fit"
+    return f"did you mean {near[0]!r}?" if near else "its arguments are those of autoaccum.fit"
 
 
 def _typed_like(
@@ -96,11 +96,11 @@ def _typed_like(
 
 @_with_the_arguments_of(fit)
 class Job:
-    """The arguments of `autoaccum.fit`, as a recipe's function returns them.
+    """The arguments of `autoaccum.fit`, returned by a recipe's function.
 
-    All are given as to `fit`, but for `progress`, which a job does not have. `model` may also be a function without
-    arguments that makes the model; it is called when the model is needed, and where (such as on the meta device). With
-    such a function, `optimizer` is a function too.
+    All are as for `fit`, except that a job has no `progress`. `model` may also be a function without arguments that
+    makes the model; it is called when and where the model is needed (such as on the meta device). With such a function,
+    `optimizer` must be a function too.
     """
 
     if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Job:
         def __getattr__(self, name: str) -> Any: ...
 
     def fit_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for `fit`, the model made.
+        """Return the keyword arguments for `fit`, with the model made.
 
         Raises:
             InvalidInputError: `model` is neither a module nor a function that returns one.

@@ -1,10 +1,10 @@
-"""Decides whether lack of memory ended the command that wrote a log, by the command's exit status.
+"""Decides whether lack of memory ended the command that wrote a log, using its exit status.
 
 An uncaught exception is the last traceback of its process, which then exits with code 1. Output without a traceback may
-follow: functions at exit, other threads, other ranks. An exception that a function caught and logged counts too, since
-programs then exit with 1 themselves, but only near the end of the log. An uncaught exception in C++ ends in SIGABRT
-(134). With any other status the process survived the lack of memory in its log, and something else ended it. Below a
-launcher the statuses of the processes count, as the launcher reports them.
+follow: functions at exit, other threads, other ranks. An exception that a function caught and logged also counts,
+because programs then exit with 1 themselves, but only near the end of the log. An uncaught exception in C++ ends in
+SIGABRT (134). With any other status the process survived the lack of memory in its log, and something else ended it.
+Under a launcher, the statuses it reports for the processes count.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from autoaccum._launch.tracebacks import Ending, Raised
 
-# Trackers of experiments write so many lines at exit, for some hundred metrics.
+# Experiment trackers write this many lines at exit, for some hundred metrics.
 _NEAR_THE_END = 300
 _BY_TYPE = ("MemoryError", "OutOfMemoryError", "_ArrayMemoryError")
-# Errors of ranks that have lost another one.
+# Errors of ranks that have lost another rank.
 _PEER_IS_GONE = re.compile(
     r"Connection (?:closed|reset) by peer|communicator was aborted|remote process exited|RankFailedError"
     r"|Dist(?:Backend|Network|Store)Error"
@@ -44,11 +44,11 @@ _WORKER_KILLED = Sign(r"is killed by signal: Killed", "DataLoader", "the Runtime
 
 
 def memory_words(text: str, code: int) -> str | None:
-    """Return the line of a command's stderr that shows that lack of memory ended it; None where none does.
+    """Return the line of a command's stderr that shows that lack of memory ended it; None if none does.
 
     Args:
         text: The end of stderr.
-        code: The exit code, as a shell gives it.
+        code: The exit code, as a shell reports it.
     """
     line = slurm_words(text, code)
     if line is not None:
@@ -61,7 +61,7 @@ def memory_words(text: str, code: int) -> str | None:
 
 
 def killed_by(text: str, code: int) -> str | None:
-    """Return who reports that SIGKILL ended a process of the command; None where nobody does. As `memory_words`."""
+    """Return what reports that SIGKILL ended a process of the command, or None; arguments as for `memory_words`."""
     end = _End(text, code)
     for one in end.failed if end.is_launched else ():
         if one.code == KILLED:
@@ -71,10 +71,10 @@ def killed_by(text: str, code: int) -> str | None:
 
 
 def slurm_words(text: str, code: int) -> str | None:
-    """Return Slurm's line about a process that was killed for its memory, where that ended the step.
+    """Return Slurm's line about a process killed for its memory, if that ended the step.
 
-    At the end of a step Slurm reports each kill, also one that the step survived, such as of a loader's worker. So the
-    line counts only with an exit code that such a kill leaves, and without an error of another kind.
+    At the end of a step Slurm reports every kill, even one that the step survived, such as of a loader's worker. So the
+    line counts only with an exit code that such a kill causes, and without an error of another kind.
 
     Args:
         text: The end of the step's log.
@@ -95,13 +95,13 @@ def _follows_a_kill(ending: Ending) -> bool:
 
 
 def _lack_in(ending: Ending) -> Raised | None:
-    """Return the exception that makes an ending lack of memory; None where there is none."""
+    """Return the exception of an ending that means lack of memory; None if there is none."""
     if ending.parts:
         return ending.parts[0] if all(_is_memory(part) for part in ending.parts) else None
     for one in (ending.exception, *ending.causes):
         if _is_memory(one):
             return one
-        # What follows an update does not depend on the cut: `_oom.is_oom` stops here too.
+        # Work after an update does not depend on the cut: `_oom.is_oom` stops here too.
         if one.kind.rpartition(".")[2] == "UpdateCompleteError":
             break
     return None
@@ -113,7 +113,7 @@ def _is_memory(exception: Raised) -> bool:
         return True
     if name == "OSError":
         return "[Errno 12]" in exception.message.splitlines()[0]
-    # As in _oom.py: native code raises RuntimeError; the same words in any other exception are a sentence.
+    # As in _oom.py: native code raises RuntimeError; in any other exception the same words are only prose.
     is_native = name == "RuntimeError" or module.startswith("torch") or "::" in exception.kind
     return is_native and any(sign.matches(exception.message) for sign in OOM_SIGNS)
 
@@ -126,7 +126,7 @@ class _End:
         lines = unlabelled(text) if "srun: error: " in text or "of binary: " in text else ()
         tasks = failed_by_srun(lines)
         if code not in {task.code for task in tasks} and not (code in SLURM_MEMORY_CODES and tasks):
-            tasks = []  # of a step before the last
+            tasks = []  # of an earlier step
         own = tasks or [Failed(code, "shell")]
         launchers = self._launchers(found, own)
         below = [failed for launcher in launchers for failed in failed_by_launcher(launcher)]
@@ -139,7 +139,7 @@ class _End:
 
     @staticmethod
     def _launchers(found: Sequence[Ending], own: Sequence[Failed]) -> list[Ending]:
-        """Return the launchers' exceptions that ended the command: the last ones, or those of several tasks."""
+        """Return the launchers' exceptions that ended the command: the last, or those of several tasks."""
         if not any(one.code == RAISED for one in own):
             return []
         if sum(one.count for one in own) > 1:
@@ -175,7 +175,7 @@ class _End:
         """Whether a rank's uncaught exception is part of how the command ended."""
         codes = [one.code for one in self.failed if ending.number in one.numbers]
         if self.is_launched and not codes:
-            return True  # its launcher ended it on its way out
+            return True  # its launcher ended it while exiting
         return any(code in (RAISED, ABORTED) for code in codes or [one.code for one in self.failed])
 
     def _of_labelled(self, others: Sequence[Ending]) -> Iterator[Ending]:
@@ -193,13 +193,13 @@ class _End:
         said = [ending for ending in mixed if ending.aborts]
         yield from said[len(said) - min(aborted, len(said)) :]
         if has_ranks:
-            return  # torch marks the exceptions that ended ranks; the ranks survived all others
+            return  # torch marks exceptions that ended ranks; the ranks survived all others
         excepted = [ending for ending in mixed if not ending.aborts and not _is_consequence(ending)]
         yield from excepted[len(excepted) - min(raised, len(excepted)) :]
 
 
 def _is_consequence(ending: Ending) -> bool:
-    """Whether a rank failed only because another one had."""
+    """Whether a rank failed only because another rank failed."""
     said = f"{ending.exception.kind} {ending.exception.message}"
     return _lack_in(ending) is None and _PEER_IS_GONE.search(said) is not None
 

@@ -1,6 +1,6 @@
-"""Reads from a log which processes failed, as launchers report it: torchrun, srun, accelerate, torch.multiprocessing.
+"""Parses launchers' reports of failed processes in a log: torchrun, srun, accelerate, torch.multiprocessing.
 
-A launcher exits with a code of its own, mostly 1, whatever the exit codes of its processes. Its report has those.
+A launcher exits with its own code, mostly 1, whatever the exit codes of its processes. Its report has those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoaccum._launch.tracebacks import Ending
 
 RAISED = 1
-# What shells and containers add to a signal's number.
+# The offset that shells and containers add to a signal's number.
 SIGNAL_BASE = 128
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ABORTED = SIGNAL_BASE + signal.SIGABRT
@@ -33,23 +33,21 @@ _FAILED_OF_BINARY = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+ \(pi
 
 _RETURNED = re.compile(r"returned non-zero exit status (\d+)|terminated with exit code (\d+)")
 _DIED = re.compile(r"(?:died with <Signals\.|terminated with signal )(SIG\w+)")
-# A script that calls another program is no launcher.
+# A script that calls another program is not a launcher.
 _RUNS_A_SCRIPT = re.compile(r"python|torchrun|accelerate|deepspeed|\.py\b|\bsrun\b|\b(?:ba)?sh\b|\.sh\b")
 
-# Slurm's words for lack of memory. The wrapper's own counters of kills say nothing of a step on another node.
+# Slurm's messages for lack of memory. The wrapper's own kill counters do not cover a step on another node.
 SLURM_MEMORY_SIGNS = (
     Sign(
         r"^slurmstepd[\w.-]*: error: .*\boom[-_ ]kill event", "Slurm", "slurmstepd of a cgroup, before and since 21.08"
     ),
-    Sign(
-        r"^slurmstepd[\w.-]*: error: .*\bexceeded (job )?memory limit", "Slurm", "slurmstepd, where Slurm looks itself"
-    ),
+    Sign(r"^slurmstepd[\w.-]*: error: .*\bexceeded (job )?memory limit", "Slurm", "slurmstepd, if Slurm itself checks"),
     Sign(r"^srun: error: [^\s:]+: tasks? [\d,\[\]-]+: Out Of Memory\s*$", "Slurm", "srun, for a task that ended so"),
 )
-# Exit codes of a step of which a process was killed: by SIGKILL, by the signal for the others, by Slurm's own number
-# (125, as a signal 253), or by the error of a process that missed the killed one (5: `fit`'s).
+# Exit codes of a step with a killed process: SIGKILL, the signal for the others, Slurm's own number (125, as a signal
+# 253), or the error of a process that missed the killed one (5, from `fit`).
 SLURM_MEMORY_CODES = (RAISED, 5, 125, KILLED, SIGNAL_BASE + signal.SIGTERM, 253)
-# srun's words for every end of a task, with its exit code.
+# srun's messages for ends of tasks, with the exit codes.
 _TASKS = re.compile(r"srun: error: [^\s:]+: tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+?)\s*$")
 _TASK_CODES = {
     "Killed": KILLED,
@@ -67,11 +65,11 @@ class Failed:
     """Processes that failed in the same way.
 
     Attributes:
-        code: Their exit code as a shell gives it, 128 + N where signal N ended them.
-        by: Who reports it.
-        numbers: Their ranks or tasks; empty where they are not reported.
-        pid: The process id; None where it is not reported.
-        ending: What ended it, where the launcher shows that too.
+        code: Their exit code as a shell reports it, 128 + N if signal N ended them.
+        by: The launcher that reports it.
+        numbers: Their ranks or tasks; empty if not reported.
+        pid: The process id; None if not reported.
+        ending: What ended them, if the launcher reports that too.
     """
 
     code: int
@@ -82,7 +80,7 @@ class Failed:
 
     @property
     def count(self) -> int:
-        """How many processes these are, as far as known."""
+        """The number of processes, as far as known."""
         return len(self.numbers) if self.by == "srun" else 1
 
 
@@ -102,7 +100,7 @@ def failed_by_launcher(ending: Ending) -> list[Failed]:
 
 
 def failed_by_srun(lines: Sequence[str]) -> list[Failed]:
-    """Return the failed tasks that srun reports in the lines of a log, which have no labels."""
+    """Return the failed tasks that srun reports in a log without labels."""
     found = [match for line in lines if line.startswith("srun: error: ") and (match := _TASKS.match(line))]
     return [
         Failed(code, "srun", _tasks(match["tasks"])) for match in found if (code := _code(match["how"])) is not None
@@ -110,7 +108,7 @@ def failed_by_srun(lines: Sequence[str]) -> list[Failed]:
 
 
 def start_of_last_workers(lines: Sequence[str], failed: Sequence[Failed]) -> int:
-    """Return the line at which the workers began that torchrun did not start again.
+    """Return the first line of the workers that torchrun did not restart.
 
     Args:
         lines: A log without labels.
@@ -138,7 +136,7 @@ def _in_report(lines: Sequence[str]) -> Iterator[Failed]:
 
 
 def _ending_in(lines: Sequence[str]) -> Ending | None:
-    """Return what ended a process that left its traceback in the report, where it is indented by two spaces."""
+    """Return what ended a process whose traceback is in the report, indented by two spaces."""
     begin = next((at for at, line in enumerate(lines) if _TRACEBACK.match(line)), None)
     if begin is None:
         return None
@@ -152,7 +150,7 @@ def _tasks(text: str) -> frozenset[int]:
     for part in text.strip("[]").split(","):
         first, _, last = part.partition("-")
         if first.isdigit() and (not last or last.isdigit()):
-            # A job has thousands of tasks at most; a log must not make this count further.
+            # A job has thousands of tasks at most; a corrupt log must not make this loop longer.
             numbers.update(range(int(first), min(int(last or first), int(first) + 100_000) + 1))
     return frozenset(numbers)
 

@@ -1,8 +1,7 @@
 """Loads "RECIPE.py:function", and returns the Job that the function returns.
 
-A recipe is the user's Python file. It is imported by its path, so it needs no package; it imports its neighbours as if
-it had been started by `python RECIPE.py`. An error in it keeps its own traceback, as the cause of the error raised
-here.
+A recipe is the user's Python file. It is imported by path, so it needs no package, and can import its neighbours as
+under `python RECIPE.py`. An error in it keeps its traceback, as the cause of the error raised here.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ def load_recipe(recipe: str) -> Job:
     """Import a recipe and call its function.
 
     Args:
-        recipe: "RECIPE.py:function", or "RECIPE.py" for the function named `job`. The function takes no
-            arguments (or none that must be given) and returns a `Job`.
+        recipe: "RECIPE.py:function", or "RECIPE.py" for the function named `job`. The function needs no
+            arguments and returns a `Job`.
 
     Raises:
         InvalidInputError: There is no such file or function, it raised or exited (then the cause is what it raised),
-            or it returned something else than a Job.
+            or it did not return a Job.
     """
     path, name = _split(recipe)
-    # For the call too: a function may import its neighbours when it runs.
+    # For the call too: the function may import its neighbours.
     with _importable(path.parent):
         module = _imported(path)
         function = _function(module, name, path)
@@ -50,13 +49,13 @@ def load_recipe(recipe: str) -> Job:
     if not isinstance(job, Job):
         raise InvalidInputError(
             f"{name}() of the recipe {str(path)!r} returned {type(job).__name__}; "
-            "let it return autoaccum.Job(model, loader, target_batch, ...)"
+            "return autoaccum.Job(model, loader, target_batch, ...)"
         )
     return job
 
 
 def check_recipe(recipe: str) -> str:
-    """Import a recipe without calling its function, which may take long, and return it with its whole path.
+    """Import a recipe without calling its function, which may be slow, and return it with its absolute path.
 
     Raises:
         InvalidInputError: There is no such file or function, or the file raised or exited (then the cause is
@@ -79,7 +78,7 @@ def _split(recipe: str) -> tuple[Path, str]:
         found = "is a folder" if path.is_dir() else "does not exist"
         raise InvalidInputError(f"the recipe {str(path)!r} {found}; pass the path of a Python file with a job() in it")
     if path.suffix != ".py":
-        raise InvalidInputError(f"the recipe {str(path)!r} is no Python file; its name must end in .py")
+        raise InvalidInputError(f"the recipe {str(path)!r} is not a Python file; its name must end in .py")
     return path.resolve(), name
 
 
@@ -90,19 +89,19 @@ def _importable(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # The recipe may have changed the path itself, so the entry may have moved.
+        # The recipe may have changed sys.path, so the entry may have moved.
         with contextlib.suppress(ValueError):
             sys.path.remove(entry)
 
 
 def _imported(path: Path) -> ModuleType:
-    # A recipe called torch.py must not become `torch` for later imports.
+    # A recipe named torch.py must not become `torch` for later imports.
     name = f"autoaccum_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "there is a loader for .py"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # By this name the recipe's classes are pickled for a loader's workers.
+    # The recipe's classes are pickled under this name for a loader's workers.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -134,7 +133,7 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[[], Any]:
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments without which a function cannot be called."""
+    """Return the names of a function's required arguments."""
     return [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -156,7 +155,7 @@ def _recipe_error(what: str, error: BaseException, path: Path) -> InvalidInputEr
         made = exit_error(path, error)
     else:
         made = InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe")
-    # Only the recipe's own frames: those before it are the import system's and ours.
+    # Only the recipe's frames: those before are the import system's and ours.
     error.__traceback__ = _from_file(error.__traceback__, path)
     return made
 

@@ -1,7 +1,7 @@
-"""Makes a recipe's exit, by `sys.exit` or as click does, an input error, whatever its exit code.
+"""Turns a recipe's exit, by `sys.exit` or click, into an input error, whatever its exit code.
 
-Otherwise `sys.exit(0)` in a recipe, or in its model or loss, would end a command with 0, which means "done" of a
-training and "it fits" of a report.
+Otherwise `sys.exit(0)` in a recipe, its model or its loss would end a command with 0, which means "done" for a training
+and "it fits" for a report.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-# By name: the library does not import click, which typer may also contain.
+# By name: the library does not import click, and typer may vendor it.
 _EXITS_OF_CLICK = ("Exit", "Abort", "ClickException")
-_HINT = "return from there, or raise an exception that says what is wrong"
+_HINT = "return instead, or raise an exception that says what is wrong"
 
 
 @contextlib.contextmanager
 def exits_refused(recipe: str | Path) -> Iterator[None]:
-    """Turn an exit by a recipe's code within the block into an error.
+    """Turn an exit by a recipe's code inside the block into an error.
 
     Ctrl-C, SIGTERM and the recipe's own signal handlers keep their effect.
 
     Args:
-        recipe: Its path, or the path and the name of its function.
+        recipe: Its path, optionally with the name of its function.
 
     Raises:
         InvalidInputError: The recipe exited; the cause is what it raised.
@@ -46,7 +46,7 @@ def exits_refused(recipe: str | Path) -> Iterator[None]:
 
 
 def is_exit(error: BaseException) -> bool:
-    """Whether an exception is a recipe's way to end the process."""
+    """Whether an exception is an attempt to end the process."""
     if isinstance(error, KeyboardInterrupt | Terminated | Stopped) or _is_from_signal(error.__traceback__):
         return False
     return not isinstance(error, Exception) or any(
@@ -56,13 +56,13 @@ def is_exit(error: BaseException) -> bool:
 
 
 def exit_error(recipe: str | Path, error: BaseException) -> InvalidInputError:
-    """Return the error that says where a recipe exited, and how."""
+    """Return the error that says where and how a recipe exited."""
     call = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}({error})"
     return InvalidInputError(f"the recipe {str(recipe)!r} exited by {call}{_place(recipe, error)}; {_HINT}")
 
 
 def _place(recipe: str | Path, error: BaseException) -> str:
-    """Return where it exited: in the last frame of the recipe's own file, else of the user's code."""
+    """Return where it exited: the last frame of the recipe's file, otherwise of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     path = Path(recipe)
     path = path if path.suffix == ".py" else Path(str(recipe).rpartition(":")[0])

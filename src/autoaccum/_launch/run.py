@@ -1,7 +1,7 @@
-"""`autoaccum run`: runs a command, and runs it again with a smaller cut where it ended for lack of memory.
+"""`autoaccum run`: runs a command, and restarts it with a smaller cut if it ran out of memory.
 
-Every other end is passed on. The command learns its cut from placeholders and environment variables; where the target
-batch is not known it gets a cap, which `fit` obeys. `deaths.py` diagnoses an end, `cuts.py` finds the next cut.
+Any other end is passed on. The command receives its cut in placeholders and environment variables; if the target batch
+is unknown, it receives a cap, which `fit` obeys. `deaths.py` diagnoses an end, `cuts.py` finds the next cut.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RETRIES = 5
-# No training counts more samples; and divisors are looked for up to the root of it.
+# More samples than any training has; divisors are searched up to its square root.
 _MOST = 10**12
 _MOST_GRACE_S = 7 * 24 * 60 * 60
-# More than any size in the cache, where there is no target batch to bound it.
+# More than any size in the cache, if there is no target batch to bound it.
 _NO_TARGET = 1 << 62
 
 
@@ -46,12 +46,12 @@ class Options:
     """The options of `autoaccum run`.
 
     Attributes:
-        target_batch: Samples an update, over all ranks; None where the command decides that by itself.
-        micro_batch: The most samples at once to begin with; None: what worked before, else all.
-        world_size: Ranks; None to find out.
-        retries: How often to start again after memory ran out.
+        target_batch: Samples per update, over all ranks; None if the command sets it itself.
+        micro_batch: The largest micro-batch to start with; None for what worked before, or all samples.
+        world_size: Ranks; None to detect them.
+        retries: Restarts after memory ran out.
         grace_s: Seconds from a signal that asks for the end to SIGKILL.
-        cache: Whether to begin with what worked before, and to keep what works.
+        cache: Whether to start with what worked before, and to store what works.
     """
 
     target_batch: int | None = None
@@ -63,23 +63,23 @@ class Options:
 
 
 def run_command(command: Sequence[str], options: Options) -> int:
-    """Run a command until it ends with anything but lack of memory, or nothing smaller is left to try.
+    """Run a command until it ends for another reason than lack of memory, or no smaller cut is left.
 
     Args:
         command: The program and its arguments, with placeholders.
         options: The options.
 
     Returns:
-        The command's own exit code, 128 + N where signal N ended it; 4 where it runs out of memory however it is cut.
+        The command's exit code, 128 + N if signal N ended it; 4 if it runs out of memory in every cut.
 
     Raises:
-        InvalidInputError: An option, a placeholder or a variable cannot be used; nothing was started.
+        InvalidInputError: An option, a placeholder or a variable cannot be used; nothing has been started.
     """
     return _Run(command, options).until_done()
 
 
 class _Run:
-    """A command and what is known of it."""
+    """A command and its state."""
 
     def __init__(self, command: Sequence[str], options: Options) -> None:
         _check(command, options)
@@ -95,7 +95,7 @@ class _Run:
         self._has_shrunk = False
 
     def until_done(self) -> int:
-        """Run it as often as it takes; return the exit code."""
+        """Run the command as often as necessary; return the exit code."""
         with (
             Supervisor(grace_s=self._options.grace_s) as supervisor,
             tempfile.TemporaryDirectory(prefix="autoaccum-", ignore_cleanup_errors=True) as folder,
@@ -144,17 +144,17 @@ class _Run:
         elif ended.refusal:
             _say(f"{self._command[0]!r} cannot be started ({ended.refusal})")
         elif ended.signal is not None or diagnosis.evidence != str(ended):
-            _say(f"the command ended with {diagnosis.evidence}; not started again")
+            _say(f"the command ended with {diagnosis.evidence}; not restarted")
         return ended.code
 
     def _after_lack_of_memory(self, ended: Ended, diagnosis: Diagnosis, attempt: int) -> int | None:
-        """Take a smaller cut; return the exit code where there is none."""
+        """Choose a smaller cut; return the exit code if there is none."""
         what = f"memory ran out ({diagnosis.evidence})"
         sizes = [size for size in (diagnosis.micro_batch, self._cap) if size is not None]
         if not sizes:
             _say(
-                f"{what}, but it is not known how many samples the command has at once, so it cannot be made smaller; "
-                "give --target-batch, and let the command read {micro_batch} and {accum_steps}"
+                f"{what}, but the command's micro-batch is unknown, so it cannot be reduced; "
+                "pass --target-batch, and use {micro_batch} and {accum_steps} in the command"
             )
             return ended.code
         failed = min(sizes)
@@ -164,17 +164,17 @@ class _Run:
         if not self._shrink(failed):
             _say(f"{what} with micro-batches of {failed}, and there is nothing smaller to try")
             return DOES_NOT_FIT
-        _say(f"{what} with micro-batches of {failed}; starting again, retry {attempt + 1} of {self._options.retries}")
+        _say(f"{what} with micro-batches of {failed}; restarting, retry {attempt + 1} of {self._options.retries}")
         if self._cut is not None and not placeholders(self._command):
-            # Not refused: it may read the variables, or use fit, and nobody can see that from here.
+            # Not an error: the command may read the variables or use fit, which cannot be seen from here.
             self._notices.say(
-                "the command names no placeholder such as {micro_batch}; unless it reads AUTOACCUM_MICRO_BATCH, or "
-                "uses fit, it runs as it did",
+                "the command has no placeholder such as {micro_batch}; unless it reads AUTOACCUM_MICRO_BATCH or "
+                "uses fit, it runs unchanged",
             )
         return None
 
     def _shrink(self, failed: int) -> bool:
-        """Take the next smaller cut, or without a target batch half the cap; return False where there is none."""
+        """Choose the next smaller cut, or without a target batch half the cap; return False if there is none."""
         self._has_shrunk = True
         if self._cut is None:
             self._cap = failed // 2 or None
@@ -193,7 +193,7 @@ class _Run:
             return self._options.micro_batch
         found = None if self._cache is None else self._cache.find(self._key)
         if found is not None:
-            self._notices.say(f"micro-batches of {found.micro_batch} have worked before")
+            self._notices.say(f"micro-batches of {found.micro_batch} worked before")
         bounds = [one for one in (None if found is None else found.micro_batch, max_micro_batch()) if one is not None]
         return min(bounds, default=None)
 
@@ -203,8 +203,8 @@ class _Run:
             missing = placeholders(self._command) - known
             if missing:
                 raise InvalidInputError(
-                    f"the command has the placeholder {{{min(missing)}}}, and there is no target batch to fill it by; "
-                    "give --target-batch N"
+                    f"the command has the placeholder {{{min(missing)}}}, but no target batch is known; "
+                    "pass --target-batch N"
                 )
             return None
         cut = cut_within(self._options.target_batch, self._world_size, self._cap)
@@ -223,14 +223,14 @@ class _Run:
         if self._cache is None or self._cap is None or (self._cut is None and not self._has_shrunk):
             return
         kept = self._cache.find(self._key)
-        # A smaller size that was asked for says nothing against a larger one.
+        # Success with a smaller requested size says nothing about a larger one.
         if self._has_shrunk or kept is None or kept.micro_batch < self._cap:
             self._cache.keep(self._key, Remembered(self._cap))
 
     def _named(self) -> Key:
         target = self._options.target_batch
         about = {"folder": str(Path.cwd()), "target_batch": target, "world_size": self._world_size}
-        # Asked of NVML and the host's own files: this process makes no CUDA context.
+        # From NVML and the host's files, because this process makes no CUDA context.
         memory = [["host memory", Host().reading().total_bytes]]
         memory += [[card.name, card.total_bytes] for card in read_cards()]
         described = {"arguments": self._command, "devices": memory, **about}
@@ -239,16 +239,16 @@ class _Run:
 
 def _check(command: Sequence[str], options: Options) -> None:
     if sys.platform != "linux":
-        raise InvalidInputError(f"autoaccum run needs Linux, and this is {sys.platform}; start the command by itself")
+        raise InvalidInputError(f"autoaccum run needs Linux, and this is {sys.platform}; start the command directly")
     if not command or not command[0]:
         raise InvalidInputError("there is no command to run; write it after --")
     for name in ("target_batch", "micro_batch", "world_size"):
         value = getattr(options, name)
         if value is not None and check_positive_int(name, value) > _MOST:
-            raise InvalidInputError(f"{name}={value!s:.20} is too large; give at most {_MOST}")
+            raise InvalidInputError(f"{name}={value!s:.20} is too large; pass at most {_MOST}")
     if options.retries < 0:
         raise InvalidInputError(f"retries={options.retries} must be 0 or more")
-    # Not beyond what `poll` can wait, which would show only when a signal has come.
+    # At most what `poll` can wait; a larger value would fail only after a signal.
     if not 0 <= options.grace_s <= _MOST_GRACE_S:
         raise InvalidInputError(
             f"grace={options.grace_s:g} must be a number of seconds from 0 to {_MOST_GRACE_S} (a week)"

@@ -1,8 +1,8 @@
-"""Passes a command's stderr on to ours, every byte as it comes, and keeps the end of it.
+"""Forwards a command's stderr to ours, byte by byte as it arrives, and keeps its end.
 
-Where our stderr is a terminal the command gets a pseudo-terminal of the same size, so that it draws its progress bars;
-otherwise a pipe. The command has our own stdin and stdout. Where stdout and stderr go to one file, their order is that
-in which bytes arrive.
+If our stderr is a terminal, the command gets a pseudo-terminal of the same size, so that it draws its progress bars;
+otherwise a pipe. The command inherits our stdin and stdout. If stdout and stderr go to one file, bytes are in the order
+in which they arrive.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sys
 import termios
 from typing import Self
 
-# PIPE_BUF on Linux: a write of so much does not wait where poll reports room.
+# PIPE_BUF on Linux: a write of this size does not block if poll reports room.
 _CHUNK_BYTES = 4096
-# Room for thousands of lines of other ranks after the traceback of the one that failed.
+# Room for thousands of lines of other ranks after the failed rank's traceback.
 _TAIL_BYTES = 1 << 22
-# Through a pseudo-terminal the last bytes arrive a moment after the end.
+# The last bytes through a pseudo-terminal arrive a moment after the end.
 _QUIET_MS = 100
 
 
@@ -29,7 +29,7 @@ class Stderr:
 
     Attributes:
         theirs: The descriptor for the command.
-        ours: The descriptor to read from; None once nothing more can come.
+        ours: The descriptor to read from; None once it is at its end.
     """
 
     def __init__(self, target: int | None = None) -> None:
@@ -56,34 +56,34 @@ class Stderr:
         return bytes(self._tail).decode(errors="replace").replace("\r\n", "\n")
 
     def hand_over(self) -> None:
-        """Close our copy of the command's end, once the command has it."""
+        """Close our copy of the command's end, after the command has started."""
         if self.theirs >= 0:
             os.close(self.theirs)
             self.theirs = -1
 
     def resize(self) -> None:
-        """Give the command's terminal the size of ours."""
+        """Resize the command's terminal to ours."""
         if self._is_terminal and self.ours is not None and self._target is not None:
             with contextlib.suppress(OSError):
                 size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, bytes(8))
                 fcntl.ioctl(self.ours, termios.TIOCSWINSZ, size)
 
     def waits_for(self) -> tuple[int, int] | None:
-        """Return the descriptor and event for which `work` needs to wait by `select.poll`; None for nothing."""
+        """Return the descriptor and event to wait for with `select.poll` before `work`; None for none."""
         if self._pending:
             assert self._target is not None
             return self._target, select.POLLOUT
         return None if self.ours is None else (self.ours, select.POLLIN)
 
     def work(self) -> None:
-        """Pass on some bytes once the event of `waits_for` has come; this does not wait."""
+        """Forward some bytes after the event of `waits_for`; does not block."""
         if self._pending:
             self._write()
         elif self.ours is not None:
             self._read(self.ours)
 
     def drain(self) -> None:
-        """Pass on the last bytes once the command has ended, without waiting for what others write later."""
+        """Forward the last bytes after the command has ended, without waiting for what others write later."""
         while (waits := self.waits_for()) is not None:
             poll = select.poll()
             poll.register(*waits)
@@ -96,7 +96,7 @@ class Stderr:
             data = os.read(ours, _CHUNK_BYTES)
         except BlockingIOError:
             return
-        except OSError:  # a terminal that nobody holds any more
+        except OSError:  # nobody has the terminal open any more
             data = b""
         if not data:
             self._close()
@@ -114,7 +114,7 @@ class Stderr:
         except BlockingIOError:
             return
         except OSError:
-            # Nobody reads it. The command learns that by its own next write, as without us.
+            # Nobody reads it. The command notices at its next write, as without us.
             self._pending = b""
             self._close()
 
@@ -124,7 +124,7 @@ class Stderr:
             self.ours = None
 
     def _resemble(self) -> None:
-        """Make the pseudo-terminal like ours, without output processing, which ours does already."""
+        """Set up the pseudo-terminal like ours, but without output processing, which ours does already."""
         assert self._target is not None
         with contextlib.suppress(termios.error):
             settings = termios.tcgetattr(self._target)

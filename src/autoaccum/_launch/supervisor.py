@@ -1,9 +1,9 @@
-"""Runs commands one after the other, each as a whole tree of processes, and returns how each ended.
+"""Runs commands one after another, each with its whole process tree, and returns how each ended.
 
-A command gets a session of its own. A terminal then sends its signals to this process alone, which forwards each once
-to the command's whole process group; stopping this process stops all of it. The price: the command cannot open /dev/tty
-(reading stdin works). No process outlives its command: it gets a moment, then SIGTERM, then SIGKILL. Where this process
-itself is killed, `watchdog.py` does that. The supervisor is meant for a process that does nothing else.
+A command gets its own session. A terminal then sends signals only to this process, which forwards each once to the
+command's process group; stopping this process stops all of it. In exchange, the command cannot open /dev/tty (reading
+stdin works). No process outlives its command: after a moment it gets SIGTERM, then SIGKILL. If this process itself is
+killed, `watchdog.py` does that. The supervisor is meant for a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType
 
-# As Kubernetes waits by default before it kills a container, and torchrun before it kills a worker.
+# The default of Kubernetes before it kills a container, and of torchrun before it kills a worker.
 GRACE_S = 30.0
-# Workers of loaders see within a second that their parent is gone.
+# Loader workers notice within a second that their parent is gone.
 _MOMENT_S = 1.0
 _POLL_S = 0.05
 
 _MARK = "AUTOACCUM_RUN_MARK"
 _ENDS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _PASSED_ON = ("SIGUSR1", "SIGUSR2")
-# As shells report a command that cannot be started.
+# Exit codes with which shells report a command that cannot be started.
 _CANNOT_EXECUTE = 126
 _NOT_FOUND = 127
 
@@ -45,7 +45,7 @@ _NOT_FOUND = 127
 class Supervisor:
     """Runs commands, and forwards signals to the running one, within a `with` block.
 
-    Ignored signals stay ignored, for the command too, as `nohup` wants it. Outside the main thread no signal is
+    Ignored signals stay ignored, also for the command, as `nohup` requires. Outside the main thread, signals are not
     forwarded.
 
     Args:
@@ -53,7 +53,7 @@ class Supervisor:
         stderr: The descriptor for stderr; None for this process's own.
 
     Attributes:
-        ended_by: The signal that asked for the end; None before.
+        ended_by: The signal that asked for the end; None until then.
     """
 
     def __init__(self, *, grace_s: float = GRACE_S, stderr: int | None = None) -> None:
@@ -65,7 +65,7 @@ class Supervisor:
         self._stderr: Stderr | None = None
         self._kill_at_s: float | None = None
         self._cleans_up = False
-        self._unsent: int | None = None  # a signal that came while no command ran
+        self._unsent: int | None = None  # a signal received while no command was running
         self._descendants = Descendants()
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._former: dict[int, Any] = {}
@@ -102,14 +102,14 @@ class Supervisor:
         self._descendants.__exit__()
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Ended:
-        """Run a command to its end, and end the processes it leaves.
+        """Run a command to its end, and end the processes it leaves behind.
 
         Args:
             arguments: The program and its arguments; there is no shell.
             environment: All environment variables of the command.
 
         Returns:
-            How it ended; with 127 or 126 where it could not be started.
+            How it ended; exit code 127 or 126 if it could not be started.
         """
         marked = {**environment, _MARK: f"{environment.get(_MARK, '')}:{self._mark}"}
         with Stderr(self._target) as self._stderr:
@@ -153,12 +153,12 @@ class Supervisor:
                 self._kill_at_s = time.monotonic() + _MOMENT_S
             if self._look(None if self._kill_at_s is None else self._kill_at_s - time.monotonic()):
                 self._descendants.reap_orphans(process.pid)
-        # Before it is reaped, after which the kernel may use its number again.
+        # Before it is reaped, because the kernel may then reuse its id.
         self._group = None
         process.wait()
 
     def _clean_up(self) -> None:
-        """Wait a moment for the processes that the command left, then send SIGTERM, then SIGKILL."""
+        """Wait briefly for the processes that the command left behind, then send SIGTERM, then SIGKILL."""
         self._cleans_up = True
         began_s = time.monotonic()
         asked = False
@@ -178,10 +178,10 @@ class Supervisor:
             self._kill_at_s = None
 
     def _look(self, seconds: float | None) -> bool:
-        """Pass on some of stderr, or wait for it until a signal comes or the time is over.
+        """Forward some of stderr, or wait for it until a signal arrives or the time is up.
 
         Returns:
-            Whether a signal came, or may have come.
+            Whether a signal arrived, or may have.
         """
         poll = select.poll()
         poll.register(self._woken[0], select.POLLIN)
@@ -189,7 +189,7 @@ class Supervisor:
         waits = self._stderr.waits_for()
         if waits is not None:
             poll.register(*waits)
-        if not self._former:  # nothing wakes a thread other than the main one
+        if not self._former:  # signals wake only the main thread
             seconds = _POLL_S if seconds is None else min(seconds, _POLL_S)
         ready = [descriptor for descriptor, _ in poll.poll(None if seconds is None else max(0.0, seconds * 1000))]
         if self._woken[0] in ready:
@@ -221,7 +221,7 @@ class Supervisor:
             send(self._descendants.alive(), number)
 
     def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
-        # Not SIGTSTP, for which a process group without a terminal does not stop.
+        # Not SIGTSTP, which does not stop a process group without a terminal.
         send(self._descendants.alive(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -1,8 +1,8 @@
-"""Finds in a log what may have ended the processes that wrote it: tracebacks, and what C++ writes before it aborts.
+"""Finds what may have ended the processes that wrote a log: tracebacks, and messages of C++ before it aborts.
 
 A traceback is a header, indented lines, and a line that begins with the exception's type; chains and groups are joined.
-Tracebacks that end no process are left out: of threads, finalizers, functions at exit and handlers of logging. Whether
-one of the others ended a process depends on exit statuses, which `last_words.py` compares them with.
+Tracebacks that do not end a process are left out: of threads, finalizers, functions at exit and logging handlers.
+Whether another one ended a process depends on exit statuses, which `last_words.py` checks.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _ABORT = re.compile(
     r"|terminating (?:due to|with) uncaught exception of type (?P<llvm>[\w:]+)"
     r"|terminate called without an active exception"
 )
-# The line before a traceback that ends no process: threading, sys.unraisablehook, atexit, logging, asyncio.
+# The line before a traceback that does not end a process: threading, sys.unraisablehook, atexit, logging, asyncio.
 _ENDS_NOTHING = re.compile(
     r"Exception ignored |Exception in thread |Error in atexit|Error in sys\.excepthook|--- Logging error ---"
     r"|Task exception was never retrieved|Exception in callback |Future exception was never retrieved"
 )
 _ASYNCIO_CONTEXT = re.compile(r"future: <|handle: <|task: <")
-# Before the lines of a process where several share a stream: torchrun --tee, srun --label, mpirun --tag-output, Ray.
+# Labels of lines if several processes share a stream: torchrun --tee, srun --label, mpirun --tag-output, Ray.
 _LABEL = re.compile(r"(?:\[[A-Za-z_.-]*\d+\]:|\d+:|\[\d+,\d+\]<std\w+>:|\([^()]{0,80}?pid=\d+[^()]{0,80}\)) ?")
 _LABELS_BEGIN = frozenset("[(0123456789")
-# torch writes it before each line of an uncaught exception, and nowhere else.
+# torch writes it only before lines of an uncaught exception.
 _RANK = re.compile(r"\[rank(?P<rank>\d+)\]: ?")
 _RANK_BEHIND_A_BAR = re.compile(rf"\[rank\d+\]: {re.escape(_HEADER)}")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RULE = re.compile(r"=={9,}\s*$")
 _PART = re.compile(r"\s*\+[-+]*-{5,} (?:\d+|\.\.\.) -{5,}")
 _FRAME = re.compile(r'\s+File "[^"]*", line \d+, in (?P<name>.+)')
-# Where Python begins: a script, `python -m`, a process of multiprocessing.
+# The outermost frame: a script, `python -m`, a multiprocessing process.
 _FIRST_FRAMES = ("<module>", "_run_module_as_main", "_bootstrap")
-# The traceback of another process or thread within an exception's message.
+# Marks the traceback of another process or thread in an exception's message.
 _TAKEN_ALONG = re.compile(r"Original Traceback|-- Process \d+ terminated with the following error")
-# A message of NCCL has four lines, one of CUDA five.
+# NCCL messages have four lines, CUDA messages five.
 _MESSAGE_LINES = 8
 _HALF_CHARS = 2000
-# Threads may abort the process so many lines after a traceback; C++ may show its own frames in between.
+# Threads may abort the process this many lines after a traceback; C++ may print its frames in between.
 _NEAR = 64
 
 
@@ -65,16 +65,16 @@ class Ending:
     """What may have ended a process.
 
     Attributes:
-        stream: The label of the lines; empty where they have none.
+        stream: The label of the lines; empty if they have none.
         number: The rank or task that the label names.
-        is_of_rank: Whether torch marked the lines as an exception of this rank that nobody caught.
+        is_of_rank: Whether torch marked the lines as an uncaught exception of this rank.
         start: The number of its first line in the log.
-        exception: What was raised.
-        causes: The exceptions it was raised from, the nearest first.
+        exception: The exception raised.
+        causes: The exceptions it was raised from, nearest first.
         parts: The exceptions of a group.
         is_caught: Whether the traceback begins within a function, where the exception was caught and logged.
-        lines_after: How many lines of the stream follow.
-        aborts: Whether C++ wrote it, and ended the process by SIGABRT.
+        lines_after: The number of lines of the stream that follow.
+        aborts: Whether C++ wrote it and ended the process with SIGABRT.
         report: A launcher's report of the processes that failed.
     """
 
@@ -102,7 +102,7 @@ class _Line(NamedTuple):
 
 
 def endings(text: str) -> list[Ending]:
-    """Return what may have ended processes, in the order of a log of their stderr."""
+    """Return what may have ended processes, in the order of the log."""
     found = [ending for label, lines in _streams(text).items() for ending in _Stream(label, lines).endings()]
     return sorted(found, key=lambda ending: ending.start)
 
@@ -113,7 +113,7 @@ def unlabelled(text: str) -> list[str]:
 
 
 def _streams(text: str) -> dict[str, list[_Line]]:
-    """Return the lines of each process, as far as labels tell them apart."""
+    """Return the lines of each process, as far as labels distinguish them."""
     streams: dict[str, list[_Line]] = defaultdict(list)
     for at, line in enumerate(_lines(text)):
         label, rest = _labels(line)
@@ -122,13 +122,13 @@ def _streams(text: str) -> dict[str, list[_Line]]:
 
 
 def _lines(text: str) -> list[str]:
-    """Return lines without colours; of long ones, such as arrays that were printed, the beginning and the end."""
+    """Return lines without colours; long ones, such as printed arrays, are reduced to their beginning and end."""
     lines = _COLOURS.sub("", text).splitlines()
     return [line if len(line) <= 2 * _HALF_CHARS else line[:_HALF_CHARS] + line[-_HALF_CHARS:] for line in lines]
 
 
 def _labels(line: str) -> tuple[str, str]:
-    """Return the label of a line, which is that of a rank where there is one, and the rest of the line."""
+    """Return the label of a line, preferably that of a rank, and the rest of the line."""
     if _HEADER in line and (behind := _RANK_BEHIND_A_BAR.search(line)):
         line = line[behind.start() :]
     if line[:1] not in _LABELS_BEGIN:
@@ -178,17 +178,17 @@ class _Stream:
                 ending = self._ending(begin, at or begin, exception, chain, end)
                 former = (at or begin, ending)
                 yield ending
-                # Lines of two processes without labels: two headers, and then two exceptions.
+                # Lines of two processes without labels: two headers, then two exceptions.
                 for other in range(at + 1, min(at + 2 * unfinished + 1, end)) if at is not None else ():
                     if _EXCEPTION.match(self._lines[other].text):
                         yield self._ending(begin, other, self._exception(other, end), [], end)
             unfinished = 0
             chain = [] if link is None else [exception, *(chain if link == _CAUSE else ())]
             if link == _CONTEXT:
-                chain = [Raised("", "")]  # the chain goes on, but the next exception was not raised from this one
+                chain = [Raised("", "")]  # the chain continues, but the next exception was not raised from this one
 
     def _begins(self) -> list[int]:
-        """Return where tracebacks and aborts begin; those within a group or a launcher's report belong to it."""
+        """Return the starts of tracebacks and aborts; those in a group or a launcher's report belong to it."""
         begins: list[int] = []
         at = 0
         while at < len(self._lines):
@@ -219,14 +219,14 @@ class _Stream:
         return bool(before) and _ENDS_NOTHING.match(before[-1]) is not None
 
     def _is_caught(self, begin: int) -> bool:
-        """Whether a traceback begins within a function and is not part of another one's message."""
+        """Whether a traceback begins within a function and is not part of another's message."""
         if any(_TAKEN_ALONG.search(line.text) for line in self._lines[max(0, begin - 1) : begin + 1]):
             return False
         frame = next((found for line in self._lines[begin + 1 : begin + 3] if (found := _FRAME.match(line.text))), None)
         return frame is not None and not frame["name"].startswith(_FIRST_FRAMES)
 
     def _link(self, begin: int, end: int) -> str | None:
-        """Return the sentence that joins a traceback to the next one; None where it is the last of its chain."""
+        """Return the sentence that joins a traceback to the next; None if it is the last of its chain."""
         for at in range(max(begin, end - 4), end):
             for sentence in (_CAUSE, _CONTEXT):
                 if sentence in self._lines[at].text:
@@ -250,7 +250,7 @@ class _Stream:
         return Raised("ExceptionGroup", self._message(begin + 1, end))
 
     def _parts(self, begin: int) -> tuple[Raised, ...]:
-        """Return the exceptions in a group, and in groups within it."""
+        """Return the exceptions in a group and its nested groups."""
         parts: list[Raised] = []
         is_open = False
         for line in self._lines[begin : self._group_end(begin)]:
@@ -282,7 +282,7 @@ class _Stream:
         )
 
     def _abort(self, begin: int, end: int, found: re.Match[str], former: tuple[int, Ending] | None) -> Ending:
-        """Return the exception of C++; or that of Python, after which threads were left and made C++ abort."""
+        """Return the C++ exception, or the Python exception after which remaining threads made C++ abort."""
         start, kind = self._lines[begin].at, found["gnu"] or found["llvm"]
         if kind is not None:
             what = next((at for at in range(begin, min(begin + 4, end)) if "what():" in self._lines[at].text), begin)

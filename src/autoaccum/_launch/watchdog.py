@@ -1,10 +1,10 @@
-"""A script that ends the processes of `autoaccum run` where `run` itself was killed.
+"""A script that ends the processes of `autoaccum run` if `run` itself is killed.
 
-Only the wrapper holds the other end of its standard input. Over this pipe the wrapper sends the id of each session that
-it starts, a line each, and the negative id once the session is over, since ids are used again. When the pipe closes,
-every process of a remaining session, and every process with the wrapper's mark in its environment, gets SIGTERM and
-after the grace period SIGKILL. After an orderly end there is none. A process that has cleared its environment and left
-its session is not found. The script needs /proc, and imports only the standard library since it starts with every
+Only the wrapper holds the other end of its standard input. Through this pipe the wrapper sends the id of each session
+it starts, one per line, and the negative id when the session is over, because ids are reused. When the pipe closes,
+every process of a remaining session, and every process with the wrapper's mark in its environment, gets SIGTERM and,
+after the grace period, SIGKILL. After an orderly end none is left. A process that has cleared its environment and left
+its session is not found. The script needs /proc, and imports only the standard library because it starts with every
 command.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _POLL_S = 0.05
-# A process that survives SIGKILL for so long hangs inside the kernel.
+# A process that survives SIGKILL this long hangs in the kernel.
 _MOST_S = 10.0
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 # Fields of /proc/PID/stat after the name: state, parent, group, session.
@@ -25,7 +25,7 @@ _STATE, _SESSION = 0, 3
 
 
 def main(mark: str, grace_s: float) -> None:
-    """Wait for the wrapper's end, then end its processes.
+    """Wait for the wrapper to end, then end its processes.
 
     Args:
         mark: A text in the environment of every process of the wrapper.
@@ -44,7 +44,7 @@ def main(mark: str, grace_s: float) -> None:
         for pid in left if is_over else left - asked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL if is_over else signal.SIGTERM)
-                os.kill(pid, signal.SIGCONT)  # a stopped process does not see a signal
+                os.kill(pid, signal.SIGCONT)  # a stopped process does not handle signals
         asked |= left
         time.sleep(_POLL_S)
 

@@ -1,7 +1,7 @@
-"""How many ranks a command will have: by the launcher in it, or by environment variables.
+"""Determines how many ranks a command will have, from its launcher or from environment variables.
 
-Of `torchrun` (and `python -m torch.distributed.run`) the options count, and the PET_ variables in place of them. A
-number that depends on another machine, or changes during the run, has to be given by --world-size.
+For `torchrun` (and `python -m torch.distributed.run`) these are its options, or the PET_ variables in their place. A
+number that depends on another machine, or changes during the run, must be passed with --world-size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def world_size_of(command: Sequence[str], environment: Mapping[str, str] = os.en
     """Return the number of ranks that share a target batch; 1 by default.
 
     Raises:
-        InvalidInputError: The launcher's options leave the number open, or a variable holds no number.
+        InvalidInputError: The launcher's options do not fix the number, or a variable is not a number.
     """
     options = _launcher_options(command)
     if options is None:
@@ -36,7 +36,7 @@ def world_size_of(command: Sequence[str], environment: Mapping[str, str] = os.en
 
 
 def _launcher_options(command: Sequence[str]) -> Sequence[str] | None:
-    """Return what follows the launcher in a command; None where there is none."""
+    """Return what follows the launcher in a command; None if there is no launcher."""
     for index, argument in enumerate(command):
         is_module = index > 0 and command[index - 1] == "-m" and argument in _MODULES
         if is_module or Path(argument).name == "torchrun":
@@ -54,7 +54,7 @@ def _option(options: Sequence[str], name: str, environment: Mapping[str, str]) -
 
 
 def _counts() -> dict[str, int]:
-    """Return torchrun's meanings of words: as many processes as devices. Counting them makes no CUDA context."""
+    """Return what torchrun's words mean: as many processes as devices. Counting makes no CUDA context."""
     cards = torch.accelerator.device_count()
     processors = os.cpu_count() or 1
     return {"cpu": processors, "auto": cards or processors} | ({"gpu": cards, "xpu": cards} if cards else {})
@@ -68,4 +68,4 @@ def _number(text: str, option: str, words: Mapping[str, int]) -> int:
         text = low
     if text.isascii() and text.isdigit() and int(text) >= 1:
         return int(text)
-    raise InvalidInputError(f"{option}={text} leaves open how many ranks there will be; give --world-size N")
+    raise InvalidInputError(f"{option}={text} does not fix the number of ranks; pass --world-size N")

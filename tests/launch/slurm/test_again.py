@@ -101,13 +101,13 @@ def test_retries_are_counted_without_requeues(folder):
 def test_one_sample_leaves_nothing_to_make_smaller(folder):
     folder.write_progress(Progress(phase="training", micro_batch=1))
 
-    assert "cannot be made smaller" in next_start(folder, StepEnd(137, OVER))
+    assert "cannot be reduced" in next_start(folder, StepEnd(137, OVER))
 
 
 def test_before_the_training_smaller_micro_batches_change_nothing(folder):
     folder.write_progress(Progress(phase="pre-flight", micro_batch=64))
 
-    assert "before the training" in next_start(folder, StepEnd(137, OVER))
+    assert "before training" in next_start(folder, StepEnd(137, OVER))
 
 
 def test_warned_before_it_could_listen_it_is_requeued_but_not_for_ever(folder):
@@ -132,7 +132,7 @@ def test_answer_is_the_exit_code_and_is_noted(folder, capsys):
     assert main([str(folder.path), "5", "137"]) == 0
 
     assert folder.max_micro_batch == 32
-    assert "started again in micro-batches of at most 32" in capsys.readouterr().err
+    assert "restarted in micro-batches of at most 32" in capsys.readouterr().err
 
 
 def test_errors_of_processes_are_told_once(folder):

@@ -70,7 +70,7 @@ def test_time_limits_of_reports_and_of_jobs_are_the_same(text):
     ],
 )
 def test_what_cannot_be_is_refused(resources, tmp_path):
-    with pytest.raises(InvalidInputError, match=r"must be|leave it out"):
+    with pytest.raises(InvalidInputError, match=r"must be|omit it"):
         script_of(Resources(name="a", **resources), tmp_path)
 
 

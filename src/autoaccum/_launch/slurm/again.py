@@ -1,11 +1,11 @@
-"""Decides, when the step of a batch script has failed, whether the script starts it again.
+"""Decides whether a batch script restarts its failed step.
 
     python -m autoaccum._launch.slurm.again FOLDER JOB_ID EXIT_CODE
 
-exits with 0 for yes. A step that ran out of memory starts again from its checkpoint in micro-batches half as large; one
-that lost its device starts again as it was; any other failure ends the job. Slurm kills the processes of a step and not
-the batch script, so the next step runs in the same allocation and does not wait in the queue. A step that Slurm warned
-of its time limit before it handled the signal is requeued.
+exits with 0 for yes. A step that ran out of memory restarts from its checkpoint in micro-batches half as large; one
+that lost its device restarts unchanged; any other failure ends the job. Slurm kills the processes of a step but not the
+batch script, so the next step runs in the same allocation without queueing. A step that Slurm warned of its time limit
+before it could handle the signal is requeued.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # Written by the batch script before each start.
 MARK = "autoaccum: start"
-# 128 + an unhandled warning: SIGUSR2, or SIGUSR1 where submitit is configured so.
+# 128 + an unhandled warning: SIGUSR2, or SIGUSR1 if submitit is so configured.
 _UNHEARD = (128 + signal.SIGUSR2, 128 + signal.SIGUSR1)
-# Slurm's words are at the end of the log.
+# Slurm's messages are at the end of the log.
 _TAIL_BYTES = 64 * 1024
 
 
@@ -44,7 +44,7 @@ class StepEnd:
     Attributes:
         code: srun's exit code.
         log: The end of its log.
-        failures: The errors that its processes wrote down; killed ones wrote none.
+        failures: The errors that its processes recorded; killed ones record none.
     """
 
     code: int
@@ -53,36 +53,36 @@ class StepEnd:
 
     @property
     def lack_of_memory(self) -> str | None:
-        """The evidence that it was killed for its memory; None where there is none."""
+        """The evidence that it was killed for its memory; None if there is none."""
         line = slurm_words(self.log.rpartition(MARK)[2], self.code)
         if line is not None:
             return line
-        # Where one process fails Slurm kills the others, and the signal means nothing.
+        # If one process fails, Slurm kills the others, so the signal means nothing.
         if self.code == KILLED and not self.failures:
-            return "killed by SIGKILL, which the kernel sends where memory is short"
+            return "killed by SIGKILL, which the kernel sends when memory is short"
         return None
 
     @property
     def loss_of_device(self) -> str | None:
-        """The error that a new process would not have; None where there is none."""
+        """The error that a new process would not have; None if there is none."""
         return next((failure["error"] for failure in self.failures if failure.get("needs_new_process")), None)
 
 
 def next_start(folder: JobFolder, ended: StepEnd) -> Restart | str:
-    """Return how to start a job again, or why not."""
+    """Return how to restart a job, or why not."""
     submitted, progress = folder.submitted, folder.progress
     if submitted is None:
-        return f"the submission cannot be read ({folder.path / 'job.json'}), so it is not started again"
+        return f"the submission cannot be read ({folder.path / 'job.json'}), so it is not restarted"
     step = 0 if progress is None else progress.step
     if ended.code in _UNHEARD and not folder.gets_nowhere:
         return Restart(kind="requeue", reason="warned of the time limit before it handled the signal", step=step)
     lack = ended.lack_of_memory
     reason = lack or ended.loss_of_device
     if reason is None:
-        return "it did not end for lack of memory, so it is not started again"
+        return "it did not end for lack of memory, so it is not restarted"
     used = sum(restart.kind != "requeue" for restart in folder.restarts)
     if used >= submitted.retries:
-        return f"{reason}; it was started again {used} times, and --retries {submitted.retries} allows no more"
+        return f"{reason}; it was restarted {used} times, and --retries {submitted.retries} allows no more"
     if lack is None:
         return Restart(kind="device", reason=reason, step=step)
     return _smaller(progress, folder.max_micro_batch, reason)
@@ -90,15 +90,15 @@ def next_start(folder: JobFolder, ended: StepEnd) -> Restart | str:
 
 def _smaller(progress: Progress | None, cap: int | None, reason: str) -> Restart | str:
     if progress is None or progress.phase != "training" or progress.micro_batch is None:
-        return f"{reason}; that was before the training, where smaller micro-batches change nothing"
+        return f"{reason}; that was before training, where smaller micro-batches do not help"
     largest = min(progress.micro_batch, cap or progress.micro_batch)
     if largest == 1:
-        return f"{reason}; micro-batches of one sample cannot be made smaller"
+        return f"{reason}; micro-batches of one sample cannot be reduced"
     return Restart(kind="memory", reason=reason, step=progress.step, max_micro_batch=largest // 2)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Decide, write the decision down, and print it."""
+    """Make the decision, record it and print it."""
     folder, job_id, code = JobFolder(Path(arguments[0])), arguments[1], int(arguments[2])
     found = next_start(folder, StepEnd(code, _tail(folder.log(job_id)), folder.take_failures()))
     if isinstance(found, Restart) and found.kind == "requeue":
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(found, Restart):
         folder.add_restart(found)
         cap = "" if found.max_micro_batch is None else f" in micro-batches of at most {found.max_micro_batch}"
-        _say(f"{found.reason}; started again{cap}")
+        _say(f"{found.reason}; restarted{cap}")
         return 0
     _say(found)
     progress = folder.progress

@@ -1,6 +1,6 @@
-"""The first seconds of a job: reads its device and tries a step of one or two samples, which leaves no trace.
+"""Checks the device at the start of a job, and tries a step of one or two samples that restores all state.
 
-The first windows find larger sizes. Where not even this step fits, the job ends with a whole report of what would help.
+The first windows find larger sizes. If not even this step fits, the job ends with a full report of remedies.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from autoaccum._launch.job import Job
     from autoaccum._report import Report
 
-# BatchNorm in training mode refuses one sample.
+# BatchNorm in training mode rejects one sample.
 _SAMPLES = 2
 
 
 def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> None:
-    """Look at the device and try a step.
+    """Check the device and try a step.
 
     Args:
-        job: The job, its model made.
-        report_file: Where to write the report; None for nowhere.
+        job: The job, with its model made.
+        report_file: Where to write the report; None to write none.
         say: Prints a line.
 
     Raises:
@@ -40,7 +40,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     """
     batch = first_of(job.loader)
     if batch is None:
-        say("pre-flight: no step was tried, since the loader can be read only once")
+        say("pre-flight: no step was tried, because the loader can be read only once")
         return
     report = _report_of(job, batch, min(_SAMPLES, job.target_batch))
     if not report.fits and job.fallback is None:
@@ -52,7 +52,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     if report.fits:
         return
     if job.fallback is not None:
-        say("pre-flight: that alone does not fit, so the training will use its fallback")
+        say("pre-flight: this step does not fit, so training will use its fallback")
         return
     say(plain_text(report))
     assert report.measured is not None
@@ -75,6 +75,6 @@ def _summary(report: Report) -> str:
         texts.append(f"other processes hold {format_bytes(device.others_bytes)}")
     if report.fits:
         largest = max((trial for trial in trials if trial.fits), key=lambda trial: trial.size)
-        took = "" if largest.peak_bytes is None else f" and takes {format_bytes(largest.peak_bytes)}"
+        took = "" if largest.peak_bytes is None else f" and needs {format_bytes(largest.peak_bytes)}"
         texts.append(f"a step of {largest.size} fits{took}")
     return "; ".join(texts)

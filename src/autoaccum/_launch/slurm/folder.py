@@ -1,8 +1,8 @@
-"""A job's folder: its submission, its progress and its restarts, each a file of JSON.
+"""A job's folder: its submission, its progress and its restarts, each a JSON file.
 
-Every file has one writer at a time: the submitting command, the training's first rank, and whoever starts the job
-again. Files are written beside their place and renamed. One that cannot be read counts as missing, and the list of jobs
-names it.
+Every file has one writer at a time: the submitting command, the training's first rank, or the process that restarts the
+job. Files are written under a temporary name and renamed. A file that cannot be read counts as missing, and the list of
+jobs names it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Phases after which a process writes nothing any more.
+# Phases after which a process writes nothing more.
 FINAL = ("done", "failed", "stopped")
-# Requeues without an update after which another one is pointless.
+# After this many requeues without an update, another is pointless.
 IN_VAIN = 3
 _Record = TypeVar("_Record")
 _MOST_IN_A_SECOND = 1000
@@ -37,11 +37,11 @@ class Submitted:
 
     Attributes:
         name: The job's name in Slurm.
-        recipe: The recipe, with its whole path.
+        recipe: The recipe, with its absolute path.
         tasks: Processes.
-        retries: How often it may start again with smaller micro-batches.
+        retries: Restarts allowed with smaller micro-batches.
         submitted_at: Seconds since 1970.
-        job_id: Slurm's number for it; None until it has one.
+        job_id: Its id in Slurm; None until it has one.
     """
 
     name: str
@@ -54,18 +54,18 @@ class Submitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The state of a training, as its first rank wrote it last. None stands for what is not known.
+    """The state of a training, as last written by its first rank. None means unknown.
 
     Attributes:
         phase: "pre-flight", "training", "done", "stopped" or "failed".
         step: Updates made.
-        steps: Updates in all.
+        steps: Updates in total.
         epoch: The current epoch.
-        epochs: Epochs in all.
-        samples_per_s: Speed since the file was written before.
-        loss: Of the last update; None where it is not finite.
+        epochs: Epochs in total.
+        samples_per_s: Speed since the file was last written.
+        loss: The loss of the last update; None if not finite.
         micro_batches: The cut of the last update.
-        micro_batch: The largest one possible now: of the last update, of the plan, or the target batch.
+        micro_batch: The largest possible now: of the last update, of the plan, or the target batch.
         error: What ended the training.
         written_at: Seconds since 1970.
     """
@@ -88,10 +88,10 @@ class Restart:
     """A start of a job after its first one.
 
     Attributes:
-        kind: "requeue" (it goes on as it was), "memory" (in smaller micro-batches) or "device" (in a new process).
-        reason: For people.
+        kind: "requeue" (unchanged), "memory" (in smaller micro-batches) or "device" (in a new process).
+        reason: The reason, as text.
         step: Updates made before.
-        max_micro_batch: The cap from then on; None for none.
+        max_micro_batch: The cap from then on; None for no cap.
         at: Seconds since 1970.
     """
 
@@ -103,21 +103,21 @@ class Restart:
 
 
 class JobFolder:
-    """The folder of one job, at a path."""
+    """The folder of one job."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def made(cls, parent: Path, name: str) -> Self:
-        """Make a new folder; two commands at the same moment get two.
+        """Make a new folder; two commands at the same moment get different ones.
 
         Raises:
-            InvalidInputError: It cannot be made.
+            InvalidInputError: The folder cannot be made.
         """
         stem = f"{plain(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
         if "%" in str(parent):
-            raise InvalidInputError(f"--folder {str(parent)!r} has a %, which means something to Slurm; pass another")
+            raise InvalidInputError(f"--folder {str(parent)!r} has a %, which is special to Slurm; pass another")
         try:
             parent.mkdir(parents=True, exist_ok=True)
             for number in range(1, _MOST_IN_A_SECOND):
@@ -127,17 +127,17 @@ class JobFolder:
                 except FileExistsError:
                     continue
                 return cls(path)
-            reason = f"there are {_MOST_IN_A_SECOND} jobs of this second"
+            reason = f"there are already {_MOST_IN_A_SECOND} jobs of this second"
         except OSError as error:
             reason = error.strerror or str(error)
         raise InvalidInputError(
             f"the folder {str(parent)!r} cannot be used for jobs ({reason}); pass --folder with one that you may write "
-            "to, and that the nodes see under the same path"
+            "to and that the nodes see under the same path"
         )
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the training's checkpoints, unless the job names another."""
+        """The folder of the training's checkpoints, unless the job sets another."""
         return self.path / "checkpoints"
 
     def log(self, job_id: str, task: int = 0) -> Path:
@@ -151,7 +151,7 @@ class JobFolder:
 
     @property
     def submitted(self) -> Submitted | None:
-        """The submission; None where it cannot be read."""
+        """The submission; None if it cannot be read."""
         return _made_of(Submitted, self._read("job.json"))
 
     def write_submitted(self, submitted: Submitted) -> None:
@@ -176,13 +176,13 @@ class JobFolder:
 
     @property
     def max_micro_batch(self) -> int | None:
-        """The cap for micro-batches from now on; None for none."""
+        """The current cap on micro-batches; None for no cap."""
         caps = [restart.max_micro_batch for restart in self.restarts if restart.max_micro_batch is not None]
         return min(caps, default=None)
 
     @property
     def gets_nowhere(self) -> bool:
-        """Whether the last requeues brought no update: the job's time is too short for its start."""
+        """Whether the last requeues made no update, because the job's time is too short for its start."""
         last = [restart for restart in self.restarts if restart.kind == "requeue"][-IN_VAIN:]
         progress = self.progress
         step = 0 if progress is None else progress.step
@@ -193,7 +193,7 @@ class JobFolder:
         self._write("restarts.json", {"restarts": [asdict(each) for each in (*self.restarts, restart)]})
 
     def note_failure(self, rank: int, error: str, *, needs_new_process: bool) -> None:
-        """Write down the error of a rank; a process that is killed leaves none."""
+        """Record the error of a rank; a process that is killed records none."""
         content = {"rank": rank, "error": error, "needs_new_process": needs_new_process}
         with contextlib.suppress(InvalidInputError):  # it must not hide the error itself
             self._write(f"failed-{rank}.json", content)
@@ -224,7 +224,7 @@ def plain(name: str) -> str:
 
 
 def _made_of(kind: type[_Record], content: dict[str, Any] | None) -> _Record | None:
-    """Make a record of what was read; of a file that a later version wrote, the fields that this one has."""
+    """Make a record from a file's content; fields added by later versions are ignored."""
     if content is None:
         return None
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Lists the jobs of a folder, from Slurm's state and the files that the jobs wrote.
 
-Slurm forgets a job some minutes after its end, and is not on every machine; then the files alone count.
+Slurm forgets a job some minutes after its end, and is not on every machine; then only the files count.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Listed:
 
     Attributes:
         folder: Its folder.
-        state: Slurm's state, in small letters; else the phase that the job wrote last, with a question mark where it
+        state: Slurm's state, in lower case; otherwise the last phase that the job wrote, with a question mark if it
             may have changed.
-        reason: Why Slurm lets it wait, or ended it.
-        submitted: The submission; None where it cannot be read.
+        reason: Why Slurm keeps it pending, or ended it.
+        submitted: The submission; None if it cannot be read.
         progress: The progress; None before the first start.
         restarts: Every start but the first.
-        problems: Files that cannot be read, and contradictions, a text each.
+        problems: A text for each unreadable file and each contradiction.
     """
 
     folder: Path
@@ -46,20 +46,20 @@ class Listed:
     problems: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON's types."""
+        """Return it as JSON types."""
         job_id = None if self.submitted is None else self.submitted.job_id
         return {"job_id": job_id, **asdict(self), "folder": str(self.folder)}
 
 
 def jobs_in(parent: Path) -> list[Listed]:
-    """Return the jobs of a folder, the oldest first.
+    """Return the jobs of a folder, oldest first.
 
     Raises:
         InvalidInputError: There is no such folder.
     """
     if not parent.is_dir():
         raise InvalidInputError(
-            f"there is no folder {str(parent)!r}; pass --folder with the one that `autoaccum slurm` was given"
+            f"there is no folder {str(parent)!r}; pass the --folder that was passed to `autoaccum slurm`"
         )
     folders = [JobFolder(path.parent) for path in parent.absolute().glob("*/job.json")]
     submitted = {folder.path: folder.submitted for folder in folders}
@@ -78,16 +78,16 @@ def _listed(folder: JobFolder, submitted: Submitted | None, states: Mapping[str,
         if progress is not None and progress.phase not in FINAL:
             state += "?"
     elif job_id is not None and state not in ("pending", "configuring") and not folder.log(job_id).exists():
-        problems.append("it has begun and there is no log: do the nodes see this folder under the same path?")
+        problems.append("it has started and there is no log: do the nodes see this folder under the same path?")
     return Listed(folder.path, state, reason or None, submitted, progress, folder.restarts, problems)
 
 
 def states_of(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return the state, in small letters, and its reason of each job that Slurm still knows."""
+    """Return the state, in lower case, and its reason for each job that Slurm still knows."""
     wanted = set(job_ids)
     if not wanted:
         return {}
-    # All of the user's jobs, since squeue fails for a list with an unknown one.
+    # All of the user's jobs, because squeue fails for a list with an unknown job.
     running = _asked(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r"])
     found = {row[0]: (row[1].lower(), _said(row[2])) for row in running if len(row) == 3 and row[0] in wanted}  # noqa: PLR2004
     missing = wanted - found.keys()
@@ -104,7 +104,7 @@ def _said(reason: str) -> str:
 
 
 def _asked(command: Sequence[str]) -> list[list[str]]:
-    """Return the lines that a command of Slurm prints, split at the bars; none where it fails."""
+    """Return the output lines of a Slurm command, split at the bars; none if it fails."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)  # noqa: S603 - no shell
     except (OSError, subprocess.TimeoutExpired):

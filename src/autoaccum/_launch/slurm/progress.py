@@ -1,4 +1,4 @@
-"""Writes the progress of a training into its job's folder, at most once a second."""
+"""Writes the progress of a training to its job's folder, at most once a second."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from autoaccum._records import Plan, ProbeResult, StepReport
     from autoaccum._system.notices import Notices
 
-# Not more often, for file systems that a whole cluster shares.
+# Not more often, to spare file systems that a whole cluster shares.
 _EVERY_S = 1.0
 
 
 class ProgressFile(Callback):
-    """Keeps the file `progress.json` of a job. One that cannot be written gets a notice and ends no training.
+    """Updates the `progress.json` of a job. If it cannot be written, a notice says so, and training continues.
 
     Attributes:
         target_batch: The largest possible micro-batch until the first plan.
@@ -48,15 +48,15 @@ class ProgressFile(Callback):
         return self._progress.step
 
     def end(self, phase: str, error: str | None = None) -> None:
-        """Write the end."""
+        """Write the final phase."""
         self._note(phase=phase, error=error)
         self._write()
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
-        """Write the length."""
+        """Write the length of the training."""
         by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
         lengths = [length for length in (by_epochs, max_steps) if length is not None]
-        # `on_resume` follows where the training goes on from a checkpoint.
+        # `on_resume` follows if training resumes from a checkpoint.
         self._note(phase="training", steps=min(lengths, default=None), epochs=epochs, step=0, epoch=None, error=None)
         self._note(micro_batch=self.target_batch, micro_batches=())
         self._counted_at = time.monotonic()
@@ -78,7 +78,7 @@ class ProgressFile(Callback):
             self._write()
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
-        """Write the step that the training goes on from."""
+        """Write the step that training resumes from."""
         self._last = None
         self._note(step=step, epoch=epoch)
         self._write()
@@ -90,7 +90,7 @@ class ProgressFile(Callback):
         self._write()
 
     def _take_last(self) -> None:
-        """Note the last update. Its loss is read only here, since that waits for the device."""
+        """Record the last update. Its loss is read only here, because that waits for the device."""
         if self._last is None:
             return
         (report, epoch), self._last = self._last, None

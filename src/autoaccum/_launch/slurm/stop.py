@@ -1,8 +1,8 @@
 """Turns the signals of a Slurm job into one orderly stop of the training.
 
-Slurm sends a chosen signal before the time limit (submitit asks for SIGUSR2), and SIGTERM to a job that is cancelled or
-preempted. At SIGTERM `fit` writes a checkpoint and then calls the previous handler. So both signals become SIGTERM
-here, and the handler raises `Stopped` once the checkpoint is written.
+Slurm sends a chosen signal before the time limit (submitit requests SIGUSR2), and SIGTERM to a cancelled or preempted
+job. On SIGTERM `fit` writes a checkpoint and then calls the previous handler. So both signals become SIGTERM here, and
+the handler raises `Stopped` once the checkpoint is written.
 """
 
 from __future__ import annotations

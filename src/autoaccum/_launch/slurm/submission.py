@@ -1,7 +1,7 @@
-"""Submits jobs by submitit, which writes the batch script.
+"""Submits jobs with submitit, which writes the batch script.
 
-The script runs its step in a loop: after each round `again.py` decides whether another one follows. Whether a job can
-run at all is Slurm's decision; its own words are passed on.
+The script runs its step in a loop: after each round `again.py` decides whether another follows. Slurm decides whether a
+job can run at all; its message is passed on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from submitit import SlurmExecutor
 
-# The slowest part of a stop is the checkpoint: 90 s write some 50 GB to a disk of 600 MB/s.
+# The slowest part of a stop is the checkpoint: at 600 MB/s, 90 s are enough for about 50 GB.
 WARNING_S = 90
-# submitit counts time-outs down; `task.py` looks at whether a job makes progress instead.
+# submitit counts down time-outs; `task.py` checks for progress instead.
 _TIMEOUTS = 1_000_000
 _MINUTES_A_DAY = 24 * 60
-# Set here; the requeue depends on them.
+# Set here, because the requeue depends on them.
 _OWN = ("output", "error", "open-mode", "signal", "requeue", "array", "wrap", "parsable", "test-only")
 
 
@@ -41,11 +41,11 @@ class Resources:
     """Options for Slurm, under Slurm's names; None leaves one to the cluster.
 
     Attributes:
-        gpus_per_node: Cards on each node, and a process for each card.
+        gpus_per_node: Cards on each node, with one process each.
         tasks_per_node: Processes on each node without cards.
-        time: The time limit, in any of Slurm's forms.
+        time: The time limit, in any of Slurm's formats.
         warning_s: Seconds from Slurm's warning to the time limit.
-        others: Further options of sbatch, such as "partition" or "mem".
+        others: Other options of sbatch, such as "partition" or "mem".
     """
 
     name: str
@@ -59,7 +59,7 @@ class Resources:
 
     @property
     def tasks(self) -> int:
-        """Processes in all, each a rank."""
+        """The number of processes, each a rank."""
         return self.nodes * (self.gpus_per_node or self.tasks_per_node)
 
     def parameters(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Resources:
             raise InvalidInputError(f"--gpus-per-node {self.gpus_per_node} must be 0 or more; 0 is for the CPU")
         for name in self.others:
             if name in _OWN:
-                raise InvalidInputError(f"--slurm {name}=... is set by autoaccum itself; leave it out")
+                raise InvalidInputError(f"--slurm {name}=... is set by autoaccum itself; omit it")
         return {
             "job_name": self.name,
             "nodes": self.nodes,
@@ -87,30 +87,30 @@ class Resources:
             "cpus_per_task": self.cpus_per_task,
             "signal_delay_s": self.warning_s,
             "stderr_to_stdout": True,
-            "wckey": None,  # which submitit would set to its own name
-            # One process that ends badly leaves the others waiting for it.
+            "wckey": None,  # submitit would set it to its own name
+            # Otherwise the others would wait for a process that failed.
             "srun_args": ["--kill-on-bad-exit=1"],
             "additional_parameters": {"requeue": True, **self.others},
         }
 
 
 def minutes_of(text: str) -> int:
-    """Return the minutes of a time limit in one of Slurm's forms, rounded up.
+    """Return the minutes of a time limit in one of Slurm's formats, rounded up.
 
     Raises:
-        InvalidInputError: It is in none of them, or is no time at all.
+        InvalidInputError: It is in none of them, or zero.
     """
     seconds = slurm_seconds(text)
     if not seconds:
         raise InvalidInputError(
-            f"--time {text!r} is no time limit that Slurm knows; write minutes (90), hours:minutes:seconds (12:00:00) "
+            f"--time {text!r} is not a time limit of Slurm; write minutes (90), hours:minutes:seconds (12:00:00) "
             "or days-hours (2-12)"
         )
     return math.ceil(seconds / 60)
 
 
 def script_of(resources: Resources, parent: Path) -> str:
-    """Return the batch script as it would be submitted, and leave nothing behind.
+    """Return the batch script that would be submitted, without side effects.
 
     Raises:
         InvalidInputError: An option cannot be used, or submitit is not installed.
@@ -131,19 +131,19 @@ def submit(
     Args:
         resources: The options for Slurm.
         parent: Where the job's folder is made.
-        task: Makes what the job runs, given its folder.
-        submitted: The record of the job, kept in its folder.
+        task: Makes the job's task, given its folder.
+        submitted: The record of the job, stored in its folder.
 
     Returns:
-        Slurm's number of the job, and its folder.
+        The job's id in Slurm, and its folder.
 
     Raises:
-        InvalidInputError: There is no Slurm, or it refuses.
+        InvalidInputError: Slurm is missing or rejects the job.
     """
     if shutil.which("sbatch") is None:
         raise InvalidInputError(
-            "there is no Slurm here (no sbatch on the PATH); submit from a machine of the cluster, or see with "
-            "--dry-run what would be submitted"
+            "there is no Slurm here (no sbatch on the PATH); submit from a machine of the cluster, or use "
+            "--dry-run to see what would be submitted"
         )
     resources.parameters()
     folder = JobFolder.made(parent.absolute(), resources.name)
@@ -165,7 +165,7 @@ def _accepted(executor: SlurmExecutor, task: Any) -> str:
             return str(executor.submit(task).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         words = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in str(error).splitlines())
-        raise InvalidInputError(f"Slurm refuses the job: {words}") from error
+        raise InvalidInputError(f"Slurm rejected the job: {words}") from error
 
 
 def _executor(resources: Resources, folder: JobFolder) -> SlurmExecutor:
@@ -173,7 +173,7 @@ def _executor(resources: Resources, folder: JobFolder) -> SlurmExecutor:
     executor: SlurmExecutor = _kind_of_executor()(folder.path, max_num_timeout=_TIMEOUTS)
     has_time = parameters["time"] is not None
     if not has_time:
-        # submitit needs a time; without one in the script, the partition's default holds.
+        # submitit needs a time; without one in the script, the partition's default applies.
         parameters["time"] = 365 * _MINUTES_A_DAY
     executor.has_time = has_time  # type: ignore[attr-defined]
     executor.update_parameters(**parameters, setup=_setup(), teardown=_teardown(folder))
@@ -209,7 +209,7 @@ def _kind_of_executor() -> Any:
         ) from None
 
     class Executor(SlurmExecutor):
-        """One that also writes scripts where there is no Slurm, and scripts without a time limit."""
+        """An executor that also writes scripts without Slurm, and without a time limit."""
 
         has_time = True
 

@@ -1,7 +1,7 @@
-"""What every process of a Slurm job runs: it loads the recipe, calls `fit`, and requeues the job where necessary.
+"""The task of every process of a Slurm job: loads the recipe, calls `fit`, and requeues the job if necessary.
 
 submitit unpickles a `Task` on the node and calls it; before a requeue it asks the task what to run next. A process that
-fails writes its error down, so that `again.py` knows that it was not killed.
+fails records its error, so that `again.py` knows it was not killed.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A training that submitit can start, and start again. Pickled, so it cannot move without leaving its name behind.
+    """A training that submitit can start and restart. It is pickled, so if it moves, its former name must stay.
 
     Attributes:
-        recipe: The recipe, with its whole path.
+        recipe: The recipe, with its absolute path.
         folder: The job's folder.
         overrides: Arguments of `fit` that replace the recipe's.
-        checks: Whether to look at the device first.
+        checks: Whether to check the device first.
     """
 
     recipe: str
@@ -66,7 +66,7 @@ class Task:
         """Train; return steps, samples and seconds.
 
         Raises:
-            SystemExit: A signal has stopped it, and the job is requeued where it should be.
+            SystemExit: A signal stopped it, and the job is requeued if it should be.
         """
         # Here, because submitit is an extra.
         from submitit import JobEnvironment  # noqa: PLC0415
@@ -74,7 +74,7 @@ class Task:
         return _Run(self, JobEnvironment()).run()
 
     def checkpoint(self) -> Any:
-        """Return what submitit runs after a requeue: the same task, which goes on from its checkpoint."""
+        """Return what submitit runs after a requeue: the same task, which resumes from its checkpoint."""
         return resubmission_of(self)
 
 
@@ -112,7 +112,7 @@ class _Run:
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             needs_new_process = isinstance(error, DeviceLostError | StateDamagedError | StartAgainError)
-            # The cut has no part in what follows an update. A new process may have the memory; a scheduler that fails
+            # Work after an update does not depend on the cut. A new process may have the memory; a scheduler that fails
             # for another reason would fail again.
             if isinstance(error, UpdateCompleteError) and error.__cause__ is not None:
                 needs_new_process = is_oom(error.__cause__)
@@ -122,7 +122,7 @@ class _Run:
         else:
             self._end("done")
             return {"steps": result.steps, "samples": result.samples, "elapsed_s": result.elapsed_s}
-        # Here, where the training's frames hold nothing any more.
+        # Here, because the training's frames no longer hold anything.
         return self._follow(stop)
 
     # --- the training -------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ class _Run:
     def _train(self) -> FitResult:
         job = self._job()
         if self._task.checks and isinstance(job.model, nn.Module) and is_sharded([job.model]):
-            # One process alone, as the report runs it, cannot make a step of such a model.
-            self._notices.say("the model is spread over ranks, so there is no pre-flight report")
+            # The report runs in one process, which cannot make a step of such a model.
+            self._notices.say("the model is sharded over ranks, so there is no pre-flight report")
         elif self._task.checks:
             device_check.check(job, self._folder.path / "report.json" if self._rank == 0 else None, self._notices.say)
         return fit(**job.fit_arguments(), progress="auto" if self._rank == 0 else False)
@@ -146,15 +146,15 @@ class _Run:
             self._progress.target_batch = chosen.get("target_batch", job.target_batch)
             chosen["callbacks"] = [*job.callbacks, log, self._progress]
         if self._folder.restarts:
-            chosen["resume"] = "auto"  # resume=False held for the first start
+            chosen["resume"] = "auto"  # resume=False applied to the first start
         cap = self._folder.max_micro_batch
         if cap is not None:
             os.environ[MAX_MICRO_BATCH] = str(cap)
             asked = chosen.get("micro_batch", job.micro_batch)
             if isinstance(asked, int) and asked > cap:
                 chosen["micro_batch"] = cap
-            self._notices.say(f"micro-batches have at most {cap} samples, since memory ran out before")
-        # Made once: pre-flight and training share it, and its random initial values.
+            self._notices.say(f"micro-batches have at most {cap} samples, because memory ran out before")
+        # Made once: pre-flight and training share it and its random initial values.
         chosen["model"] = job.fit_arguments()["model"]
         return dataclasses.replace(job, **chosen)
 
@@ -165,7 +165,7 @@ class _Run:
             return
         from submitit.helpers import TorchDistributedEnvironment  # noqa: PLC0415
 
-        # As under torchrun, every process sees all cards of its node and takes the one of its local rank.
+        # As under torchrun, every process sees all cards of its node and uses the one of its local rank.
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         if self._environment.num_nodes == 1:
             os.environ["MASTER_ADDR"] = "127.0.0.1"  # a node may not resolve its own name
@@ -176,7 +176,7 @@ class _Run:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _follow(self, stop: Stop) -> dict[str, Any]:
-        """After Slurm's warning requeue the job, in its first process; after SIGTERM exit."""
+        """Requeue the job after Slurm's warning, in its first process; exit after SIGTERM."""
         if not stop.warned:
             self._end("stopped", "SIGTERM")
             sys.exit(128 + signal.SIGTERM)
@@ -185,7 +185,7 @@ class _Run:
             self._check_progress()
             reason = "Slurm's warning of the time limit, or of preemption"
             self._folder.add_restart(Restart(kind="requeue", reason=reason, step=self._progress.step))
-        # submitit's handler: in the first process it asks for the checkpoint, requeues and exits; in others it returns.
+        # submitit's handler: the first process calls `checkpoint`, requeues and exits; in others it returns.
         try:
             stop.former(getattr(signal, f"SIG{self._environment.USR_SIG}"), None)
         except (OSError, subprocess.SubprocessError) as error:
@@ -197,14 +197,14 @@ class _Run:
     def _check_progress(self) -> None:
         if self._folder.gets_nowhere:
             error = AutoaccumError(
-                f"the job was requeued {IN_VAIN} times without a single further update, so it is not requeued again; "
-                "give it more time (--time), or a smaller target batch"
+                f"the job was requeued {IN_VAIN} times without a further update, so it is not requeued again; "
+                "allow more time (--time), or use a smaller target batch"
             )
             self._end("failed", str(error))
             raise error
 
     def _note_requeue(self) -> None:
-        """Note a requeue from outside: a preemption without a warning, a failed node, or a person."""
+        """Record a requeue from outside: a preemption without a warning, a failed node, or a user's."""
         seen = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         known = sum(restart.kind == "requeue" for restart in self._folder.restarts)
         if seen > known:
