@@ -169,3 +169,16 @@ def test_whole_window_that_took_little_sets_right_what_small_sizes_had_shown():
 
     assert learning.line.at(100) <= 2000
     assert learning.line.bytes_per_sample < 25
+
+
+def test_when_sizes_that_fitted_fail_because_memory_becomes_less_a_few_steps_lead_down():
+    learning = OnlineSearch(100)
+    learning.note(3, 300, is_first=True, is_whole=False, gradient_bytes=0)
+    learning.note(34, 3400, is_first=False, is_whole=False, gradient_bytes=0)
+
+    tried = [34]
+    while (size := learning.fail(tried[-1])) is not None and size < tried[-1]:
+        tried.append(size)
+
+    assert tried[-1] == 1
+    assert len(tried) < 8, tried

@@ -157,7 +157,9 @@ class OnlineSearch:
             return size
         self._smallest_failed = min(self._smallest_failed, size)
         self._seen = [seen for seen in self._seen if seen.size < size]
-        self.largest = min(self.largest, size - 1)
+        if size <= self.largest:
+            # Less memory is left than when it fitted, so smaller sizes that fitted then prove nothing either.
+            self.largest = 0
         part = _AFTER_FAILURES[min(self._failures, len(_AFTER_FAILURES) - 1)]
         if self._first is None and not self._seen and not self._confirms:
             part = 1 / 4  # nothing has fitted yet
