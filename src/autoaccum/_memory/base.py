@@ -50,6 +50,13 @@ class MemoryBackend(ABC):
             InvalidInputError: The limit cannot be enforced.
         """
 
+    def prepare_limit(self, limit_bytes: int | None) -> None:  # noqa: B027 - nothing to do on most devices
+        """Prepare for a limit to come. Call before the model first runs: some settings are read only once.
+
+        Args:
+            limit_bytes: As for `limited`.
+        """
+
     @abstractmethod
     def limited(self, limit_bytes: int | None) -> AbstractContextManager[None]:
         """Limit this process to `limit_bytes` on entry and restore the previous state on exit.

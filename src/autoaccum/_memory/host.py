@@ -90,6 +90,12 @@ class Host(MemoryBackend):
             limit_bytes=self._limit_bytes,
         )
 
+    def prepare_limit(self, limit_bytes: int | None) -> None:
+        """Have oneDNN read the setting of its cache before a model does, if there will be a limit."""
+        if limit_bytes is not None:
+            with signals.held(), _one_primitive_cached():
+                _convolve()
+
     @contextlib.contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
         """Limit the process to its current use plus `limit_bytes`.

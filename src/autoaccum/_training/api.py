@@ -165,7 +165,7 @@ def fit(
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
             objects.
         forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
-        loss_reduction: "mean" or "sum": the reduction of the loss. None: detect it.
+        loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss. None: detect it.
         loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
             the model's outputs for the whole window, for losses that compare samples with each other
             (docs/contrastive.md).
