@@ -63,6 +63,28 @@ def test_using_up_the_ready_variate_is_noticed_although_the_twister_stands_still
     assert np.random.standard_normal(2).tolist() == first  # noqa: NPY002
 
 
+@pytest.mark.parametrize(
+    "draw_one",
+    [lambda: np.random.standard_normal(), lambda: random.gauss(0, 1)],  # noqa: NPY002, PLW0108
+    ids=["numpy", "python"],
+)
+def test_ready_variate_that_another_put_back_has_brought_is_noticed(draw_one):
+    window, micro_batch = RandomState(CPU), RandomState(CPU)
+    window.take()
+    for _ in range(4):
+        draw_one()
+    micro_batch.take()  # the twister is where it is after three, but none is ready
+    window.put_back()
+    for _ in range(3):
+        draw_one()
+    micro_batch.take()
+    expected = draw_one()
+
+    micro_batch.put_back()
+
+    assert draw_one() == expected
+
+
 def test_taking_again_keeps_the_later_state():
     state = RandomState(CPU)
     state.take()

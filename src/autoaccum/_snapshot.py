@@ -8,6 +8,7 @@ state, in host memory so that it works for a model that does not fit twice. Both
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 import random
 import struct
@@ -51,6 +52,11 @@ class _NumpyState:
             self._seen = now
         return self._state
 
+    def put_back(self, state: Any) -> None:
+        # A variate that lies ready shows in no counter: the state that was read last may be gone from here on.
+        self._state = None
+        np.random.set_state(state)  # noqa: NPY002
+
     def _watch(self, generator: Any) -> None:
         self._generator, self._state, self._key = generator, None, None
         if isinstance(generator, np.random.MT19937):
@@ -84,10 +90,19 @@ class _PythonState:
             self._state, self._seen = random.getstate(), now
         return self._state
 
+    def put_back(self, state: Any) -> None:
+        self._state = None  # as for NumPy
+        random.setstate(state)
+
 
 def _python_generator() -> random.Random:
     """Return the generator that the functions of `random` are methods of."""
     return random.seed.__self__  # type: ignore[attr-defined,no-any-return]
+
+
+@functools.cache
+def _global_generators() -> tuple[_PythonState, _NumpyState]:
+    return _PythonState(), _NumpyState()
 
 
 class RandomState:
@@ -103,8 +118,7 @@ class RandomState:
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._numpy = _NumpyState()
-        self._python = _PythonState()
+        self._python, self._numpy = _global_generators()
         self._own = [_OwnGenerator(found) for found in _generators(modules)]
         self._states: tuple[Any, ...] | None = None
 
@@ -125,8 +139,8 @@ class RandomState:
         torch.set_rng_state(on_host)
         if self._module is not None:
             self._module.set_rng_state(on_device, self._device)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+        self._python.put_back(of_python)
+        self._numpy.put_back(of_numpy)
         for own, state in zip(self._own, own_states, strict=True):
             own.put_back(state)
 

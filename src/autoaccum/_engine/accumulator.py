@@ -97,6 +97,7 @@ class Accumulator:
         """
         window = as_window(batch)
         step, work, recovery = self._step, self._work, self._recovery
+        step.objective.read_settings()
         if step.parameters_changed():
             self._norms.search()
             work.take_stock()

@@ -193,7 +193,9 @@ class GradientStep:
                 continue
             value = self._weighted(term, factors, into)
             if value is not None:
-                into.losses.append((term.name, value.detach()))
+                # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
+                seen = value.detach().clone() if value is term.value and not factors.alone else value.detach()
+                into.losses.append((term.name, seen))
                 weighted.append(value)
         if has_reported:
             reported.note(terms, samples, factors, self.objective.weighting, into.reported)

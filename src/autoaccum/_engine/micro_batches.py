@@ -20,6 +20,7 @@ from autoaccum._engine.phases import Phase
 from autoaccum._engine.separate_gradients import Aside
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._loss.weighting import in_full
+from autoaccum._oom import is_oom
 from autoaccum._snapshot import Mark
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError, StateDamagedError
@@ -164,7 +165,6 @@ class MicroBatches:
             elif self._moved:
                 self.recomputed += self.size
                 self._put_back_micro_batch()
-        self._refuse_written_parameters()
 
     def undo(self) -> int:
         """Restore everything to its state before the window.
@@ -175,7 +175,15 @@ class MicroBatches:
         """
         with signals.held():
             self._put_back_window()
-            return len(self._written() if self._seen_written is None else self._seen_written)
+            if self._seen_written is not None:
+                return len(self._seen_written)
+            try:
+                return len(self._written())
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                self._sums = None  # checksums need memory that the failed graph still holds; counters need none
+                return len(self._written())
 
     def end(self) -> None:
         """Release the window, which has become an update or was abandoned; `sizes` and `recomputed` stay."""
@@ -429,7 +437,12 @@ class MicroBatches:
         self._versions = [parameter._version for parameter in self._watched]
         self._is_first, self._sums = False, None
 
-    def _refuse_written_parameters(self) -> None:
+    def refuse_written_parameters(self) -> None:
+        """Check that the model has written none of its parameters, once the failed micro-batch's memory is released.
+
+        Raises:
+            StateDamagedError: It has, and they cannot be restored.
+        """
         if written := self._written():
             raise StateDamagedError(
                 f"memory ran out after forward() had modified {len(written)} of the model's parameters for the first "

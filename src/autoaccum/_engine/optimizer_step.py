@@ -217,6 +217,8 @@ class Updates:
         is_skipped = self._guarded(written, watch, hooks)
         self.made = coming
         failure, hooks.failure = hooks.failure, None
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # an interrupt stays one
         if failure is not None:
             raise UpdateCompleteError(
                 "the optimizer has stepped, and a hook of it (register_step_post_hook) failed "
@@ -311,7 +313,7 @@ class _Hooks:
         self._optimizer = optimizer
         self.are_there = bool(getattr(optimizer, "_optimizer_step_post_hooks", True) or _global_optimizer_post_hooks)
         self.stepped = False
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._are_at_work = False
 
     def __enter__(self) -> None:
@@ -328,7 +330,7 @@ class _Hooks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         for handle in self._handles:
             handle.remove()
-        if self._are_at_work and isinstance(error, Exception):
+        if self._are_at_work:
             self.failure = error
         return self.failure is not None
 

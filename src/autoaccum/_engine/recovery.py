@@ -108,6 +108,8 @@ class Recovery:
             DoesNotFitError: There is no smaller cut, or a smaller cut does not help.
         """
         self._step.memory.release()
+        if event.phase != Phase.RESERVE:
+            self._work.refuse_written_parameters()
         self._has_failed = True
         if event.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(event)

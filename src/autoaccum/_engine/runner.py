@@ -262,6 +262,7 @@ class WindowRunner:
     def _begin(self, part: Window) -> None:
         """Prepare for a window: check its parameters, drop old gradients, and choose its cut."""
         step = self._step
+        step.objective.read_settings()
         if step.parameters_changed():
             self._peers.check_parameters()
             self._norms.search()

@@ -136,7 +136,10 @@ class Objective:
             self.sources = (Source(Objective._forward_and_loss),)
         self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
         self._entries = Entries(notices, self._settler.forget)
-        self._read_module(loss, loss_reduction)
+        self._loss_reduction = loss_reduction
+        self._settings: tuple[Any, ...] | None = None
+        self._class_weights: Tensor | None = None
+        self.read_settings()
 
     @property
     def loss(self) -> Loss | Sequence[Loss] | None:
@@ -323,6 +326,20 @@ class Objective:
         """
         if not self._settler.is_settled:
             self._settler.settle(window, sizes, Run(self, place, mark, autocast))
+
+    def read_settings(self) -> None:
+        """Read the settings of a `torch.nn` loss, which may change from one window to the next.
+
+        Raises:
+            InvalidInputError: They contradict `loss_reduction`.
+        """
+        settings, class_weights = weighting.settings_of(self._loss)
+        if settings == self._settings and class_weights is self._class_weights:
+            return
+        if self._settings is not None:
+            self._settler.forget(TOTAL)
+        self._settings, self._class_weights = settings, class_weights
+        self._read_module(self._loss, self._loss_reduction)
 
     def _read_module(self, loss: Any, loss_reduction: str | None) -> None:
         how = weighting.of_loss_module(loss)

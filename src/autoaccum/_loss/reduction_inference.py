@@ -39,6 +39,9 @@ Rows = list[list[int]]
 # finally given up.
 _AT_ONCE = 8
 _IN_ALL = 24
+# Times in a row that memory may run out in an attempt, fewer than a window is tried again
+# (`_TRIES_TO_WEIGH` in _engine/recovery.py).
+_LACKS = 3
 # Samples per attempt: enough to show many classes, few enough (half a micro-batch, but not below the minimum) to fit
 # where a micro-batch fits with its gradients.
 _LEAST = 3
@@ -132,7 +135,7 @@ class Settler:
         # model's precision; a function with its own tensors may need single precision.
         types = (torch.float64, torch.float32, None) if takes_outputs else (None,)
         self._ways = [_Way(outputs, casts) for casts in (False, True) for outputs in types]
-        self._has_lacked_memory = False
+        self._lacks = 0  # times in a row that memory has run out
 
     @property
     def knowledge(self) -> dict[str, tuple[Weighting, int]]:
@@ -217,17 +220,24 @@ class Settler:
                 observed = run.observe(sample, splits, self._ways[0])
             except Exception as error:
                 lacks = _oom.is_oom(error) or _oom.is_too_large(error)
-                # The first time, the caller has to free memory. If it runs out again, only one or two samples fit,
-                # which is no reason to stop; nor is a model without a loss in evaluation mode (torchvision's
-                # detectors).
-                if _oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
-                    self._has_lacked_memory = lacks
+                # At first, the caller has to free memory. If it still runs out, only one or two samples fit, which is
+                # no reason to stop, and the next window is asked again; nor is a model without a loss in evaluation
+                # mode a reason (torchvision's detectors).
+                if _oom.is_device_lost(error) or (lacks and self._lacks < _LACKS):
+                    self._lacks += lacks
                     raise
                 why = why or _oom.first_line(error)
-                self._ways = [] if lacks else self._ways[1:]
                 _oom.let_go(error)
+                if lacks:
+                    self._notices.say(
+                        "memory ran out while the loss reduction was inferred, which is tried again; until it is "
+                        "known, micro-batches are weighted by their samples",
+                        key="lack while inferring",
+                    )
+                    return []
+                self._ways = self._ways[1:]
             else:
-                self._has_lacked_memory = False
+                self._lacks = 0
                 return observed
         self._notices.say(
             f"the loss reduction could not be inferred in evaluation mode ({why}); micro-batches are weighted by their "

@@ -44,7 +44,7 @@ def reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | 
     if not fits:
         return None
     term = term_of(name, raw, samples, summed=summed)
-    term.value, term.is_reported = term.value.detach(), True
+    term.value, term.is_reported = term.value.detach().clone(), True  # as of a weight, which may be a buffer
     return term
 
 

@@ -255,6 +255,15 @@ def of_loss_module(loss: object) -> Weighting | None:
     )
 
 
+def settings_of(loss: object) -> tuple[tuple[Any, ...] | None, Tensor | None]:
+    """Return what decides `of_loss_module`'s answer, to be compared by value, and class weights, by identity."""
+    if type(loss) not in _MEAN_OF_MODULE:
+        return None, None
+    weight = getattr(loss, "weight", None)
+    version = None if weight is None else weight._version
+    return (getattr(loss, "reduction", None), getattr(loss, "ignore_index", None), version), weight
+
+
 def weight_of_pair(name: str, weight: Any) -> Tensor | float:
     """Check the second half of a (sum, weight) pair, as far as possible without synchronising with the device.
 
@@ -277,7 +286,8 @@ def weight_of_pair(name: str, weight: Any) -> Tensor | float:
         found = f"a {type(weight).__name__}"
     if found is not None:
         raise InvalidInputError(f"loss {name!r} is a pair whose second half is {found}; {_PAIR_MEANS}")
-    return weight.detach().reshape(()) if isinstance(weight, Tensor) else float(weight)
+    # A copy: a buffer of the loss may hold the next micro-batch's weight before this one is used.
+    return weight.detach().clone().reshape(()) if isinstance(weight, Tensor) else float(weight)
 
 
 def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float) -> None:
