@@ -251,6 +251,7 @@ def _code_of(function):
         print(asked.code, file=sys.stderr)  # noqa: T201
         return 1
     except BaseException as error:  # noqa: BLE001 - as Python itself does
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0

@@ -146,7 +146,7 @@ SABOTAGES = {
     "half an update passes for none": (PLAIN, _Written, "undo", lambda _: True, {"memory": 60}),
     "errors are kept with their frames": (PLAIN, _oom, "let_go", _kept_errors.append, {"counted": 20}),
     "interrupts are not held": (PLAIN, signals, "held", nullcontext, {"interrupts": 60}),
-    "damage is told of what is whole": (PLAIN, MicroBatches, "_refuse_written_parameters", _damage, {"memory": 20}),
+    "damage is told of what is whole": (PLAIN, MicroBatches, "refuse_written_parameters", _damage, {"memory": 20}),
 }
 
 

@@ -126,6 +126,7 @@ def test_stopped_by_a_warning_it_is_requeued_and_ends_bit_for_bit_as_if_undistur
     assert job.folder.path.name.startswith("tiny-")
 
 
+@pytest.mark.slow  # by Slurm, which starts its job after the others
 def test_that_nothing_fits_is_known_in_the_first_seconds(short_jobs):
     job = short_jobs["too large"]
 

@@ -1,7 +1,8 @@
 """Each rank is a process of its own that ends as a user's script does, forked from one that has imported torch."""
 
 import subprocess
-import sys
+
+import warm
 
 # The last handler to be registered runs first, so the one below sees what `join_ranks` leaves.
 SCRIPT = """
@@ -44,7 +45,7 @@ for name, end in ENDINGS.items():
 
 
 def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_process():
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=True)
+    ended = subprocess.run([*warm.python(), "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=True)
 
     left = {"end": False, "exit code": False, "error": True, "destroyed": False}
     assert sorted(ended.stdout.splitlines()) == sorted(
