@@ -13,6 +13,7 @@ from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.recovery import Recovery
 from autoaccum._loss.reported import means
+from autoaccum._records import MemoryEvent
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
@@ -106,14 +107,8 @@ class Accumulator:
         try:
             self._begin(window)
             try:
-                while True:
-                    try:
-                        given = work.run(aside=False)
-                        self._correct(given)
-                        break
-                    except Exception as error:  # noqa: BLE001 - put_back_or_raise re-raises anything but lack of memory
-                        lack = recovery.put_back_or_raise(error)
-                    recovery.cut_smaller(lack)
+                while isinstance(given := self._attempt(), MemoryEvent):
+                    recovery.cut_smaller(given)
             except BaseException as error:
                 recovery.give_up(error, window)
                 raise
@@ -127,6 +122,15 @@ class Accumulator:
         self._sizing.end(work.sizes, is_clean=not recovery.lacks, has_room=self._room.is_free)
         losses, reported = given.corrected_losses(), means(given.slots)
         return Backward(losses, reported, given.samples, work.sizes, len(recovery.lacks), work.recomputed)
+
+    def _attempt(self) -> Given | MemoryEvent:
+        """Try to compute the batch's gradient, continuing from completed micro-batches; memory may run out."""
+        try:
+            given = self._work.run(aside=False)
+            self._correct(given)
+        except Exception as error:  # noqa: BLE001 - put_back_or_raise re-raises anything but lack of memory
+            return self._recovery.put_back_or_raise(error)
+        return given
 
     def _begin(self, window: Any) -> None:
         self._room.follow(self._sizing.plan)

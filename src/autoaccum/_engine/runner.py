@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Reduced
+    from autoaccum._engine.gradients import Given, Reduced
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
@@ -193,6 +193,8 @@ class WindowRunner:
             memory ran out, here or in another process, or another process learned what a loss runs over.
         """
         step, work, peers, lack = self._step, self._work, self._peers, None
+        given: Given | None = None
+        reduced: Reduced | None = None
         try:
             peers.begin_attempt()
             given = work.run(aside=self._takes_gradients_aside())  # each micro-batch forward and backward
@@ -205,6 +207,7 @@ class WindowRunner:
                 raise
             peers.failed(error, work, self._state.number)
             lack = self._recovery.put_back_or_raise(error)
+        given = reduced = None  # nothing of a failed attempt stays alive while the next one is planned
         step.updates.drop_reservation()
         if lack is not None:
             self._recovery.cut_smaller(lack)
