@@ -61,9 +61,9 @@ def main() -> int:
             _add(table, total, str(jobs[job]), job.result())
             if not console.is_terminal:
                 print(f"{jobs[job]}: {total.injected} faults, {len(total.mismatches)} mismatches so far", flush=True)
-        if not options.case and sys.platform == "linux":
-            for name, tally in _failing_host.tallies().items():
-                _add(table, total, name, tally)
+        if sys.platform == "linux":
+            for case in (case for case in _failing_host.CASES if options.case in str(case)):
+                _add(table, total, f"{case}, on this host", _failing_host.tally_of(case))
     _conclude(total, time.perf_counter() - started)
     return 1 if total.mismatches else 0
 

@@ -1,6 +1,8 @@
 """Memory that really runs out, simulated and on the host, changes nothing but the cut and damages nothing."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ import _failing_host
 from fault_cases import WIDE, allocating
 from fault_sweep import Sweep, Tally
 from fault_training import warm_up
+
+SWEEP = Path(__file__).parents[2] / "scripts" / "faults.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,3 +46,19 @@ def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case, 
     assert tally.mismatches == []
     assert not tally.damaged
     assert tally.survived + tally.refused > 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on the host takes Linux")
+def test_the_whole_sweep_ends_with_limits_on_this_host():
+    done = subprocess.run(
+        [sys.executable, SWEEP, "--workers", "1", "--sample", "1", "--case", "huge mlp"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "this host" in done.stdout
+    assert " 0 mismatches" in done.stdout.splitlines()[-1]
