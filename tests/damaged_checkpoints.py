@@ -185,9 +185,15 @@ class Run:
             "generator": getattr(getattr(self.loader, "generator", None), "get_state", lambda: None)(),
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": np.random.get_state(),  # noqa: NPY002
+            "numpy": _of_numpy(),
         }
         return {name: bits(value) for name, value in parts.items()}
+
+
+def _of_numpy():
+    """The state of NumPy's global generator; the last variate counts only while it lies ready."""
+    *twister, is_ready, variate = np.random.get_state()  # noqa: NPY002
+    return [*twister, is_ready, variate if is_ready else None]
 
 
 def written(name, folder):
