@@ -5,7 +5,8 @@ from itertools import accumulate
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autoaccum._data.batches import Piece, count
+from autoaccum._data.batches import count
+from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._engine.forward_backward import Accumulated, assemble
 from autoaccum._loss.objective import Factors
 from autoaccum._memory.simulated import Simulated

@@ -5,6 +5,8 @@ result = autoaccum.fit(model, loader, target_batch=100)
 
 from autoaccum._callbacks import Callback
 from autoaccum._data.batches import Window, windows
+from autoaccum._data.pieces import Split
+from autoaccum._data.splits import Along, ListOfSamples
 from autoaccum._distributed.process_group import join_ranks
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
@@ -42,6 +44,7 @@ from autoaccum.errors import (
 )
 
 __all__ = [
+    "Along",
     "AutoaccumError",
     "Callback",
     "CheckpointError",
@@ -54,6 +57,7 @@ __all__ = [
     "InvalidInputError",
     "JSONLinesLog",
     "Job",
+    "ListOfSamples",
     "MemoryEvent",
     "MemoryReading",
     "NotFiniteError",
@@ -63,6 +67,7 @@ __all__ = [
     "Report",
     "Runner",
     "Simulated",
+    "Split",
     "StartAgainError",
     "StateDamagedError",
     "StepReport",

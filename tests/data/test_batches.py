@@ -17,7 +17,9 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autoaccum
-from autoaccum._data.batches import Piece, Window, as_window, chosen, count, map_tensors, repeated, stream, windows
+from autoaccum._data.batches import Window, as_window, chosen, count, repeated, stream, windows
+from autoaccum._data.nesting import map_tensors
+from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum.errors import InvalidInputError
 
 Pair = namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024 - the untyped form is what loaders yield

@@ -22,7 +22,7 @@ from torch import nn
 from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
 from autoaccum._cli.numbers import check_counts, check_texts
 from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
-from autoaccum._data.batches import shapes_of
+from autoaccum._data.nesting import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card
 from autoaccum._launch import load_recipe
 from autoaccum._launch.job import shared_arguments

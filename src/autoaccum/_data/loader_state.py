@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from autoaccum._data.batches import Window
+    from autoaccum._data.pieces import Split
     from autoaccum._snapshot import RandomState
 
 # The value of `RandomState.taken`, never modified.
@@ -75,7 +76,8 @@ class Track:
         random: The generators that affect it; None tracks only what costs nothing, and `go_to` is not possible.
     """
 
-    def __init__(self, loader: Iterable[Any], random: RandomState | None) -> None:
+    def __init__(self, loader: Iterable[Any], random: RandomState | None, split: Split | None = None) -> None:
+        self._split = split
         self._loader = loader
         self._random = random
         self._keeps_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -224,7 +226,7 @@ class Track:
         if position.used:
             self._set(position.before_last)
             batch = self._draw_again(position)
-            _check_rest(batch, position)
+            _check_rest(count(batch, self._split), position)
             self._waiting.append(batch)
         return self
 
@@ -310,8 +312,7 @@ def _refusals_told(loader: Any) -> Iterator[None]:
         ) from error
 
 
-def _check_rest(batch: Any, position: Position) -> None:
-    samples = count(batch)
+def _check_rest(samples: int, position: Position) -> None:
     if samples <= position.used:
         raise CheckpointError(
             f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "

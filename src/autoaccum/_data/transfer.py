@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autoaccum._data.batches import copied, map_tensors
+from autoaccum._data.nesting import copied, map_tensors
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -32,7 +34,9 @@ class Transfer:
         """Return the batch with its tensors on the device; those already there are not copied."""
         # To the CPU, a non-blocking copy could be read before it has completed.
         asynchronous = self._device.type != "cpu"
-        return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=asynchronous), batch)
+        return map_tensors(
+            lambda tensor: tensor.to(self._device, non_blocking=asynchronous), batch, objects=self._place_object
+        )
 
     def copy_always(self) -> None:
         """From now on also copy batches already on the device, because the model modifies its input in place."""
@@ -47,7 +51,7 @@ class Transfer:
             start: The sample at which the first of them begins.
         """
         cuts = _cuts(window, sizes, start)
-        if all(tensor.device == self._device for tensor in window.tensors()):
+        if window.is_on(self._device):
             return (copied(batch) for batch in cuts) if self._copies else cuts
         if self._device.type != "cuda":
             return (self.place(batch) for batch in cuts)
@@ -62,12 +66,30 @@ class Transfer:
             # The memory comes from the computing stream's pool, so that copies need no pool of their own; the copying
             # stream has to wait for its previous use.
             stream.wait_stream(computing)
-            moved = map_tensors(lambda tensor: self._begin(tensor, stream), batch)
+            moved = map_tensors(lambda tensor: self._begin(tensor, stream), batch, objects=self._place_object)
             on_their_way.append((moved, stream.record_event()))
             if len(on_their_way) > 1:
                 yield _arrived(on_their_way, computing)
         if on_their_way:
             yield _arrived(on_their_way, computing)
+
+    def _place_object(self, thing: Any) -> Any:
+        """Return an object that holds tensors, such as a graph or a PackedSequence, with them on the device.
+
+        Raises:
+            InvalidInputError: There is no known way to move it.
+        """
+        if callable(getattr(thing, "to", None)):
+            return thing.to(self._device)
+        if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+            fields = (field.name for field in dataclasses.fields(thing) if field.init)
+            return dataclasses.replace(thing, **{name: self.place(getattr(thing, name)) for name in fields})
+        if self._device.type == "cpu":
+            return thing
+        raise InvalidInputError(
+            f"a micro-batch holds a {type(thing).__name__} with tensors inside, which cannot be moved to "
+            f"{self._device}; give its class a method to(device), or let split.join return tensors"
+        )
 
     def _begin(self, tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
         if tensor.device == self._device:

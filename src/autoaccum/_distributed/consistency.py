@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum._data.batches import Piece
+from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._engine.dtensor import is_spread
 from autoaccum.errors import InvalidInputError
@@ -89,7 +89,7 @@ def begin_alike(ranks: Ranks, step: TrainingStep, notices: Notices) -> None:
 
 def look_at_data(ranks: Ranks, first: Window, notices: Notices) -> None:
     """Report once if every rank's loader yields the same samples."""
-    tensors = Piece(first.cut(0, 1)).tensors() if first.samples else []
+    tensors = tensors_in(first.cut(0, 1)) if first.samples else []
     said = ranks.exchange("first samples", _digest(tensors))
     if len(set(said)) == 1 and first.samples:
         notices.say(

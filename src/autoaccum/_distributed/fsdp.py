@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from autoaccum._data.batches import Window, copied
+from autoaccum._data.batches import Window
+from autoaccum._data.nesting import copied
 from autoaccum._distributed.data_parallel import (
     DataParallel,
     Outcome,
@@ -299,8 +300,8 @@ class ShardedDataParallel(DataParallel):
         """Ask about the samples of one rank."""
         mine = None
         if source == self.ranks.rank:
-            mine = copied(window.cut(0, min(_SAMPLES_TO_ASK, window.groups()[0])))
-        asked = Window([self.ranks.tell(mine, source)])
+            mine = copied(window.part(0, min(_SAMPLES_TO_ASK, window.groups()[0])).raw())
+        asked = Window(self.ranks.tell(mine, source), self._step.objective.split)
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         # At least two parts, since uncut it makes no difference; at most half the samples run at once.
         sizes = balanced(asked.samples, min(self._sizing.plan.micro_batch, math.ceil(asked.samples / 2)))

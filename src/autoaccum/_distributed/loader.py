@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from autoaccum._data.loader_state import Position
+    from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
 
 # Arguments of the user's loader that the rank's loader shares.
@@ -186,8 +187,9 @@ class DealtLoader:
         InvalidInputError: The ranks' loaders differ in length. Raised on every rank.
     """
 
-    def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
+    def __init__(self, loader: Iterable[Any], ranks: Ranks, split: Split | None = None) -> None:
         self._loader = loader
+        self._split = split
         self._ranks = ranks
         self._generators = generators_of(loader)
         self._own: list[list[Any]] = []
@@ -222,7 +224,7 @@ class DealtLoader:
         self._seen = [0, 0]
         for batch in self._loader:
             self._seen[0] += 1
-            self._seen[1] += count(batch)
+            self._seen[1] += count(batch, self._split)
             yield batch
 
 

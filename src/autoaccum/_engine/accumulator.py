@@ -96,7 +96,7 @@ class Accumulator:
             DoesNotFitError: Not even one sample at a time fits.
             DeviceLostError: This process can no longer use the device.
         """
-        window = as_window(batch)
+        window = as_window(batch, self._step.objective.split)
         step, work, recovery = self._step, self._work, self._recovery
         step.objective.read_settings()
         if step.parameters_changed():

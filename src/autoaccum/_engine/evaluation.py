@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._arguments import check_function, shown
-from autoaccum._data.batches import Window, copied, map_tensors
+from autoaccum._data.batches import Window
+from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._engine.object_state import Holdings
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
@@ -110,7 +111,7 @@ class Evaluator:
         mark = Mark(self._step.objective.modules, self._step.memory.device)
         with evaluation_mode(self._step.objective.modules), torch.no_grad():
             for batch in batches:
-                self._one_batch(Window([batch]), totals, mark)
+                self._one_batch(Window([batch], self._step.objective.split), totals, mark)
             if self._step.passes is not None:
                 self._step.passes.evaluate_with_others(self._passes)
         others = [totals] if self._ranks is None else self._ranks.exchange("evaluation", totals.on_host())
@@ -154,7 +155,8 @@ class Evaluator:
         self._step.memory.release()
 
     def _try_first(self, batches: Iterable[Any], most: int | None, metrics: Sequence[_Averaged | _Stateful]) -> None:
-        window = next((window for window in map(Window, ([batch] for batch in batches)) if window.samples), None)
+        split = self._step.objective.split
+        window = next((window for batch in batches if (window := Window([batch], split)).samples), None)
         if window is not None:
             size = window.samples if self._step.memory.fails_cleanly else min(window.samples, most or _TRIED, _TRIED)
             with evaluation_mode(self._step.objective.modules), torch.no_grad():

@@ -31,6 +31,7 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from autoaccum._data.pieces import Split
     from autoaccum._engine.precision import Precision
     from autoaccum._loss.objective import Factors, Loss, Source
     from autoaccum._loss.terms import Term
@@ -293,6 +294,7 @@ def assemble(
     loss_reduction: str | None,
     clip_grad_norm: float | None,
     notices: Notices,
+    split: Split | None = None,
     is_one_of_several: bool = False,
 ) -> TrainingStep:
     """Check the arguments common to `fit`, `find_micro_batch` and `Runner`, move the model and assemble a step.
@@ -305,7 +307,7 @@ def assemble(
     check_clip(clip_grad_norm)
     check_model(model)
     with devices.failures_told(memory, "what training needs in addition to the model"):
-        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices, split=split)
         if not is_one_of_several:
             refuse_sharded(objective.modules)
         chosen = optimizers.resolve(optimizer, objective.modules, notices)
@@ -327,6 +329,7 @@ def assemble_without_optimizer(
     forward: Callable[[nn.Module, Any], Any] | None,
     loss_reduction: str | None,
     notices: Notices,
+    split: Split | None = None,
 ) -> GradientStep:
     """Check and move the model as `assemble` does, and assemble what a gradient needs.
 
@@ -336,7 +339,7 @@ def assemble_without_optimizer(
     """
     check_model(model)
     with devices.failures_told(memory, "what a gradient needs in addition to the model"):
-        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices)
+        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices, split=split)
         refuse_sharded(objective.modules)
         how = precision.resolve(precision_name, memory.device, model, notices)
     _move(objective.modules, None, memory)

@@ -9,6 +9,7 @@ import torch
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
+from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
 from autoaccum._engine.fallback import ways_left
 from autoaccum._engine.forward_backward import TrainingStep, assemble
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
@@ -46,6 +48,7 @@ def find_micro_batch(
     memory_limit: float | str | None = None,
     max_micro_batch: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    split: Split | None = None,
     loss_scope: str = "micro_batch",
 ) -> ProbeResult:
     """Find the largest micro-batch with which a whole training step fits.
@@ -64,6 +67,7 @@ def find_micro_batch(
         memory_limit: As for `fit`.
         max_micro_batch: The largest size of interest; None means the batch's own length.
         forward: As for `fit`.
+        split: As for `fit`.
         loss_scope: As for `fit`. With "window", the loss is computed over a window of `max_micro_batch` samples.
 
     Returns:
@@ -76,7 +80,8 @@ def find_micro_batch(
     """
     notices = Notices()
     check_loss_scope(loss_scope)
-    samples = count(batch)
+    check_split(split)
+    samples = count(batch, split)
     largest = samples if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     memory = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, memory)
@@ -90,6 +95,7 @@ def find_micro_batch(
         loss_reduction=None,
         clip_grad_norm=None,
         notices=notices,
+        split=split,
     )
     return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
+    from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Given, Reduced
     from autoaccum._engine.optimizer_step import Update
@@ -387,6 +388,7 @@ class Runner(WindowRunner):
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        split: As for `fit`. With it, `step` takes one batch or a `Window`.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
@@ -414,6 +416,7 @@ class Runner(WindowRunner):
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
+        split: Split | None = None,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
@@ -434,6 +437,7 @@ class Runner(WindowRunner):
             loss_reduction=loss_reduction,
             clip_grad_norm=clip_grad_norm,
             notices=notices,
+            split=split,
         )
         events = Events(callbacks, notices)
         sizing = Sizing(step.memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
@@ -495,7 +499,7 @@ class Runner(WindowRunner):
                 errors of callbacks, and interrupts, that come after the update are raised unchanged, with a note
                 that says so.
         """
-        report = super().step(as_window(window))
+        report = super().step(as_window(window, self._step.objective.split))
         assert report is not None
         return report
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum._data.batches import Window, copied, count, repeated
+from autoaccum._data.batches import Window, repeated, repeating
+from autoaccum._data.nesting import copied
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
@@ -50,7 +51,8 @@ class Trials:
         self._whole = whole
         at_window = Mark(step.objective.modules, step.memory.device)
         self._marks = (at_window, Mark(step.objective.modules, step.memory.device, earlier=at_window))
-        self._window = None if whole is None or samples is None else _window_of(batch, samples)
+        split = step.objective.split
+        self._window = None if whole is None or samples is None else repeating(batch, samples, split)
         self.held_bytes: int | None = None
         self.reachable_bytes: int | None = None
         self.growing_bytes: dict[int, int | None] = {}
@@ -122,15 +124,10 @@ class Trials:
     def one_micro_batch(self, size: int) -> None:
         """Run forward and backward of one size while the next micro-batch is being transferred; catches nothing."""
         # A copy, as a transfer makes: a model that modifies its input must not modify the user's batch.
-        batch = copied(repeated(self._batch, size))
-        with closing(self._step.transfer.feed(Window([batch, batch]), [size, size])) as feed:
+        batch = copied(repeated(self._batch, size, self._step.objective.split))
+        window = Window.of_micro_batches([batch, batch], size)
+        with closing(self._step.transfer.feed(window, [size, size])) as feed:
             self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
-
-
-def _window_of(batch: Any, samples: int) -> Window:
-    """Return a window that repeats the batch's samples, without copying them."""
-    whole, rest = divmod(samples, count(batch))
-    return Window([batch] * whole + ([repeated(batch, rest)] if rest else []))
 
 
 @contextmanager

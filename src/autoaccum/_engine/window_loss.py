@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from autoaccum._arguments import check_choice
-from autoaccum._data.batches import Piece, Window, copied, map_tensors, repeated
+from autoaccum._data.batches import Window, repeated
+from autoaccum._data.nesting import copied, map_tensors
+from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.phases import Phase
 from autoaccum._loss import reported
@@ -32,6 +34,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from autoaccum._data.pieces import NestedPiece
     from autoaccum._data.transfer import Transfer
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.terms import Term
@@ -72,6 +75,12 @@ class WindowLoss:
                 "loss=, a callable of (outputs, targets) or (outputs, batch), and let the model (or forward=) return "
                 "representations"
             )
+        split = step.objective.split
+        if isinstance(split, Along) and not split.is_first:
+            raise InvalidInputError(
+                f"loss_scope='window' needs outputs whose first dimension is the samples, and split={split!r} says "
+                "otherwise; pass split=autoaccum.ListOfSamples(collate) and let forward= return samples first"
+            )
         self._step = step
 
     def outputs(self, batch: Any, samples: int) -> Any:
@@ -96,7 +105,7 @@ class WindowLoss:
         Raises:
             InvalidInputError: They cannot be joined.
         """
-        window = Window(parts)
+        window = Window(parts, FIRST)
         if len(window.groups()) > 1:
             raise InvalidInputError(
                 "loss_scope='window' cannot join what the model returned for the window's micro-batches: "
@@ -115,6 +124,9 @@ class WindowLoss:
         Raises:
             InvalidInputError: The targets cannot be joined.
         """
+        if window.split is not None and len(window.groups()) == 1:
+            whole = self._step.transfer.place(copied(window.cut(0, window.samples)))
+            return (None, whole[1]) if is_pair(whole) else whole
         parts = window.parts(0, window.samples)
         first = parts[0][0]
         if isinstance(first, Mapping):
@@ -220,7 +232,7 @@ class WholeWindow:
         states: list[tuple[Any, ...]] = []
         with closing(feed(window, sizes)) as batches:
             part = self._look(batches, size, _ignored, states)
-        joined = _Representations(repeated(part, window.samples))
+        joined = _Representations(repeated(part, window.samples, FIRST))
         del part
         self._of_whole(joined, window)
         self._after_loss.take()
@@ -438,7 +450,7 @@ def _value(term: Term) -> Tensor:
 
 def _counted(parts: Sequence[tuple[Any, int]]) -> Window:
     """Return parts of batches as a window; paired with a count, since they may contain no tensor (a list of names)."""
-    return Window([(part, torch.empty(samples, 0)) for part, samples in parts])
+    return Window([(part, torch.empty(samples, 0)) for part, samples in parts], FIRST)
 
 
 def _can_be_joined(parts: Sequence[tuple[Any, int]]) -> bool:
@@ -451,12 +463,12 @@ def _joined(parts: Sequence[tuple[Any, int]], transfer: Transfer) -> Any:
 
 
 def _difference(parts: Sequence[Any]) -> str:
-    pieces = [Piece(part) for part in parts]
+    pieces = [FIRST.piece(part) for part in parts]
     other = next(piece for piece in pieces if not piece.joins(pieces[0]))
     return f"{_described(pieces[0])} against {_described(other)}"
 
 
-def _described(piece: Piece) -> str:
+def _described(piece: NestedPiece) -> str:
     tensors = [
         f"{tensor.dtype} of shape {tuple(tensor.shape)}" if tensor.dim() else f"the value {tensor.item()}"
         for tensor in piece.tensors()

@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import Piece, copied, count, map_tensors, repeated
+from autoaccum._data.batches import count, repeated
+from autoaccum._data.nesting import copied, map_tensors, tensors_in
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from autoaccum._data.pieces import Split
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._estimate.gpus import Card
     from autoaccum._loss.objective import Loss
@@ -101,6 +103,7 @@ def trace_step(
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
     weights: torch.dtype | None = None,
     tensor_float: bool = True,
+    split: Split | None = None,
 ) -> Traced:
     """Trace a training step at a few sizes, without the device.
 
@@ -124,11 +127,12 @@ def trace_step(
         weights: The type of parameters, buffers, gradients, the optimizer's state and the model's inputs, as after
             `model.to(torch.bfloat16)` on model and loss. None keeps their types.
         tensor_float: With kind="cuda", whether the card computes float32 with Tensor Cores (TF32, from Ampere on).
+        split: As for `fit`.
 
     Raises:
         InvalidInputError: An argument cannot be used, or the step cannot be traced.
     """
-    samples = count(batch)
+    samples = count(batch, split)
     largest = samples if most is None else check_positive_int("most", most)
     if kind not in ("cpu", "cuda"):
         raise InvalidInputError(f"kind={kind!r} is unknown; choose 'cpu' or 'cuda'")
@@ -154,6 +158,7 @@ def trace_step(
         adapt,
         weights,
         tensor_float,
+        split,
     )
     try:
         return Traced(job.on_fakes(asked), kind, notes=(*notices.texts, *job.notes()))
@@ -207,6 +212,7 @@ class _Job:
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None
     weights: torch.dtype | None = None
     tensor_float: bool = True
+    split: Split | None = None
 
     def on_fakes(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
         """Trace the step without memory."""
@@ -227,7 +233,7 @@ class _Job:
                     transfers=cuda,
                 )
                 return _all_sizes(
-                    lambda size: rehearsal.run(batch_like(self.batch, size, device), size),
+                    lambda size: rehearsal.run(batch_like(self.batch, size, device, self.split), size),
                     asked,
                     _lowest(asked),
                     asked[-1],
@@ -248,7 +254,8 @@ class _Job:
                 )
 
                 def run(size: int) -> Timeline:
-                    return rehearsal.run(copied(map_tensors(Tensor.cpu, repeated(self.batch, size))), size)
+                    batch = repeated(self.batch, size, self.split)
+                    return rehearsal.run(copied(map_tensors(Tensor.cpu, batch)), size)
 
                 try:
                     return _all_sizes(run, asked, 1, 2)
@@ -266,7 +273,9 @@ class _Job:
             model.register_forward_pre_hook(partial(_cast, self.weights), with_kwargs=True)
         loss = stage.copied(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         kind = LooseObjective if device.type == "cuda" else Objective
-        objective = kind(model, loss, forward=self.forward, loss_reduction=self.loss_reduction, notices=notices)
+        objective = kind(
+            model, loss, forward=self.forward, loss_reduction=self.loss_reduction, notices=notices, split=self.split
+        )
         given = self.optimizer
         made = stage.optimizer(given) if isinstance(given, torch.optim.Optimizer) else given
         chosen = resolve(made, objective.modules, notices)
@@ -286,7 +295,7 @@ class _Job:
         """Return the assumptions."""
         lengths = {
             tensor.shape[1]
-            for tensor in Piece(self.batch).tensors()
+            for tensor in tensors_in(self.batch)
             if tensor.dim() == _WITH_LENGTH and not tensor.is_floating_point()
         }
         notes = []

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from autoaccum._data.batches import copied, map_tensors, repeated
+from autoaccum._data.batches import repeated
+from autoaccum._data.nesting import copied, map_tensors
+from autoaccum._data.splits import Along
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
@@ -24,6 +26,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._data.pieces import Split
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
@@ -188,11 +191,20 @@ def like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def batch_like(batch: Any, samples: int, device: torch.device) -> Any:
-    """Return a batch of `samples` samples nested like `batch`, with tensors without values.
+def batch_like(batch: Any, samples: int, device: torch.device, split: Split | None = None) -> Any:
+    """Return a micro-batch of `samples` samples made of those of `batch`, with tensors without values.
 
     Raises:
         InvalidInputError: The batch is empty or cannot be cut.
     """
-    # A copy, because a cut is a view that keeps the whole alive.
-    return copied(repeated(map_tensors(lambda tensor: like(tensor, device), batch), samples))
+
+    def without_values(tensor: Tensor) -> Tensor:
+        return like(tensor, device)
+
+    if split is None or isinstance(split, Along):
+        # A copy, because a cut is a view that keeps the whole alive.
+        return copied(repeated(map_tensors(without_values, batch), samples, split))
+    # A split of the user's own may read values, as a collator does that pads to the longest.
+    with unset_fake_temporarily():
+        whole = repeated(batch, samples, split)
+    return map_tensors(without_values, whole)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._data.batches import Piece, copied
+from autoaccum._data.nesting import copied, tensors_in
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.precision import Precision
@@ -120,10 +120,10 @@ class Rehearsal:
         ledger.hold((buffer for module in step.objective.modules for buffer in module.buffers()), Category.BUFFERS)
         ledger.hold((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENTS)
         ledger.hold(_state_of(step.optimizer), Category.OPTIMIZER)
-        ledger.hold(Piece(batch).tensors(), Category.INPUTS)
+        ledger.hold(tensors_in(batch), Category.INPUTS)
         following = copied(batch) if self._transfers else None
         if following is not None:
-            ledger.hold(Piece(following).tensors(), Category.INPUTS)
+            ledger.hold(tensors_in(following), Category.INPUTS)
         ledger.enter("forward")
         step.stage.phase = Phase.FORWARD
         is_cuda = self._device.type == "cuda"

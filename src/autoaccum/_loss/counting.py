@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autoaccum._loss.weighting import constants
+from autoaccum._loss.weighting import Over, constants
 
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
@@ -63,6 +64,9 @@ def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full:
         sizes: The cut.
         in_full: Whether the tallies must be comparable with those of other windows, and not only with each other.
     """
+    if how.over is Over.WEIGHED:
+        stops = list(itertools.accumulate(sizes))
+        return [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
     if not how.needs_targets:
         return list(sizes)
     if not in_full and len(window.groups()) == 1 and all(how.counts_all(target_tensors(part)) for part in window):
@@ -77,6 +81,9 @@ def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full:
 
 def tallies_of_each(hows: Sequence[Weighting], window: Window, start: int, stop: int) -> Tensor:
     """Return the tally of each of a window's samples `start` to `stop`, shape (weightings, samples)."""
+    if not window.is_first:
+        samples = [target_tensors(window.cut(row, row + 1)) for row in range(start, stop)]
+        return torch.tensor([[float(how.tally(1, named)) for named in samples] for how in hows])
     parts = [(target_tensors(part), samples) for part, samples in window.parts(start, stop)]
     return torch.stack([torch.cat([how.tally_each(samples, named) for named, samples in parts]) for how in hows])
 

@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
-from autoaccum._data.batches import chosen, map_tensors
+from autoaccum._data.batches import chosen
+from autoaccum._data.nesting import map_tensors
+from autoaccum._data.splits import Along, check_split
 from autoaccum._loss import weighting
 from autoaccum._loss.counting import is_pair, tallies_of
 from autoaccum._loss.loss_entries import TOTAL, Entries
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
+    from autoaccum._data.pieces import Split
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
 
@@ -96,8 +99,10 @@ class Objective:
         forward: A callable of (model, batch) that returns the outputs, replacing the conventions.
         loss_reduction: "mean" or "sum"; None to infer it.
         notices: Reports choices.
+        split: Counts, cuts and joins batches; None where samples run along the first dimension.
 
     Attributes:
+        split: As the argument.
         returns_pairs: Whether any loss so far was a (sum, weight) pair.
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
 
@@ -113,13 +118,16 @@ class Objective:
         forward: Callable[[nn.Module, Any], Any] | None,
         loss_reduction: str | None,
         notices: Notices,
+        split: Split | None = None,
     ) -> None:
         if loss_reduction is not None and not is_one_of(loss_reduction, ("mean", "sum")):
             raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
         _check_loss(loss)
+        check_split(split)
         if forward is not None:
             check_function("forward", forward, "model, batch")
         self.model = model
+        self.split = split
         self._loss = loss
         self._forward = forward
         self._notices = notices
@@ -173,9 +181,13 @@ class Objective:
                 return [Term(name, value)], outputs  # the usual case
 
         def with_gradients() -> Mapping[str, Any] | None:
-            return self._looked_at(lambda: source.run(self, chosen(batch, [0]))[0]) if self.may_look else None
+            return self._looked_at(lambda: source.run(self, self._one_of(batch))[0]) if self.may_look else None
 
         return self._terms(raw, samples, source.total, with_gradients), outputs
+
+    def _one_of(self, batch: Any) -> Any:
+        """Return one sample of a micro-batch; all of it where a split has joined it, which cannot cut it again."""
+        return chosen(batch, [0], self.split) if self.split is None or isinstance(self.split, Along) else batch
 
     def outputs(self, batch: Any) -> Any:
         """Return the model's outputs for a batch, without its loss."""

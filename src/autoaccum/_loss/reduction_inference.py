@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import _oom
-from autoaccum._data import batches
-from autoaccum._data.batches import Window
+from autoaccum._data.batches import chosen
+from autoaccum._data.nesting import copied, map_tensors
+from autoaccum._data.splits import FIRST
 from autoaccum._loss.counting import constants_of, tallies_of_each, target_tensors
 from autoaccum._loss.reduction_candidates import Question, Rounding, Split, rounding_of, telling_split
 from autoaccum._loss.weighting import Over, Weighting, check_pair
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
+    from autoaccum._data.batches import Window
     from autoaccum._loss.terms import Term
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
@@ -78,6 +80,7 @@ class _Observed(NamedTuple):
     whole: dict[str, Term]
     parts: list[dict[str, Term]]
     batches: list[Any]
+    samples: tuple[int, ...]
     in_half: bool
     widened: bool
 
@@ -91,7 +94,7 @@ class _Observed(NamedTuple):
             whole=float(self.whole[name].value),
             parts=tuple(float(terms[name].value) for terms in self.parts),
             named=tuple(target_tensors(batch) for batch in self.batches),
-            samples=tuple(batches.count(batch) for batch in self.batches),
+            samples=self.samples,
             rounding=self._rounding(name),
         )
 
@@ -212,7 +215,7 @@ class Settler:
                 known[name] = self._concluded(name, observed, window, run)
         self.known = known  # for all losses or none: memory may run out in between
 
-    def _observe(self, sample: Any, splits: Sequence[Rows], run: Run) -> list[_Observed]:
+    def _observe(self, sample: Window, splits: Sequence[Rows], run: Run) -> list[_Observed]:
         """Run the objective in the first way that works; if none does, report it and return nothing."""
         why = None
         while self._ways:
@@ -320,7 +323,7 @@ class Settler:
         for size in sizes:
             alike = constants_of(window, start, start + size)
             if alike and alike not in self._voids and len(self._voids) < _VOIDS:
-                observed = self._observe(window.cut(start, start + 1), [[[0]]], run)
+                observed = self._observe(window.part(start, start + 1), [[[0]]], run)
                 terms = observed[0].whole.items() if observed else ()
                 self._voids[alike] = {name for name, term in terms if not math.isfinite(float(term.value))}
                 for name in self._voids[alike]:
@@ -386,12 +389,13 @@ class Run:
         self._mark = mark
         self._autocast = autocast
 
-    def observe(self, sample: Any, splits: Sequence[Rows], way: _Way) -> list[_Observed]:
+    def observe(self, sample: Window, splits: Sequence[Rows], way: _Way) -> list[_Observed]:
         """Return the losses for splits of a sample; if each needs forward passes, for the first split only."""
         self._mark.take()
         try:
             with evaluation_mode(self.objective.modules), torch.no_grad(), self._as_written():
-                if way.outputs is None:
+                # Outputs can be cut only if they run along the samples, which a split does not say.
+                if way.outputs is None or not sample.is_first:
                     return [self._anew(sample, splits[0], way)]
                 return self._on_outputs(sample, splits, way.outputs, way)
         finally:
@@ -403,31 +407,31 @@ class Run:
         is_compiled = any(module._compiled_call_impl is not None for module in self.objective.modules)
         return uncompiled() if is_compiled else nullcontext()
 
-    def _on_outputs(self, sample: Any, splits: Sequence[Rows], dtype: torch.dtype, way: _Way) -> list[_Observed]:
-        batch = self._place(batches.copied(sample))
+    def _on_outputs(self, sample: Window, splits: Sequence[Rows], dtype: torch.dtype, way: _Way) -> list[_Observed]:
+        batch = self._place(copied(sample.joined()))
         with self._autocast() if way.casts else nullcontext():
             outputs = self.objective.outputs(batch)
-        rows = batches.Piece(outputs)
-        if rows.samples != batches.count(sample):
-            raise InvalidInputError(f"outputs with {rows.samples} rows for {batches.count(sample)} samples")
+        rows = FIRST.piece(outputs)
+        if rows.samples != sample.samples:
+            raise InvalidInputError(f"outputs with {rows.samples} rows for {sample.samples} samples")
         floating = [tensor for tensor in rows.tensors() if tensor.is_floating_point()]
         elements = sum(tensor.numel() for tensor in floating)
         widened = any(torch.finfo(tensor.dtype).bits < torch.finfo(dtype).bits for tensor in floating)
 
         def terms(rows: list[int]) -> dict[str, Term]:
             # The loss may write to both, so it gets copies.
-            of_rows, of_batch = (batches.copied(batches.chosen(both, rows)) for both in (outputs, batch))
-            of_rows = batches.map_tensors(lambda tensor: _widened(tensor, dtype), of_rows)
+            of_rows, of_batch = copied(chosen(outputs, rows, FIRST)), copied(chosen(batch, rows, sample.split))
+            of_rows = map_tensors(lambda tensor: _widened(tensor, dtype), of_rows)
             return _losses(self.objective.terms_of(of_rows, of_batch, len(rows)))
 
         affordable = splits[: max(1, _ELEMENTS // max(elements, 1))]
         return [_observed(terms, sample, split, in_half=False, widened=widened) for split in affordable]
 
-    def _anew(self, sample: Any, split: Rows, way: _Way) -> _Observed:
+    def _anew(self, sample: Window, split: Rows, way: _Way) -> _Observed:
         objective = self.objective
 
         def terms(rows: list[int]) -> dict[str, Term]:
-            batch = self._place(batches.copied(batches.chosen(sample, rows)))
+            batch = self._place(copied(sample.chosen(rows).cut(0, len(rows))))
             with self._autocast() if way.casts else nullcontext():
                 found = [objective.terms(source, batch, len(rows))[0] for source in objective.sources]
             return _losses(term for terms in found for term in terms)
@@ -442,11 +446,12 @@ def _losses(terms: Iterable[Term]) -> dict[str, Term]:
 
 
 def _observed(
-    terms: Callable[[list[int]], dict[str, Term]], sample: Any, split: Rows, *, in_half: bool, widened: bool
+    terms: Callable[[list[int]], dict[str, Term]], sample: Window, split: Rows, *, in_half: bool, widened: bool
 ) -> _Observed:
     whole = terms([row for part in split for row in part])
-    parts = [batches.chosen(sample, part) for part in split]
-    return _Observed(whole, [terms(part) for part in split], parts, in_half, widened)
+    parts = [sample.chosen(part).cut(0, len(part)) for part in split]
+    samples = tuple(map(len, split))
+    return _Observed(whole, [terms(part) for part in split], parts, samples, in_half, widened)
 
 
 def _question_of(window: Window) -> Question:
@@ -461,17 +466,17 @@ def _telling(question: Question, window: Window, size: int, chance: random.Rando
     largest = max(range(len(groups)), key=groups.__getitem__)
     start, samples = sum(groups[:largest]), groups[largest]
     if samples == 1:
-        return window.cut(start, start + 1), [[[0]]]
+        return window.part(start, start + 1), [[[0]]]
     elements = max((t.numel() // len(t) for t in target_tensors(window.cut(start, start + 1)).values()), default=1)
     looked_at = min(samples, max(_LOOKED_AT_SAMPLES, _LOOKED_AT // max(elements, 1)))
     start += chance.randrange(samples - looked_at + 1)
     weights = tallies_of_each(question.candidates, window, start, start + looked_at)
     best = question.candidates.index(question.best)
     split = telling_split(weights, best, size, chance, draws=_DRAWS)
-    chosen = [row for part in split for row in part]
-    sample = Window([window.cut(start + row, start + row + 1) for row in chosen]).joined()
-    further = [telling_split(weights[:, chosen], best, size, chance, draws=_FURTHER_DRAWS) for _ in range(_SPLITS - 1)]
-    return sample, [[list(range(len(split[0]))), list(range(len(split[0]), len(chosen)))], *further]
+    rows = [row for part in split for row in part]
+    sample = window.chosen(start + row for row in rows)
+    further = [telling_split(weights[:, rows], best, size, chance, draws=_FURTHER_DRAWS) for _ in range(_SPLITS - 1)]
+    return sample, [[list(range(len(split[0]))), list(range(len(split[0]), len(rows)))], *further]
 
 
 def _all_count(named_targets: dict[str, Tensor]) -> bool:

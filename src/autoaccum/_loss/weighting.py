@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # A number of samples, elements or targets, or of targets of each class, shape (C,).
 ClassCounts = npt.NDArray[np.int64]
-Tally = int | ClassCounts
+Tally = int | float | ClassCounts
 
 IGNORE_INDEX = -100  # the default of torch.nn.CrossEntropyLoss and of every Transformers model
 
@@ -43,6 +43,7 @@ class Over(Enum):
     SHIFTED = "a mean over the targets that count, shifted by one"
     VECTOR = "one loss a sample, averaged over the samples"
     PAIR = "a (sum, weight) pair"
+    WEIGHED = "a mean over what split.weight counts"
     OPAQUE = "unknown, and weighed by samples"
 
 
@@ -112,7 +113,7 @@ class Weighting:
 
     def worth(self, tally: Tally) -> float:
         """Return the weight of a tally: the sum of w_i."""
-        if isinstance(tally, int):
+        if isinstance(tally, int | float):
             return float(tally)
         assert self.class_weights is not None
         return float((tally * self.class_weights.numpy()).sum())

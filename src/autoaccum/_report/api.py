@@ -24,6 +24,7 @@ from autoaccum._arguments import (
     shown,
 )
 from autoaccum._data.batches import count
+from autoaccum._data.splits import check_split
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.forward_backward import assemble
@@ -49,6 +50,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._data.pieces import Split
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._estimate.estimate import Traced
     from autoaccum._estimate.gpus import Card
@@ -77,6 +79,7 @@ def preflight(
     loss_reduction: str | None = None,
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
+    split: Split | None = None,
     strategy: str | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
@@ -109,6 +112,7 @@ def preflight(
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        split: As for `fit`.
         strategy: As for `fit`; None means "balanced". "fastest" is planned like "balanced", with which `fit` starts.
         gpus: Names of cards to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted card to predict for, such as "24GiB".
@@ -140,7 +144,8 @@ def preflight(
     check_choice("precision", precision, PRECISIONS)
     _check_ways(measure, loader, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
-    count(batch)
+    check_split(split)
+    count(batch, split)
     further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
     batch, lengths = of_length(batch, further, length)
     cards = _cards(gpus, device_memory)
@@ -151,7 +156,7 @@ def preflight(
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, target_batch, most, strategy or "balanced", memory_limit, loss_scope)
 
-    way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction}
+    way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
 
     def predicted_for(made: nn.Module) -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
         objective = Objective(made, notices=notices, **way)
@@ -186,7 +191,7 @@ def preflight(
     if measured is not None:
         if loader is not None:
             on_part("timing the loader")
-            measured, facts = _with_loader(loader, measured, batch)
+            measured, facts = _with_loader(loader, measured, count(batch, split), split)
         measured = _to_the_end(measured, target_batch, epochs, max_steps, limit_s)
     return Report(
         subject=_subject(made, chosen, asked),
@@ -355,15 +360,17 @@ def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
     return "bf16" if card.bf16 else "fp16"
 
 
-def _with_loader(loader: Iterable[Any], measured: Measured, batch: Any) -> tuple[Measured, LoaderFacts | None]:
+def _with_loader(
+    loader: Iterable[Any], measured: Measured, samples_of_first: int, split: Split | None
+) -> tuple[Measured, LoaderFacts | None]:
     """Time the loader, and estimate the time of an epoch with it."""
-    heard, pace = listen_to(loader), measured.pace
+    heard, pace = listen_to(loader, split), measured.pace
     loads = None if heard is None else heard.samples_per_s
     if pace is None:
         return measured, heard
     if heard is not None and loads is not None:
         heard = replace(heard, feeds=loads >= pace.samples_per_s)
-    samples = samples_of(loader, batch)
+    samples = samples_of(loader, samples_of_first)
     epoch_s = None
     if samples is not None:
         trains_s, loads_s = samples / pace.samples_per_s, 0.0 if loads is None else samples / loads

@@ -164,7 +164,7 @@ class _Stage:
         gradients = sum(parameter.grad.nbytes for parameter in step.parameters if parameter.grad is not None)
         state = _state_bytes(step.optimizer)
         # On a card the next micro-batch is transferred while the current one runs.
-        inputs = size * Window([self._batch]).sample_bytes()[0] * (2 if on_card else 1)
+        inputs = size * Window([self._batch], self._step.objective.split).sample_bytes()[0] * (2 if on_card else 1)
         reserved = peak if on_card else peak + parameters + buffers
         in_update = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
@@ -215,13 +215,14 @@ class _Stage:
 
     def _warn_of_loss(self) -> None:
         """Infer the loss's reduction as the first window does, and warn if it stays unknown."""
-        step, samples = self._step, count(self._batch)
+        step, samples = self._step, count(self._batch, self._step.objective.split)
         if self._plan.accum_steps == 1 or samples == 1:
             return
         mark = Mark(step.objective.modules, step.memory.device)
         sizes = balanced(samples, min(self._plan.micro_batch, samples - 1))
         try:
-            step.objective.settle(Window([self._batch]), sizes, step.transfer.place, mark, step.precision.autocast)
+            window = Window([self._batch], step.objective.split)
+            step.objective.settle(window, sizes, step.transfer.place, mark, step.precision.autocast)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
                 raise

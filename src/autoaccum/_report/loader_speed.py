@@ -19,6 +19,8 @@ from autoaccum._report.records import LoaderFacts
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from autoaccum._data.pieces import Split
+
 # Seconds after the first batch: enough for some batches of a loader that keeps up with training, short compared with
 # the trials.
 _LISTENED_S = 2.0
@@ -26,11 +28,12 @@ _LISTENED_S = 2.0
 _BATCHES = 8
 
 
-def listen_to(loader: Iterable[Any], for_s: float = _LISTENED_S) -> LoaderFacts | None:
+def listen_to(loader: Iterable[Any], split: Split | None = None, *, for_s: float = _LISTENED_S) -> LoaderFacts | None:
     """Time a loader's first batches.
 
     Args:
         loader: The loader, iterated over from the start.
+        split: As for `fit`.
         for_s: Stop this many seconds after the first batch.
 
     Returns:
@@ -39,7 +42,7 @@ def listen_to(loader: Iterable[Any], for_s: float = _LISTENED_S) -> LoaderFacts 
     if isinstance(loader, Iterator):
         return None
     with left_as_it_was(loader):
-        return _timed(iter(loader), loader, for_s)
+        return _timed(iter(loader), loader, split, for_s)
 
 
 def first_batches(loader: Iterable[Any], most: int, for_s: float = _LISTENED_S) -> list[Any]:
@@ -62,22 +65,22 @@ def first_of(loader: Iterable[Any]) -> Any | None:
     return next(iter(first_batches(loader, 1)), None)
 
 
-def samples_of(loader: Any, batch: Any) -> int | None:
+def samples_of(loader: Any, samples: int) -> int | None:
     """Return the samples of an epoch; None if the loader has no length.
 
     Args:
         loader: Any loader.
-        batch: One of its batches, assumed to be as large as the others unless the loader gives a length in samples.
+        samples: Those of one batch, assumed to be as large as the others unless the loader gives a length in samples.
     """
     try:
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size is not None and not loader.drop_last:
             return len(loader.sampler)  # type: ignore[arg-type]
-        return len(loader) * count(batch)
+        return len(loader) * samples
     except (TypeError, NotImplementedError):  # no length; iterable datasets raise the second
         return None
 
 
-def _timed(batches: Iterator[Any], loader: Any, for_s: float) -> LoaderFacts | None:
+def _timed(batches: Iterator[Any], loader: Any, split: Split | None, for_s: float) -> LoaderFacts | None:
     workers = getattr(loader, "num_workers", None)
     ahead = (workers or 0) * (getattr(loader, "prefetch_factor", None) or 1)
     started = time.perf_counter()
@@ -85,14 +88,14 @@ def _timed(batches: Iterator[Any], loader: Any, for_s: float) -> LoaderFacts | N
     if first is None:
         return None
     first_at = last_at = time.perf_counter()
-    sizes = [count(first)]
+    sizes = [count(first, split)]
     # Prefetched batches do not count: timing restarts after them.
     counted_from, counted_at = 0, first_at
     while last_at - first_at < for_s and len(sizes) <= ahead + _BATCHES:
         batch = next(batches, None)
         if batch is None:
             break
-        sizes.append(count(batch))
+        sizes.append(count(batch, split))
         last_at = time.perf_counter()
         if len(sizes) == ahead + 1:
             counted_from, counted_at = len(sizes) - 1, last_at

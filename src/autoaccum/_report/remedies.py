@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autoaccum._data.batches import count, map_tensors
+from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.fallback import checkpointed, offloaded
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._memory.simulated import Simulated
@@ -301,14 +301,14 @@ def _half_as_long(batch: Any) -> tuple[Any, int] | None:
     lengths: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:
-        if tensor.dim() == _TOKENS and not tensor.is_floating_point():
+        if tensor.dim() == _TOKENS and len(tensor) and not tensor.is_floating_point():
             lengths.append(tensor.shape[1])
         return tensor
 
     map_tensors(look, batch)
     length = max(lengths, default=0)
     half = length // 2
-    if not half or count(batch) < 1:
+    if not half:
         return None
 
     def cut(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import Piece, map_tensors
+from autoaccum._data.nesting import map_tensors, tensors_in
 from autoaccum._report.records import Lengths
 from autoaccum.errors import InvalidInputError
 
@@ -45,7 +45,7 @@ class _Run:
 
 def may_vary(batch: Any) -> bool:
     """Whether some tensor has the shape of sequences, so that more batches are worth drawing."""
-    return any(_TOKENS <= tensor.dim() <= _FRAMES for tensor in Piece(batch).tensors())
+    return any(_TOKENS <= tensor.dim() <= _FRAMES for tensor in tensors_in(batch))
 
 
 def of_length(batch: Any, further: Sequence[Any], length: int | Mapping[str, int] | None) -> tuple[Any, Lengths | None]:
@@ -62,8 +62,8 @@ def of_length(batch: Any, further: Sequence[Any], length: int | Mapping[str, int
     Raises:
         InvalidInputError: The length cannot be used, or the sequences it applies to are ambiguous.
     """
-    tensors = Piece(batch).tensors()
-    runs = _runs(tensors, [Piece(other).tensors() for other in further])
+    tensors = tensors_in(batch)
+    runs = _runs(tensors, [tensors_in(other) for other in further])
     if not runs:
         if length is not None:
             raise InvalidInputError(
@@ -108,7 +108,7 @@ def _names(batch: Any, tensors: Sequence[Tensor]) -> list[str]:
     members: Any = batch.items() if isinstance(batch, Mapping) else enumerate(batch if is_sequence else ())
     named: dict[int, str] = {}
     for key, member in members:
-        map_tensors(lambda tensor, key=key: named.setdefault(id(tensor), str(key)), member)
+        named |= {id(tensor): str(key) for tensor in tensors_in(member) if id(tensor) not in named}
     return [named.get(id(tensor), str(number)) for number, tensor in enumerate(tensors)]
 
 

@@ -16,6 +16,7 @@ from autoaccum._arguments import check_bool, check_iterable, check_positive_int,
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import check_windows
 from autoaccum._data.peeking import can_be_read_once
+from autoaccum._data.splits import check_split
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.load_balance import check_shares
 from autoaccum._distributed.overlap import check_overlap, hindrance
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from autoaccum._callbacks import Callback
+    from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.forward_backward import TrainingStep
@@ -93,6 +95,7 @@ def fit(
     loss_reduction: str | None = None,
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
+    split: Split | None = None,
     fallback: str | Sequence[str] | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | str | Callback = "auto",
@@ -171,6 +174,10 @@ def fit(
             (docs/contrastive.md).
         batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
             momentum; "rescale": over a window, they move as far as with one batch (docs/batchnorm.md).
+        split: How batches are counted, cut and joined if their samples do not run along the first dimension of every
+            tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
+            time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
+            (docs/batches.md).
         fallback: What to do, in this order, if not even one sample fits. "checkpoint": activation checkpointing of the
             model's repeated blocks; "offload": keep what backward needs in host memory. Gradients stay the same and
             updates take longer; when `fit` returns, the model is as it was.
@@ -227,6 +234,7 @@ def fit(
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, metrics, epochs)
     check_callbacks(callbacks)
+    check_split(split)
     options = compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     check_seed(seed)
@@ -257,6 +265,7 @@ def fit(
             loss_reduction=loss_reduction,
             clip_grad_norm=clip_grad_norm,
             notices=notices,
+            split=split,
             is_one_of_several=ranks is not None,
         )
         untouched.keep_rates(step.optimizer, scheduler)
@@ -265,7 +274,7 @@ def fit(
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         is_compiled = options is not None
         watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled)
-        world = OneProcess(loader, target_batch, last_window)
+        world = OneProcess(loader, target_batch, last_window, split)
         grows_from = None
         if ranks is not None:
             alike = {
@@ -385,6 +394,7 @@ def _ranks_of(
         overlap=arguments["overlap"],
         hindrance=hindrance,
         notices=notices,
+        split=step.objective.split,
     )
 
 

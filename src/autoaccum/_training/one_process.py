@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._data.loader_state import Position, Track
+    from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Peers
@@ -40,9 +41,11 @@ class OneProcess:
         loader: As for `fit`.
         target_batch: Number of samples per window.
         last_window: As for `fit`.
+        split: As for `fit`.
 
     Attributes:
         loader: The loader that this process reads.
+        split: As the argument.
         target_batch: Number of samples of a window that belong to this process.
         is_alone: Whether this is the only process.
         ranks: All ranks; None for a single process.
@@ -53,8 +56,9 @@ class OneProcess:
     ranks: Ranks | None = None
     peers: Peers | None = None
 
-    def __init__(self, loader: Iterable[Any], target_batch: int, last_window: str) -> None:
+    def __init__(self, loader: Iterable[Any], target_batch: int, last_window: str, split: Split | None = None) -> None:
         self.loader = loader
+        self.split = split
         self.target_batch = target_batch
         self._whole_target = target_batch
         self._last_window = last_window
@@ -92,7 +96,7 @@ class OneProcess:
             batches: The epoch's remaining batches.
             skip: Number of samples of the first batch that were used already.
         """
-        return stream(batches, self.target_batch, last_window=self._last_window, skip=skip)
+        return stream(batches, self.target_batch, last_window=self._last_window, skip=skip, split=self.split)
 
     def part(self, window: Window) -> Window:
         """Return this process's part of a window from `windows`."""

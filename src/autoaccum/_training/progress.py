@@ -79,7 +79,7 @@ class TrainingProgress:
         self._memory = memory
         self._random = random
         self._world = world
-        self._track = Track(world.loader, random)
+        self._track = Track(world.loader, random, world.split)
         self.moment = Moment(0, 0, self._track.at_start(1), self._random_states())
         self.is_whole = True
         self._windows: Iterator[Window] | None = None

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autoaccum._data.loader_state import Position, Track
+    from autoaccum._data.pieces import Split
     from autoaccum._distributed.data_parallel import Part
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
@@ -59,6 +60,7 @@ class SeveralRanks(OneProcess):
         shares: As for `fit`.
         overlap: As for `fit`.
         hindrance: Why this rank cannot overlap; "" if it can.
+        split: As for `fit`.
         notices: Reports choices made for the user.
 
     Attributes:
@@ -83,13 +85,14 @@ class SeveralRanks(OneProcess):
         notices: Notices,
         overlap: bool = False,
         hindrance: str = "",
+        split: Split | None = None,
     ) -> None:
         if target_batch < ranks.size:
             raise InvalidInputError(
                 f"target_batch={target_batch} is less than the number of ranks, {ranks.size}, so some ranks would have "
                 "no samples; use a larger target_batch or fewer ranks"
             )
-        super().__init__(loader, target_batch, last_window)
+        super().__init__(loader, target_batch, last_window, split)
         self.ranks: Ranks = ranks
         self.peers: DataParallel | None = None
         self._notices = notices
@@ -145,7 +148,7 @@ class SeveralRanks(OneProcess):
         if not self._shards:
             return val_loader
         _refuse_own_samples(val_loader, "val_loader")
-        return DealtLoader(val_loader, self.ranks)
+        return DealtLoader(val_loader, self.ranks, self.split)
 
     def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
         """Prepare to make windows together.
@@ -181,10 +184,11 @@ class SeveralRanks(OneProcess):
         """
         if self._sharded is not None:
             sizes = map(self._sharded.share_of, itertools.count(int(self._sharded.state_dict()["windows"])))
-            return stream(batches, sizes, skip=skip)
+            return stream(batches, sizes, skip=skip, split=self.split)
         if self._shards:
-            return stream(batches, self._whole_target, last_window=self._last_window, skip=skip)
-        return stream(batches, self.target_batch, skip=skip)
+            whole = self._whole_target
+            return stream(batches, whole, last_window=self._last_window, skip=skip, split=self.split)
+        return stream(batches, self.target_batch, skip=skip, split=self.split)
 
     def part(self, window: Window) -> Window:
         """Return this rank's part of a window from `windows`."""

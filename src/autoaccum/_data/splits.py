@@ -1,0 +1,170 @@
+"""Ready-made splits, for batches whose samples do not run along the first dimension of every tensor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._arguments import check_function, shown
+from autoaccum._data.pieces import NestedPiece, Piece, Span, Split, SplitPiece
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from autoaccum._data.pieces import Dims
+
+_METHODS = ("count", "cut", "join")
+
+
+class Along:
+    """Samples run along another dimension than the first, or along a different one in each tensor.
+
+        split=autoaccum.Along(1)                           # all tensors are (T, N, ...)
+        split=autoaccum.Along((1, 0))                      # inputs (T, N, F), targets (N,)
+        split=autoaccum.Along({"frames": 1, "mel": None})  # None: shared by all samples, and passed on whole
+
+    Args:
+        dims: The dimension, from 0, for all tensors, or nested like the batch. Tensors without dimensions are shared.
+        weight: A function of a part of a batch that returns what its mean loss runs over; None to infer it.
+
+    Batches are joined where their other dimensions agree.
+
+    Raises:
+        InvalidInputError: A dimension is no number from 0, or None everywhere.
+    """
+
+    def __init__(self, dims: Dims, *, weight: Callable[[Any], float] | None = None) -> None:
+        found = list(_numbers_in(dims))
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in found) or not found:
+            raise InvalidInputError(
+                f"Along({shown(dims)}): a dimension is a number from 0, alone or nested like the batch, and None for "
+                "what all samples share; give at least one number"
+            )
+        if weight is not None:
+            check_function("weight", weight, "batch")
+            self.weight = weight
+        self.dims = dims
+
+    def __repr__(self) -> str:
+        return f"Along({self.dims!r})"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether samples run along the first dimension of every tensor."""
+        return all(dim == 0 for dim in _numbers_in(self.dims))
+
+    def piece(self, batch: Any) -> NestedPiece:
+        """Return a batch of the loader, ready to be cut."""
+        return NestedPiece(batch, self.dims, along=True, weigh=getattr(self, "weight", None))
+
+    def count(self, batch: Any) -> int:
+        """Return the number of samples in a batch.
+
+        Raises:
+            InvalidInputError: Its tensors differ in it, or have no such dimension.
+        """
+        return self.piece(batch).samples
+
+    def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Return consecutive parts of a batch, one for each size; tensors are views."""
+        piece = self.piece(batch)
+        stops = list(itertools.accumulate(sizes))
+        return [piece.cut(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+    def join(self, batches: Sequence[Any]) -> Any:
+        """Return the concatenation of parts."""
+        pieces = [self.piece(batch) for batch in batches]
+        return pieces[0].join([Span(piece, 0, piece.samples) for piece in pieces])
+
+
+class ListOfSamples:
+    """The loader yields lists of samples (`collate_fn=list`), from which micro-batches are collated.
+
+        loader = DataLoader(dataset, batch_size=48, collate_fn=list)
+        autoaccum.fit(model, loader, 48, split=autoaccum.ListOfSamples(your_collator))
+
+    Args:
+        collate: What would be the loader's `collate_fn`: a function of a list of samples that returns what the model
+            gets.
+        weight: A function of a list of samples that returns what their mean loss runs over, such as their tokens or
+            boxes; None to infer it.
+
+    Raises:
+        InvalidInputError: An argument cannot be called.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], *, weight: Callable[[list[Any]], float] | None = None
+    ) -> None:
+        check_function("collate", collate, "samples")
+        if weight is not None:
+            check_function("weight", weight, "samples")
+            self.weight = weight
+        self.collate = collate
+
+    def count(self, batch: Any) -> int:
+        """Return the length of a list of samples.
+
+        Raises:
+            InvalidInputError: The batch is none.
+        """
+        if not isinstance(batch, list | tuple):
+            raise InvalidInputError(
+                f"split=ListOfSamples(...) needs a loader that yields lists of samples, but it yields a "
+                f"{type(batch).__name__}; pass collate_fn=list to the DataLoader"
+            )
+        return len(batch)
+
+    def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Return consecutive parts of the list."""
+        stops = list(itertools.accumulate(sizes))
+        return [batch[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+
+    def join(self, batches: Sequence[Any]) -> Any:
+        """Return one or more lists of samples, collated."""
+        return self.collate(list(itertools.chain.from_iterable(batches)))
+
+
+def check_split(split: object) -> None:
+    """Check the argument `split`.
+
+    Raises:
+        InvalidInputError: It does not have the methods of `Split`.
+    """
+    if split is None:
+        return
+    missing = [name for name in _METHODS if not callable(getattr(split, name, None))]
+    if isinstance(split, type) or missing:
+        found = "a class" if isinstance(split, type) else f"an object without {', '.join(missing)}"
+        raise InvalidInputError(
+            f"split={shown(split)} is {found}; pass an object with count(batch), cut(batch, sizes) and join(batches), "
+            "such as autoaccum.Along(1) or autoaccum.ListOfSamples(collate)"
+        )
+    if not callable(getattr(split, "weight", len)):
+        raise InvalidInputError(f"split={shown(split)}: weight is no function of a batch; leave it out, or make it one")
+
+
+def piece_of(batch: Any, split: Split | None) -> Piece:
+    """Return a batch of a loader, ready to be cut.
+
+    Raises:
+        InvalidInputError: The batch cannot be counted or cut.
+    """
+    if split is None:
+        return NestedPiece(batch)
+    return split.piece(batch) if isinstance(split, Along) else SplitPiece(batch, split)
+
+
+def _numbers_in(dims: Any) -> list[Any]:
+    """Return the dimensions in a nesting, without None."""
+    if isinstance(dims, Mapping):
+        return [number for value in dims.values() for number in _numbers_in(value)]
+    if isinstance(dims, list | tuple):
+        return [number for value in dims for number in _numbers_in(value)]
+    return [] if dims is None else [dims]
+
+
+# Tensors whose first dimension is known to index the samples, such as a model's outputs.
+FIRST = Along(0)
