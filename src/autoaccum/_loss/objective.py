@@ -20,6 +20,7 @@ from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
+from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import Along, check_split
 from autoaccum._loss import weighting
 from autoaccum._loss.counting import is_pair, tallies_of
@@ -99,7 +100,8 @@ class Objective:
         forward: A callable of (model, batch) that returns the outputs, replacing the conventions.
         loss_reduction: "mean" or "sum"; None to infer it.
         notices: Reports choices.
-        split: Counts, cuts and joins batches; None where samples run along the first dimension.
+        split: Counts, cuts and joins batches; None where samples run along the first dimension. Its `weight` replaces
+            the inference of a mean's reduction, except for `torch.nn` losses, per-sample losses and pairs.
 
     Attributes:
         split: As the argument.
@@ -136,7 +138,7 @@ class Objective:
         self.returns_pairs = False
         self.may_look = True
         self._has_lacked_memory = False
-        self._said = None if loss_reduction is None else Weighting(Over.SUM if loss_reduction == "sum" else Over.OPAQUE)
+        self._said = _said_by(loss_reduction, split)
         self.sources: tuple[Source, ...]
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
@@ -251,10 +253,12 @@ class Objective:
         """
         alone = len(sizes) == 1 and not is_part
         usual_total = None if totals is None else totals[SAMPLES]
-        usual = weighting.shares(self._said or _BY_SAMPLES, sizes, window.samples, usual_total)
+        usual_how = self._said or _BY_SAMPLES
+        weights = tallies_of(usual_how, window, sizes)
+        usual = weighting.shares(usual_how, weights, window.samples, usual_total)
         factors = [Factors(share, 1.0 / (usual_total or window.samples), alone) for share in usual]
         for name, how in self._settler.known.items():
-            if _is_usual(how):
+            if self._is_usual(how):
                 continue
             tallies = tallies_of(how, window, sizes, in_full=totals is not None)
             total = None if totals is None else totals.get(name)
@@ -267,10 +271,10 @@ class Objective:
         return factors
 
     def weights(self, window: Window) -> dict[str, float]:
-        """Return the weights of a window's samples: their number, and one for each loss with another weighting."""
-        found = {SAMPLES: float(window.samples)}
+        """Return the weights of a window's samples: the usual one, and one for each loss with another weighting."""
+        found = {SAMPLES: window.weight(0, window.samples) if self._is_weighed else float(window.samples)}
         for name, how in self._settler.known.items():
-            if _is_usual(how) or how.over is Over.SUM or not window.samples:
+            if self._is_usual(how) or how.over is Over.SUM or not window.samples:
                 continue
             # With an unknown weighting all samples count, as in one process.
             is_guess = how.over is Over.OPAQUE
@@ -283,13 +287,25 @@ class Objective:
     def common_weight(self) -> str | None:
         """The one of `weights` by which parts of a window are combined; None if losses differ in it."""
         known = self._settler.known
-        names = {SAMPLES if _is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()}
+        names = {SAMPLES if self._is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()}
         pairs = [name for name, how in known.items() if how.over is Over.PAIR]
         if pairs:
             return PAIR if len(known) == 1 else None
         if not known:
             return SUM if self._said is not None and self._said.over is Over.SUM else SAMPLES
         return names.pop() if len(names) == 1 else None
+
+    @property
+    def _is_weighed(self) -> bool:
+        """Whether the usual weight is what the split counts, and not the number of samples."""
+        return self._said is not None and self._said.over is Over.WEIGHED
+
+    def _is_usual(self, how: Weighting) -> bool:
+        """Whether a loss has the usual weight, as an unknown one has, so that it needs no factor of its own."""
+        if how.over is Over.PAIR:
+            return True  # its weight comes with it
+        by_samples = how.over in (Over.VECTOR, Over.SAMPLES, Over.OPAQUE) and not how.void
+        return how.over is Over.WEIGHED if self._is_weighed else by_samples
 
     @property
     def has_questions(self) -> bool:
@@ -463,9 +479,13 @@ class Objective:
         return model(batch)
 
 
-def _is_usual(how: Weighting) -> bool:
-    """Whether a loss is weighted by samples, as an unknown one is."""
-    return how.over in (Over.PAIR, Over.VECTOR, Over.SAMPLES, Over.OPAQUE) and not how.void
+def _said_by(loss_reduction: str | None, split: Split | None) -> Weighting | None:
+    """Return the weighting that the arguments give to every unknown loss; None to infer it."""
+    if loss_reduction == "sum":
+        return Weighting(Over.SUM)
+    if weigher_of(split) is not None:
+        return Weighting(Over.WEIGHED)
+    return None if loss_reduction is None else Weighting(Over.OPAQUE)
 
 
 def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
