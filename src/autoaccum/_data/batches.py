@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 from autoaccum._arguments import check_choice, check_iterable, check_positive_int, shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.pieces import NestedPiece, Span, WholePiece
-from autoaccum._data.splits import Along, check_split, piece_of
+from autoaccum._data.splits import Along, check_split, is_first, piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Window(Sequence[Any]):
     @property
     def is_first(self) -> bool:
         """Whether samples run along the first dimension of every tensor."""
-        return self._split is None or (isinstance(self._split, Along) and self._split.is_first)
+        return is_first(self._split)
 
     def groups(self) -> list[int]:
         """Sizes of the consecutive groups of samples that can be joined into one batch."""

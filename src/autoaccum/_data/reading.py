@@ -17,7 +17,7 @@ from autoaccum._data.nesting import holds_tensor, tensors_in
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 # The dimensions of an image (C, H, W), and its numbers of channels.
 _IMAGE_DIMS = 3
@@ -41,27 +41,23 @@ def lists_of_samples(batch: Any) -> frozenset[int]:
     lists = [member for member in members if type(member) in (list, tuple) and member]
     of_tensors = [one for one in lists if all(map(holds_tensor, one))]
     if not of_tensors:
-        _refuse_open(batch, members)
+        if type(batch) is list and len(members) > _PAIR and _look_like_samples(members):  # a pair is (inputs, targets)
+            raise _open(members)
         return frozenset()
     samples = len(of_tensors[0])
     tensors = [member for member in members if isinstance(member, Tensor) and member.dim()]
     beside = [one for one in lists if len(one) == samples]
+    can_be_samples = all(len(one) == samples for one in of_tensors) and all(len(one) == samples for one in tensors)
     has_mappings = any(isinstance(item, Mapping) for one in of_tensors for item in one)
-    are_samples = (
-        all(len(one) == samples for one in of_tensors)
-        and all(tensor.shape[0] == samples for tensor in tensors)
-        and (len(beside) > 1 or (has_mappings and bool(tensors)))
-    )
-    if are_samples and not has_mappings and _agree(chain(tensors, *map(tensors_in, of_tensors))):
-        if any(_look_like_samples(one) for one in of_tensors):
-            raise _open(of_tensors[0])
+    firsts = {tensor.shape[0] for tensor in chain(tensors, *map(tensors_in, of_tensors)) if tensor.dim()}
+    if not can_be_samples or (len(beside) == 1 and not tensors):
         return frozenset()
-    if not are_samples:
-        for one in of_tensors:
-            if _look_like_samples(one) and all(len(one) == tensor.shape[0] for tensor in tensors) and tensors:
-                raise _open(one)
-        return frozenset()
-    return frozenset(map(id, beside))
+    has_others = len(beside) > len(of_tensors) and firsts != {samples}
+    if has_mappings or (len(beside) > 1 and (has_others or len(firsts) > 1)):
+        return frozenset(map(id, beside))
+    if any(map(_look_like_samples, of_tensors)):
+        raise _open(of_tensors[0])
+    return frozenset()
 
 
 def refuse_flattened(batch: Any) -> None:
@@ -84,12 +80,6 @@ def refuse_flattened(batch: Any) -> None:
         )
 
 
-def _refuse_open(batch: Any, members: Sequence[Any]) -> None:
-    """Reject a list of equal members that looks like one of samples; a pair is (inputs, targets) by convention."""
-    if type(batch) is list and len(members) > _PAIR and _look_like_samples(members):
-        raise _open(members)
-
-
 def _look_like_samples(items: Sequence[Any]) -> bool:
     first = items[0]
     if all(isinstance(item, Mapping) for item in items):
@@ -101,10 +91,6 @@ def _look_like_samples(items: Sequence[Any]) -> bool:
     holds_values = first.is_floating_point() or not first.dtype.is_signed
     is_image = first.dim() == _IMAGE_DIMS and first.shape[0] in _CHANNELS
     return holds_values and (is_image or (len(items) > _MANY_FIELDS and first.dim() <= _IMAGE_DIMS))
-
-
-def _agree(tensors: Iterable[Tensor]) -> bool:
-    return len({tensor.shape[0] for tensor in tensors if tensor.dim()}) <= 1
 
 
 def _open(items: Sequence[Any]) -> InvalidInputError:

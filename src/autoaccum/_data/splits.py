@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import check_function, shown
+from autoaccum._arguments import check_call, check_function, shown
 from autoaccum._data.pieces import NestedPiece, Piece, Span, Split, SplitPiece
 from autoaccum.errors import InvalidInputError
 
@@ -98,7 +98,9 @@ class ListOfSamples:
     def __init__(
         self, collate: Callable[[list[Any]], Any], *, weight: Callable[[list[Any]], float] | None = None
     ) -> None:
-        check_function("collate", collate, "samples")
+        if not callable(collate):
+            raise InvalidInputError(f"collate={shown(collate)} is no function of a list of samples; pass your collator")
+        check_call("collate", collate, "samples")
         if weight is not None:
             check_function("weight", weight, "samples")
             self.weight = weight
@@ -144,6 +146,11 @@ def check_split(split: object) -> None:
         )
     if not callable(getattr(split, "weight", len)):
         raise InvalidInputError(f"split={shown(split)}: weight is no function of a batch; leave it out, or make it one")
+
+
+def is_first(split: Split | None) -> bool:
+    """Whether samples run along the first dimension of every tensor."""
+    return split is None or (isinstance(split, Along) and split.is_first)
 
 
 def piece_of(batch: Any, split: Split | None) -> Piece:

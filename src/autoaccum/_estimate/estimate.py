@@ -38,7 +38,7 @@ from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
 from autoaccum._estimate.allocation_trace import Timeline, between
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace
-from autoaccum._estimate.fake import Stage, batch_like, built_for_real, built_on_meta
+from autoaccum._estimate.fake import NoFakesError, Stage, batch_like, built_for_real, built_on_meta
 from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
 from autoaccum._estimate.trace import Traced
 from autoaccum._loss.objective import Objective
@@ -360,8 +360,9 @@ def _why_stuck(error: Exception) -> str | None:
     # For custom operators of torch.library, only the message says so.
     if isinstance(error, RuntimeError) and "no fake impl" in str(error):
         return f"a custom operator has no fake implementation ({first_line(error)}){unformed}"
-    if isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error):
-        return "the model reads values, with .numpy()"
+    reads = isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error)
+    if reads or isinstance(error, NoFakesError):
+        return "the model reads values, with .numpy()" if reads else str(error)
     # The same holds for operators that need CUDA (cuDNN's LSTM), whose messages differ by build and machine, and for
     # autograd's engine, which needs the driver's context if a model calls torch.autograd.grad.
     asks = "CUDA" in str(error) or "hasPrimaryContext" in str(error)

@@ -37,6 +37,10 @@ _COPIES_OF_A_STEP = 5
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
+class NoFakesError(Exception):
+    """A step cannot be traced on fakes, for the reason in the message."""
+
+
 class Stage:
     """Fakes of one job's modules and optimizer on one device.
 
@@ -207,4 +211,8 @@ def batch_like(batch: Any, samples: int, device: torch.device, split: Split | No
     # A split of the user's own may read values, as a collator does that pads to the longest.
     with unset_fake_temporarily():
         whole = repeated(batch, samples, split)
-    return map_tensors(without_values, whole)
+    return map_tensors(without_values, whole, objects=_refuse)
+
+
+def _refuse(thing: Any) -> Any:
+    raise NoFakesError(f"a micro-batch holds a {type(thing).__name__}, whose tensors cannot be made without values")

@@ -287,7 +287,9 @@ class Objective:
     def common_weight(self) -> str | None:
         """The one of `weights` by which parts of a window are combined; None if losses differ in it."""
         known = self._settler.known
-        names = {SAMPLES if self._is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()}
+        names = {
+            SAMPLES if self._is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()
+        }
         pairs = [name for name, how in known.items() if how.over is Over.PAIR]
         if pairs:
             return PAIR if len(known) == 1 else None

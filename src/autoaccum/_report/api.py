@@ -24,7 +24,7 @@ from autoaccum._arguments import (
     shown,
 )
 from autoaccum._data.batches import count
-from autoaccum._data.splits import check_split
+from autoaccum._data.splits import check_split, is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.forward_backward import assemble
@@ -146,8 +146,15 @@ def preflight(
     limit_s = _limit_s(epochs, max_steps, time_limit)
     check_split(split)
     count(batch, split)
-    further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
-    batch, lengths = of_length(batch, further, length)
+    lengths: Lengths | None = None
+    if is_first(split):
+        further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
+        batch, lengths = of_length(batch, further, length)
+    elif length is not None:
+        raise InvalidInputError(
+            f"length={shown(length)} cuts or pads tensors whose first dimension is the samples, and with "
+            f"split={shown(split)} they are not so; pass a batch of that length"
+        )
     cards = _cards(gpus, device_memory)
     measures = _measures(measure, cards, device)
     notices = Notices(silent=True)

@@ -1,0 +1,132 @@
+"""Lists in a loader's batch are read as samples or as fields; what stays open is refused."""
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+from transformers import BatchEncoding
+
+import autoaccum
+from autoaccum._data.batches import Window, count
+from autoaccum.errors import InvalidInputError
+
+IMAGE = (3, 8, 8)
+
+
+def images(number, *shape):
+    return [torch.rand(*(shape or IMAGE)) for _ in range(number)]
+
+
+def boxes(number, each=2):
+    return [{"boxes": torch.rand(each, 4), "labels": torch.ones(each, dtype=torch.long)} for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ((images(5), boxes(5, 3)), 5),
+        ((tuple(images(5)), tuple(boxes(5, 3))), 5),
+        ([images(5), boxes(5, 3)], 5),
+        ((images(1), boxes(1)), 1),
+        ((torch.rand(4, *IMAGE), boxes(4)), 4),
+        ((torch.rand(2, *IMAGE), boxes(2, 2)), 2),
+        ({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}, 4),
+        (BatchEncoding({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}), 4),
+        (([torch.rand(3, 8, 9), torch.rand(3, 7, 8)], [torch.rand(8, 9), torch.rand(7, 8)]), 2),
+        ((images(5), [0, 1, 0, 1, 1]), 5),
+    ],
+    ids=[
+        "images with dictionaries",
+        "as tuples",
+        "as a list of lists",
+        "one image",
+        "stacked images with dictionaries",
+        "as many boxes as images",
+        "mapping",
+        "BatchEncoding",
+        "images and masks of unlike sizes",
+        "images and numbers",
+    ],
+)
+def test_list_beside_targets_of_its_length_holds_samples(batch, samples):
+    assert count(batch) == samples
+
+
+def test_lists_of_samples_are_cut_and_joined():
+    first, second = (images(3), boxes(3)), (images(2), boxes(2, 5))
+    window = Window([first, second])
+
+    pictures, targets = window.cut(2, 5)
+
+    assert [id(one) for one in pictures] == [id(one) for one in (first[0][2], *second[0])]
+    assert [len(one["boxes"]) for one in targets] == [2, 5, 5]
+    assert len(window.tensors()) == 3 * 5
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [(torch.rand(10), torch.rand(1)) for _ in range(32)],
+        [tuple(torch.randint(9, (7,)) for _ in range(3)) for _ in range(32)],
+        [(torch.rand(10), torch.rand(10), torch.rand(10)) for _ in range(32)],
+        [([torch.rand(3, 8, 8) for _ in range(12)], 1) for _ in range(32)],
+        [((torch.rand(5), torch.rand(5)), (torch.rand(1), torch.rand(1))) for _ in range(32)],
+        [({"ids": torch.rand(4)}, {"ids": torch.rand(4)}, {"ids": torch.rand(4)}) for _ in range(32)],
+        [{"ids": torch.rand(4), "views": [torch.rand(3), torch.rand(3)]} for _ in range(32)],
+    ],
+    ids=["pair", "ids, mask, labels", "three inputs", "twelve views", "two inputs, two targets", "triplet", "views"],
+)
+def test_what_default_collate_makes_is_read_by_its_first_dimension(samples):
+    assert count(default_collate(samples)) == 32
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "fields"),
+    [
+        (images(5), 5, 3),
+        (images(16, 100), 16, 100),
+        ((images(3), torch.zeros(3)), 3, 3),
+        ((images(5), torch.zeros(5)), 5, 3),
+        ((images(5), images(5, 3, 8, 8)), 5, 3),
+    ],
+    ids=["images", "many waveforms", "as many images as channels", "images with labels", "images and masks"],
+)
+def test_list_that_can_be_read_both_ways_is_refused_with_both_readings(batch, samples, fields):
+    with pytest.raises(InvalidInputError) as caught:
+        count(batch)
+
+    message = str(caught.value)
+    assert f"{samples} samples, or the {samples} fields of {fields} samples" in message
+    assert "split=autoaccum.ListOfSamples(collate)" in message
+    assert "split=autoaccum.Along(0)" in message
+
+
+def test_along_the_first_dimension_reads_a_list_as_fields():
+    assert count(images(5), autoaccum.Along(0)) == 3
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 0]])
+def test_flattened_sequences_are_refused_with_the_remedy(positions):
+    ids = torch.ones(1, len(positions), dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([positions])}
+
+    with pytest.raises(InvalidInputError, match=r"one row of 3 sequences.*collate_fn=list.*ListOfSamples"):
+        count(batch)
+
+    assert count(batch, autoaccum.Along(0)) == 1
+
+
+def test_position_ids_of_one_sequence_are_none_of_many():
+    ids = torch.ones(1, 4, dtype=torch.long)
+
+    assert count({"input_ids": ids, "position_ids": torch.arange(4).unsqueeze(0)}) == 1
+    assert count({"input_ids": ids.expand(2, 4), "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}) == 2
+
+
+@pytest.mark.parametrize("tensors", [40, 4])
+def test_message_on_unequal_first_dimensions_is_short(tensors):
+    batch = {f"a rather long name of a tensor {number}": torch.zeros(number + 1, 5) for number in range(tensors)}
+
+    with pytest.raises(InvalidInputError, match=r"must agree.*split=") as caught:
+        count(batch)
+
+    assert len(str(caught.value)) <= 300

@@ -1,0 +1,257 @@
+"""Splits count, cut and join batches whose samples do not run along the first dimension of every tensor."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils import rnn
+
+import autoaccum
+from autoaccum._data.batches import Window, chosen, repeated
+from autoaccum._data.nesting import tensors_in
+from autoaccum._data.transfer import Transfer
+from autoaccum.errors import InvalidInputError
+
+
+def time_first(samples, start=0, time=3):
+    """Inputs (T, N, 1) and targets (N,), which tell which sample they are of."""
+    numbers = torch.arange(start, start + samples)
+    return numbers.reshape(1, -1, 1).expand(time, samples, 1).clone(), numbers
+
+
+@pytest.mark.parametrize(
+    ("dims", "batch"),
+    [
+        (1, torch.zeros(3, 5)),
+        ((1, 0), (torch.zeros(3, 5, 2), torch.zeros(5))),
+        ([1, 0], [torch.zeros(3, 5, 2), torch.zeros(5)]),
+        ({"frames": 1, "labels": 0}, {"frames": torch.zeros(3, 5), "labels": torch.zeros(5, 2)}),
+        ({"frames": 1, "mel": None}, {"frames": torch.zeros(3, 5), "mel": torch.zeros(80, 40)}),
+        ((1, {"a": 0, "b": 2}), (torch.zeros(3, 5), {"a": torch.zeros(5), "b": torch.zeros(1, 1, 5)})),
+        ((1, 0), (torch.zeros(3, 5), {"a": torch.zeros(5), "b": torch.zeros(5, 9)})),
+        (1, (torch.zeros(3, 5), torch.tensor(0.5))),
+        (0, {"inputs": np.zeros((5, 2)), "labels": np.zeros(5)}),
+        (1, np.zeros((2, 5))),
+    ],
+)
+def test_along_counts_the_dimension_it_names(dims, batch):
+    split = autoaccum.Along(dims)
+
+    assert split.count(batch) == 5
+    assert [split.count(part) for part in split.cut(batch, [2, 3])] == [2, 3]
+
+
+def test_along_cuts_and_joins_windows():
+    split = autoaccum.Along((1, 0))
+    window = Window([time_first(3), time_first(4, 3)], split)
+
+    inputs, targets = window.cut(1, 6)
+
+    assert window.groups() == [7]
+    assert targets.tolist() == [1, 2, 3, 4, 5]
+    assert inputs.shape == (3, 5, 1)
+    assert inputs[:, :, 0].tolist() == [[1, 2, 3, 4, 5]] * 3
+
+
+def test_along_joins_what_it_cut():
+    split, batch = autoaccum.Along((1, 0)), time_first(6)
+
+    joined = split.join(split.cut(batch, [1, 3, 2]))
+
+    assert all(map(torch.equal, joined, batch))
+
+
+def test_along_does_not_join_other_lengths_of_time():
+    window = Window([time_first(3, time=4), time_first(3, time=5)], autoaccum.Along((1, 0)))
+
+    assert window.groups() == [3, 3]
+    assert window.joined() is window
+
+
+def test_what_all_samples_share_is_passed_on_whole():
+    mel = torch.zeros(5, 5)
+    split = autoaccum.Along({"frames": 1, "mel": None})
+    window = Window([{"frames": torch.zeros(3, 5), "mel": mel}], split)
+
+    assert window.cut(0, 2)["mel"] is mel
+
+
+@pytest.mark.parametrize("dims", [None, (), "1", -1, 1.0, True, (0, -2), {"a": None}])
+def test_dimensions_that_are_none_are_refused(dims):
+    with pytest.raises(InvalidInputError, match=r"a dimension is a number from 0"):
+        autoaccum.Along(dims)
+
+
+@pytest.mark.parametrize(
+    ("dims", "batch", "message"),
+    [
+        (1, (torch.zeros(3, 5), torch.zeros(5)), r"shape \(5,\) has no dimension 1.*Along\(\(1, 0\)\)"),
+        ((1,), (torch.zeros(3, 5), torch.zeros(5)), r"says nothing of the batch's entry 1"),
+        ({"a": 1}, {"a": torch.zeros(3, 5), "b": torch.zeros(5)}, r"says nothing of the batch's entry b"),
+        (((1, 0), 0), (torch.zeros(3, 5), torch.zeros(5)), r"nests deeper than the batch at 0"),
+        ((1, 0), (torch.zeros(3, 5), torch.zeros(4)), r"must agree"),
+        (1, (rnn.pack_sequence([torch.zeros(3)]),), r"PackedSequence.*split="),
+    ],
+)
+def test_batch_that_the_dimensions_do_not_fit_is_refused(dims, batch, message):
+    with pytest.raises(InvalidInputError, match=message):
+        autoaccum.Along(dims).count(batch)
+
+
+# --- lists of samples -------------------------------------------------------------------------------------------------
+
+
+def test_list_of_samples_is_collated_after_it_is_cut():
+    seen = []
+
+    def collate(samples):
+        seen.append(list(samples))
+        return torch.tensor(samples)
+
+    window = Window([[0, 1, 2], [3, 4, 5, 6]], autoaccum.ListOfSamples(collate))
+
+    assert window.cut(2, 5).tolist() == [2, 3, 4]
+    assert seen == [[2, 3, 4]]
+    assert window.groups() == [7]
+
+
+def test_tuple_of_samples_is_a_list_of_them():
+    split = autoaccum.ListOfSamples(torch.tensor)
+
+    assert Window([(0, 1, 2)], split).cut(1, 3).tolist() == [1, 2]
+
+
+def test_collated_batch_is_no_list_of_samples():
+    with pytest.raises(InvalidInputError, match=r"it yields a Tensor; pass collate_fn=list"):
+        Window([torch.zeros(4)], autoaccum.ListOfSamples(torch.tensor))
+
+
+@pytest.mark.parametrize("arguments", [{"collate": 3}, {"collate": torch.tensor, "weight": 3}, {"collate": lambda: 1}])
+def test_what_cannot_be_called_is_refused(arguments):
+    with pytest.raises(InvalidInputError, match=r"collate|weight"):
+        autoaccum.ListOfSamples(**arguments)
+
+
+# --- splits of one's own ----------------------------------------------------------------------------------------------
+
+
+class Text:
+    """Samples are the letters of a text."""
+
+    def count(self, batch):
+        return len(batch)
+
+    def cut(self, batch, sizes):
+        bounds = np.cumsum([0, *sizes])
+        return [batch[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+    def join(self, batches):
+        return "".join(batches)
+
+
+def test_split_of_ones_own_cuts_windows():
+    window = Window(["abc", "defg"], Text())
+
+    assert isinstance(Text(), autoaccum.Split)
+    assert window.samples == 7
+    assert window.cut(1, 5) == "bcde"
+    assert [window.cut(at, at + 1) for at in range(7)] == list("abcdefg")
+    assert window.part(2, 6).raw() == ["c", "def"]
+    assert window.chosen([6, 0, 0]).cut(0, 3) == "gaa"
+    assert window.joined() is window
+
+
+def test_windows_of_a_split_of_ones_own_are_windows():
+    made = list(autoaccum.windows(["abc", "defg", "h"], 5, split=Text()))
+
+    assert [(one.cut(0, one.samples), one.samples) for one in made] == [("abcde", 5), ("fgh", 3)]
+
+
+def test_samples_are_repeated_and_chosen():
+    assert repeated("abc", 7, Text()) == "abcabca"
+    assert chosen("abc", [2, 0], Text()) == "ca"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"count": lambda self, batch: -1}, r"count\(batch\) returned -1"),
+        ({"count": lambda self, batch: 2.5}, r"count\(batch\) returned 2.5"),
+        ({"count": lambda self, batch: True}, r"count\(batch\) returned True"),
+        ({"cut": lambda self, batch, sizes: [batch]}, r"cut\(batch, \[1, 2\]\) returned 1 parts"),
+        ({"cut": lambda self, batch, sizes: [batch] * 2}, r"cut to 1 samples counts 3"),
+    ],
+)
+def test_split_that_contradicts_itself_is_named(changes, message):
+    split = type("Odd", (Text,), changes)()
+
+    with pytest.raises(InvalidInputError, match=rf"split=Odd.*{message}"):
+        Window(["abc"], split).cut(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("split", "found"),
+    [(Text, "a class"), (object(), "without count, cut, join"), (1, "without"), ("along", "without cut;")],
+)
+def test_what_is_no_split_is_refused(split, found):
+    with pytest.raises(InvalidInputError, match=rf"split=.*{found}.*autoaccum.Along\(1\)"):
+        autoaccum.windows(["abc"], 2, split=split)
+
+
+def test_weight_that_is_no_function_is_refused():
+    split = Text()
+    split.weight = 3
+
+    with pytest.raises(InvalidInputError, match=r"weight is no function"):
+        Window(["abc"], split)
+
+
+def test_weights_add_up_over_pieces():
+    split = autoaccum.ListOfSamples(list, weight=sum)
+
+    assert Window([[1, 2], [3, 4, 5]], split).weight(1, 4) == 9.0
+    assert Window([torch.arange(4)], autoaccum.Along(0, weight=lambda part: part.sum())).weight(1, 3) == 3.0
+
+
+# --- objects with tensors inside --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Record:
+    inputs: torch.Tensor
+    name: str
+
+
+class Graph:
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, device):
+        return Graph(self.nodes.to(device))
+
+
+class Stubborn:
+    def __init__(self):
+        self.nodes = torch.zeros(2)
+
+
+def test_tensors_inside_of_objects_are_found():
+    batch = (torch.zeros(1), Record(torch.zeros(2), "a"), Graph(torch.zeros(3)))
+
+    assert [len(tensor) for tensor in tensors_in(batch)] == [1, 2, 3]
+
+
+def test_objects_are_moved_to_the_device():
+    batch = (Record(torch.zeros(2), "a"), Graph(torch.zeros(3)), rnn.pack_sequence([torch.zeros(3, 2)]))
+
+    record, graph, packed = Transfer(torch.device("meta")).place(batch)
+
+    assert {one.device.type for one in (record.inputs, graph.nodes, packed.data)} == {"meta"}
+    assert record.name == "a"
+
+
+def test_object_that_cannot_be_moved_is_named():
+    with pytest.raises(InvalidInputError, match=r"holds a Stubborn.*method to\(device\)"):
+        Transfer(torch.device("meta")).place(Stubborn())
