@@ -21,6 +21,7 @@ from autoaccum._engine.dtensor import is_sharded, refuse_sharded
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.parameters import Inventory
 from autoaccum._engine.phases import Phase, Stage
+from autoaccum._engine.time_first import TimeFirst
 from autoaccum._loss import reported
 from autoaccum._loss.objective import Objective, no_gradient
 from autoaccum._loss.weighting import Over
@@ -110,6 +111,7 @@ class GradientStep:
         stage: Records the current phase.
         witness: Called on the first lack of memory, before anything is freed; None if not requested.
         passes: Notified of each pass; None if the model does not communicate in passes.
+        time_first: Watches the first passes; None afterwards.
     """
 
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend) -> None:
@@ -121,6 +123,7 @@ class GradientStep:
         self.sources_left = 0
         self.witness: Witness | None = None
         self.passes: Passes | None = None
+        self.time_first: TimeFirst | None = None
         self.stage = Stage()
         self._inventory = self._take_stock()
         self.parameters = self._inventory.parameters
@@ -170,6 +173,12 @@ class GradientStep:
         Raises:
             InvalidInputError: The result is not a loss, or has no graph.
         """
+        if self.time_first is not None:
+            watch, self.time_first = self.time_first, None
+            with watch.watching(samples):
+                self.accumulate(batch, samples, factors, into)
+            self.time_first = None if watch.is_done else watch
+            return
         if self.passes is not None:
             self.passes.begin_pass()
         self.sources_left = len(self.objective.sources)
@@ -317,7 +326,9 @@ def assemble(
             "the model is in evaluation mode and stays so; call model.train() for dropout and BatchNorm to train"
         )
     _move(objective.modules, chosen, memory)
-    return TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
+    step = TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
+    _watch(step, notices)
+    return step
 
 
 def assemble_without_optimizer(
@@ -343,7 +354,15 @@ def assemble_without_optimizer(
         refuse_sharded(objective.modules)
         how = precision.resolve(precision_name, memory.device, model, notices)
     _move(objective.modules, None, memory)
-    return GradientStep(objective, how, memory)
+    step = GradientStep(objective, how, memory)
+    _watch(step, notices)
+    return step
+
+
+def _watch(step: GradientStep, notices: Notices) -> None:
+    watch = TimeFirst(step.objective.modules, notices)
+    if step.objective.split is None and not watch.is_done:
+        step.time_first = watch
 
 
 def check_model(model: object) -> None:

@@ -1,0 +1,73 @@
+"""Notices modules that take the samples of a micro-batch for time steps, while its first passes run.
+
+Whether a batch is time-first cannot be told by its shape. A recurrent or attention module with `batch_first=False` takes
+(T, N, F): where the first dimension of what it gets is the number of samples, and the second is not, batches were cut
+along time, or the module attends over samples.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from autoaccum._system.notices import Notices
+
+_KINDS = (nn.RNNBase, nn.MultiheadAttention)
+_DIMS = 3  # (T, N, F)
+
+
+class TimeFirst:
+    """The modules of a model that expect time first, until one pass has shown what they get.
+
+    Args:
+        modules: The modules to search.
+        notices: Reports what is found, once.
+
+    Attributes:
+        is_done: Whether there is nothing left to watch.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], notices: Notices) -> None:
+        self._notices = notices
+        self._watched = [
+            (name, module)
+            for root in modules
+            for name, module in root.named_modules()
+            if isinstance(module, _KINDS) and not module.batch_first
+        ]
+        is_compiled = any(one._compiled_call_impl is not None for root in modules for one in root.modules())
+        self.is_done = is_compiled or not self._watched
+
+    @contextmanager
+    def watching(self, samples: int) -> Iterator[None]:
+        """Watch a pass of so many samples; one sample shows nothing."""
+        if samples == 1:
+            yield
+            return
+        hooks = [
+            module.register_forward_pre_hook(partial(self._look, name, samples), with_kwargs=True)
+            for name, module in self._watched
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _look(self, name: str, samples: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("input", kwargs.get("query"))
+        if self.is_done or not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
+            return
+        self.is_done = True
+        if given.shape[0] == samples:
+            self._notices.say(
+                f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape "
+                f"{tuple(given.shape)}, so it takes the {samples} samples of a micro-batch for time steps; if batches "
+                "are time-first, pass split=autoaccum.Along(1), otherwise make the module with batch_first=True"
+            )

@@ -1,0 +1,71 @@
+"""Modules that take samples for time steps are named, once."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+
+SAMPLES, TIME = 8, 5
+
+
+class Tagger(nn.Module):
+    """Tags each step; expects (T, N) unless it turns its input itself."""
+
+    def __init__(self, *, turns=False, layer=None):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.layer = nn.GRU(4, 4) if layer is None else layer
+        self.head = nn.Linear(4, 3)
+        self.turns = turns
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        hidden = hidden.transpose(0, 1) if self.turns else hidden
+        hidden = self.layer(hidden)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.head(hidden.transpose(0, 1) if self.turns else hidden)
+
+
+def loader(*shape):
+    return [(torch.randint(9, shape), torch.randint(3, shape)) for _ in range(2)]
+
+
+def trained(model, batches, capsys, **options):
+    autoaccum.fit(model, batches, 4, max_steps=4, micro_batch=2, device="cpu", **options)
+    return [line for line in capsys.readouterr().err.splitlines() if "batch_first" in line]
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (nn.GRU(4, 4), "GRU 'layer'"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "MultiheadAttention 'layer.self_attn'"),
+    ],
+)
+def test_module_that_takes_samples_for_time_is_named_once(capsys, layer, name):
+    said = trained(Tagger(layer=layer), loader(SAMPLES, TIME), capsys)
+
+    assert len(said) == 1
+    assert name in said[0]
+    assert "split=autoaccum.Along(1)" in said[0]
+
+
+def test_model_that_turns_its_input_is_not_warned_of(capsys):
+    assert trained(Tagger(turns=True), loader(SAMPLES, TIME), capsys) == []
+
+
+def test_batch_first_module_is_not_warned_of(capsys):
+    assert trained(Tagger(layer=nn.GRU(4, 4, batch_first=True)), loader(SAMPLES, TIME), capsys) == []
+
+
+def test_data_cut_along_its_samples_is_not_warned_of(capsys):
+    assert trained(Tagger(), loader(TIME, SAMPLES), capsys, split=autoaccum.Along(1)) == []
+
+
+def test_watching_leaves_no_hooks_behind(capsys):
+    model = Tagger()
+
+    trained(model, loader(SAMPLES, TIME), capsys)
+
+    assert not model.layer._forward_pre_hooks
