@@ -173,7 +173,7 @@ class Evaluator:
             outputs = self._whole.outputs(batch, size)
             of_whole = self._whole.terms(self._whole.join([outputs]), self._whole.batch(window.part(0, size)), size)
             terms = [of_whole]
-        self._losses(terms, cut, size)
+        self._losses(terms, cut, window.part(0, size))
         targets = batch[1] if is_pair(batch) else batch
         for metric in metrics:
             metric.update(outputs, targets, size)
@@ -230,7 +230,7 @@ class Evaluator:
 
         def work() -> list[_Loss]:
             terms = whole.terms(whole.join(parts), whole.batch(window), window.samples)
-            return self._losses([terms], window[0], window.samples)
+            return self._losses([terms], window[0], window)
 
         for _ in range(2):  # there is no smaller cut to try: try once more with empty caches
             done = self._try(work, None, mark)
@@ -257,7 +257,7 @@ class Evaluator:
             passes.begin_evaluation_pass()
         if self._whole is None:
             terms, outputs = self._passes(batch, size)
-            losses = self._losses(terms, cut, size)
+            losses = self._losses(terms, cut, window.part(start, start + size))
         else:
             losses, outputs = [], self._whole.outputs(batch, size)
         if passes is not None:
@@ -285,11 +285,12 @@ class Evaluator:
                 outputs = objective.outputs(batch)
         return terms, outputs
 
-    def _losses(self, of_passes: Sequence[Sequence[Term]], cut: Any, size: int) -> list[_Loss]:
+    def _losses(self, of_passes: Sequence[Sequence[Term]], cut: Any, samples: Window) -> list[_Loss]:
         """Return the losses and reported values of some forward passes, each with its sum and weight."""
         losses: list[_Loss] = []
+        size = samples.samples
         for terms in of_passes:
-            added = [self._loss(term, cut, size) for term in terms if not term.is_reported]
+            added = [self._loss(term, cut, samples) for term in terms if not term.is_reported]
             # A value reported as a plain number has the weight of its pass's loss, and is a sum if that is one.
             usual = added[0][2] if len(added) == 1 else float(size)
             is_sum = all(self._is_sum(term) for term in terms if not term.is_reported)
@@ -300,7 +301,7 @@ class Evaluator:
     def _is_sum(self, term: Term) -> bool:
         return term.over is not Over.PAIR and self._step.objective.weighting(term.name).over is Over.SUM
 
-    def _loss(self, term: Term, cut: Any, size: int) -> _Loss:
+    def _loss(self, term: Term, cut: Any, samples: Window) -> _Loss:
         """Return a loss's name, sum and weight."""
         # The sum could overflow in half precision.
         value = in_full(term.value)
@@ -309,8 +310,9 @@ class Evaluator:
             return term.name, value, term.weight, False
         how = self._step.objective.weighting(term.name)
         if how.over is Over.SUM:
-            return term.name, value, float(size), False
-        weight = how.weigh(size, target_tensors(cut))
+            return term.name, value, float(samples.samples), False
+        is_weighed = how.over is Over.WEIGHED
+        weight = samples.weight(0, samples.samples) if is_weighed else how.weigh(samples.samples, target_tensors(cut))
         # If nothing counts, the mean is NaN and must add nothing.
         return term.name, (value * weight if weight else torch.zeros_like(value)), weight, False
 

@@ -1,8 +1,8 @@
 """Notices modules that take the samples of a micro-batch for time steps, while its first passes run.
 
-Whether a batch is time-first cannot be told by its shape. A recurrent or attention module with `batch_first=False` takes
-(T, N, F): where the first dimension of what it gets is the number of samples, and the second is not, batches were cut
-along time, or the module attends over samples.
+Whether a batch is time-first cannot be told by its shape. A recurrent or attention module with `batch_first=False`
+takes (T, N, F): where the first dimension of what it gets is the number of samples, and the second is not, batches were
+cut along time, or the module attends over samples.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def fit(
     Args:
         model: The model to train, in place. `fit` moves it to the device and leaves it there; its submodules keep their
             training or evaluation modes.
-        loader: Any iterable of batches, of any size. A pair (inputs, targets) calls `model(inputs)`, a mapping calls
+        loader: Any iterable of batches, of any size; the first dimension of their tensors indexes the samples, unless
+            `split` says otherwise. A pair (inputs, targets) calls `model(inputs)`, a mapping calls
             `model(**batch)`, and anything else calls `model(batch)`.
         target_batch: Number of samples per optimizer update.
         loss: A callable of (outputs, targets), or of (outputs, batch) if a batch is not a pair, that returns a scalar,

@@ -1,0 +1,273 @@
+"""A split means the same everywhere: fit, Runner, windows, find_micro_batch, preflight, resume, evaluation, ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import autoaccum
+import split_training
+from autoaccum.errors import InvalidInputError
+from rank_training import FAR, assert_alike, far, sgd
+
+TARGET = 16
+
+
+class Failing(nn.Module):
+    """Runs out of memory whenever it gets more than so many rows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.body, self.rows = split_training.net(), rows
+
+    def forward(self, inputs):
+        if len(inputs) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.body(inputs)
+
+
+def loader():
+    return DataLoader(split_training.rows(), batch_size=7, collate_fn=list)
+
+
+def test_fit_makes_the_updates_of_whole_windows():
+    made = split_training.train(0, 1, target_batch=TARGET, micro_batch=3, epochs=2)
+
+    assert made["samples"] == [16, 16, 12] * 2
+    assert far(made["parameters"], split_training.by_hand(TARGET, epochs=2)) <= FAR
+
+
+def test_memory_that_runs_out_changes_nothing_but_the_cut():
+    model = Failing(rows=20)
+
+    result = autoaccum.fit(
+        model,
+        loader(),
+        TARGET,
+        loss=split_training.mean,
+        forward=split_training.forward,
+        optimizer=sgd,
+        split=split_training.split(),
+        device="cpu",
+        progress=False,
+        cache=False,
+        probe="off",
+    )
+
+    assert result.oom_events
+    assert far([p.detach() for p in model.parameters()], split_training.by_hand(TARGET)) <= FAR
+
+
+def test_runner_takes_the_windows_of_a_split():
+    model, split = split_training.net(), split_training.split()
+    runner = autoaccum.Runner(
+        model,
+        sgd(model.parameters()),
+        autoaccum.plan(TARGET, 5),
+        loss=split_training.mean,
+        forward=split_training.forward,
+        split=split,
+        device="cpu",
+    )
+
+    for window in autoaccum.windows(loader(), TARGET, split=split):
+        runner.step(window)
+
+    assert far([p.detach() for p in model.parameters()], split_training.by_hand(TARGET)) <= FAR
+    data = split_training.rows()
+    whole = split_training.collate(data)
+    assert runner.step(data[:9]).samples == 9
+    model.eval()
+    expected = split_training.mean(split_training.forward(model, whole), whole).detach()
+    assert runner.evaluate(loader()) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_training_resumes_in_the_middle_of_a_list(tmp_path):
+    arguments = {"target_batch": TARGET, "micro_batch": 3, "epochs": 2, "checkpoint_minutes": None}
+    whole = split_training.train(0, 1, checkpoint=tmp_path / "whole", **arguments)
+
+    split_training.train(0, 1, checkpoint=tmp_path / "parts", max_steps=4, **arguments)
+    resumed = split_training.train(0, 1, checkpoint=tmp_path / "parts", **arguments)
+
+    assert resumed["resumed from"] == 4
+    assert all(map(torch.equal, resumed["parameters"], whole["parameters"]))
+
+
+@pytest.mark.parametrize("arguments", [{"shard": True}, {"shard": True, "shares": "speed"}])
+def test_ranks_weigh_their_parts_by_the_split(crew, arguments):
+    found = crew.run("split_training:train", size=2, target_batch=TARGET, micro_batch=3, **arguments)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], split_training.by_hand(TARGET)) <= FAR
+
+
+def test_micro_batch_is_found_by_samples():
+    model, batch = Failing(rows=60), split_training.rows(8)
+    before = copy.deepcopy(model.state_dict())
+
+    result = autoaccum.find_micro_batch(
+        model,
+        batch,
+        loss=split_training.mean,
+        forward=split_training.forward,
+        split=split_training.split(),
+        max_micro_batch=64,
+        device="cpu",
+    )
+
+    repeated = [len(batch[number % 8][1]) for number in range(64)]
+    assert result.micro_batch == max(n for n in range(65) if sum(repeated[:n]) <= 60)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_report_counts_by_the_split():
+    report = autoaccum.preflight(
+        split_training.net(),
+        split_training.rows(8),
+        TARGET,
+        loss=split_training.mean,
+        forward=split_training.forward,
+        split=split_training.split(),
+        device="cpu",
+        gpus="h100-80gb",
+        loader=loader(),
+    )
+
+    assert report.fits
+    assert report.measured.pace.epoch_samples == split_training.SAMPLES
+    assert report.predicted[0].micro_batch == TARGET
+
+
+def test_report_refuses_a_length_for_samples_of_any_form():
+    with pytest.raises(InvalidInputError, match=r"length=9.*split="):
+        autoaccum.preflight(
+            split_training.net(),
+            split_training.rows(8),
+            TARGET,
+            loss=split_training.mean,
+            forward=split_training.forward,
+            split=split_training.split(),
+            length=9,
+        )
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def test_reduction_is_inferred_from_samples_of_a_list():
+    """Without a weight: a mean over samples is recognised by running the model on parts of a list."""
+
+    def collate(samples):
+        return torch.stack([inputs[0] for inputs, _ in samples]), torch.stack([targets[0] for _, targets in samples])
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs, targets)
+
+    model, data = split_training.net(), split_training.rows()
+    autoaccum.fit(
+        model,
+        DataLoader(data, batch_size=7, collate_fn=list),
+        TARGET,
+        loss=loss,
+        optimizer=sgd,
+        split=autoaccum.ListOfSamples(collate),
+        micro_batch=3,
+        max_steps=1,
+        device="cpu",
+        progress=False,
+    )
+
+    whole = split_training.net()
+    optimizer = sgd(whole.parameters())
+    inputs, targets = collate(data[:TARGET])
+    loss(whole(inputs), targets).backward()
+    optimizer.step()
+    assert far([p.detach() for p in model.parameters()], [p.detach() for p in whole.parameters()]) <= FAR
+
+
+def test_torch_loss_and_pairs_keep_their_own_weights():
+    """A weight stands for a mean that nothing else explains; here it would be wrong, and is not used."""
+    split = autoaccum.ListOfSamples(lambda samples: tuple(map(torch.stack, zip(*samples, strict=True))), weight=len)
+    inputs = torch.randn(12, 5, 6, dtype=torch.float64)
+    targets = torch.randint(4, (12, 5))
+    targets[torch.rand(12, 5) < 0.5] = -100
+    data = list(zip(inputs, targets, strict=True))
+
+    def pair(outputs, targets):
+        summed = functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="sum")
+        return summed, (targets != -100).sum()
+
+    expected = None
+    for loss in (pair, nn.CrossEntropyLoss()):
+        torch.manual_seed(0)
+        body = nn.Linear(6, 4).double()
+        model = body if loss is pair else nn.Sequential(body, Transposed())
+        autoaccum.fit(
+            model,
+            [data],
+            12,
+            loss=loss,
+            optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
+            split=split,
+            micro_batch=5,
+            device="cpu",
+            progress=False,
+        )
+        torch.manual_seed(0)
+        whole = nn.Linear(6, 4).double()
+        if expected is None:
+            functional.cross_entropy(whole(inputs).transpose(1, 2), targets).backward()
+            expected = whole.weight.detach() - whole.weight.grad
+        torch.testing.assert_close(body.weight.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+class Transposed(nn.Module):
+    def forward(self, outputs):
+        return outputs.transpose(1, 2)
+
+
+def test_loss_over_the_window_takes_samples_of_a_list():
+    def collate(samples):
+        return torch.stack([inputs[0] for inputs, _ in samples]), torch.stack([targets[0] for _, targets in samples])
+
+    def root(outputs, targets):
+        return functional.mse_loss(outputs[:, 0], targets.double()).sqrt()
+
+    model, data = split_training.net(), split_training.rows()
+    autoaccum.fit(
+        model,
+        DataLoader(data, batch_size=7, collate_fn=list),
+        TARGET,
+        loss=root,
+        loss_scope="window",
+        optimizer=sgd,
+        split=autoaccum.ListOfSamples(collate),
+        micro_batch=3,
+        max_steps=1,
+        device="cpu",
+        progress=False,
+    )
+
+    whole = split_training.net()
+    optimizer = sgd(whole.parameters())
+    inputs, targets = collate(data[:TARGET])
+    root(whole(inputs), targets).backward()
+    optimizer.step()
+    assert far([p.detach() for p in model.parameters()], [p.detach() for p in whole.parameters()]) <= FAR
+
+
+def test_loss_over_the_window_refuses_what_does_not_run_along_the_first_dimension():
+    with pytest.raises(InvalidInputError, match=r"loss_scope='window'.*split=Along\(1\)"):
+        autoaccum.fit(
+            nn.Linear(6, 4),
+            [torch.zeros(3, 4, 6)],
+            4,
+            loss=lambda outputs, _: outputs.mean(),
+            loss_scope="window",
+            split=autoaccum.Along(1),
+            device="cpu",
+            progress=False,
+        )
