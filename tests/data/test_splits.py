@@ -117,6 +117,15 @@ def test_list_of_samples_is_collated_after_it_is_cut():
     assert window.groups() == [7]
 
 
+def test_collator_may_take_items_out_of_its_samples():
+    samples = [{"ids": 1, "length": 2}, {"ids": 3, "length": 4}]
+    split = autoaccum.ListOfSamples(lambda given: torch.tensor([one.pop("ids") for one in given]))
+    window = Window([samples], split)
+
+    assert window.cut(0, 2).tolist() == window.cut(0, 2).tolist() == [1, 3]
+    assert samples == [{"ids": 1, "length": 2}, {"ids": 3, "length": 4}]
+
+
 def test_tuple_of_samples_is_a_list_of_them():
     split = autoaccum.ListOfSamples(torch.tensor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -125,8 +126,9 @@ class ListOfSamples:
         return [batch[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
     def join(self, batches: Sequence[Any]) -> Any:
-        """Return one or more lists of samples, collated."""
-        return self.collate(list(itertools.chain.from_iterable(batches)))
+        """Return one or more lists of samples, collated; from shallow copies, since collators take items out of them."""
+        samples = itertools.chain.from_iterable(batches)
+        return self.collate([copy.copy(one) if isinstance(one, dict | list) else one for one in samples])
 
 
 def check_split(split: object) -> None:
