@@ -126,7 +126,7 @@ class ListOfSamples:
         return [batch[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
     def join(self, batches: Sequence[Any]) -> Any:
-        """Return one or more lists of samples, collated; from shallow copies, since collators take items out of them."""
+        """Return one or more lists of samples, collated; from copies, since collators take items out of samples."""
         samples = itertools.chain.from_iterable(batches)
         return self.collate([copy.copy(one) if isinstance(one, dict | list) else one for one in samples])
 
