@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.data import default_collate
-from transformers import BatchEncoding
+from transformers import BatchEncoding, DataCollatorWithFlattening
 
 import autoaccum
 from autoaccum._data.batches import Window, count
@@ -113,6 +113,14 @@ def test_flattened_sequences_are_refused_with_the_remedy(positions):
         count(batch)
 
     assert count(batch, autoaccum.Along(0)) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}])
+def test_what_transformers_flattens_is_refused(options):
+    collate = DataCollatorWithFlattening(**options)
+
+    with pytest.raises(InvalidInputError, match=r"one row of 2 sequences"):
+        count(dict(collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])))
 
 
 def test_position_ids_of_one_sequence_are_none_of_many():

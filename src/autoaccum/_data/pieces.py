@@ -131,6 +131,7 @@ class NestedPiece(Piece):
         self._spec: optree.PyTreeSpec | None = None
         whole: frozenset[int] = frozenset()
         if not along and not (is_flat and type(batch) is tuple):
+            refuse_flattened(batch)
             whole = lists_of_samples(batch)
         if is_flat:
             self._leaves = list(batch)
@@ -138,8 +139,6 @@ class NestedPiece(Piece):
             self._leaves, self._spec = flatten(batch, whole)
         self._dims = [0] * len(self._leaves) if not along else _dims_of(batch, self._leaves, dims)
         self.samples = _count(self._leaves, self._dims, batch, arrays=along)
-        if not along and self.samples == 1:
-            refuse_flattened(batch)
         self._cuttable = [
             dim is not None and _runs_along(leaf, dim, self.samples)
             for leaf, dim in zip(self._leaves, self._dims, strict=True)

@@ -25,7 +25,8 @@ _CHANNELS = (1, 3, 4)
 # More equal tensors than this in one list are more likely samples than fields.
 _MANY_FIELDS = 8
 _PAIR = 2
-_POSITIONS = "position_ids"
+# What Transformers' collators call the positions within sequences, and the bounds of sequences in a row.
+_POSITIONS, _BOUNDS = "position_ids", "cu_seq_lens_q"
 
 
 def lists_of_samples(batch: Any) -> frozenset[int]:
@@ -64,19 +65,21 @@ def refuse_flattened(batch: Any) -> None:
     """Reject a row into which a collator has flattened several sequences: its samples cannot be told from its shape.
 
     Raises:
-        InvalidInputError: The batch has a single row, and its position ids restart.
+        InvalidInputError: The batch has a single row, and its position ids restart or bounds are given.
     """
-    if not isinstance(batch, Mapping) or _POSITIONS not in batch:
+    if not isinstance(batch, Mapping):
         return
-    positions = batch[_POSITIONS]
-    if not isinstance(positions, Tensor) or positions.dim() != _PAIR or positions.shape[0] != 1:
-        return
-    sequences = int((positions == 0).sum())
+    sequences, how = 0, ""
+    positions, bounds = batch.get(_POSITIONS), batch.get(_BOUNDS)
+    if isinstance(positions, Tensor) and positions.dim() == _PAIR and positions.shape[0] == 1:
+        sequences, how = int((positions == 0).sum()), f"{_POSITIONS} restart"
+    if isinstance(bounds, Tensor) and bounds.dim() == 1:
+        sequences, how = len(bounds) - 1, f"{_BOUNDS} bounds them"
     if sequences > 1:
         raise InvalidInputError(
-            f"a batch is one row of {sequences} sequences ({_POSITIONS} restart), which would count as one sample; "
-            "have the loader yield lists of sequences (collate_fn=list) and pass split=autoaccum.ListOfSamples("
-            "your_collator), or split=autoaccum.Along(0) if a row is what you mean by a sample"
+            f"a batch is one row of {sequences} sequences ({how}), which would count as one sample; have the loader "
+            "yield lists of sequences (collate_fn=list) and pass split=autoaccum.ListOfSamples(your_collator), or "
+            "split=autoaccum.Along(0) if a row is what you mean by a sample"
         )
 
 
