@@ -85,6 +85,21 @@ def test_runner_takes_the_windows_of_a_split():
     assert runner.evaluate(loader()) == pytest.approx(float(expected), rel=1e-12)
 
 
+def test_batches_that_keep_micro_batches_small_are_told_once(capsys):
+    loader = [(torch.randn(4, length, 6), torch.randint(4, (4, length))) for length in (3, 4, 5, 6)]
+
+    def fit(loader, micro_batch):
+        model = nn.Sequential(nn.Linear(6, 4), Transposed())
+        autoaccum.fit(model, loader, 8, loss=nn.CrossEntropyLoss(), micro_batch=micro_batch, device="cpu")
+        return [line for line in capsys.readouterr().err.splitlines() if "differ in shape" in line]
+
+    (said,) = fit(loader, 8)
+    assert "4 samples at most, and not 8 as planned" in said
+    assert "ListOfSamples" in said
+    assert fit(loader, 4) == []
+    assert fit([loader[0]] * 4, 8) == []
+
+
 def test_training_resumes_in_the_middle_of_a_list(tmp_path):
     arguments = {"target_batch": TARGET, "micro_batch": 3, "epochs": 2, "checkpoint_minutes": None}
     whole = split_training.train(0, 1, checkpoint=tmp_path / "whole", **arguments)

@@ -278,8 +278,20 @@ class WindowRunner:
         self._recovery.begin()
         if part.samples:
             self._sizing.begin(part)
+            self._tell_of_batches_apart(part)
         self._work.begin(part, self._peers.begin(part, self._sizing))
         self._state.is_at_work = True
+
+    def _tell_of_batches_apart(self, part: Window) -> None:
+        """Report once if batches that cannot be joined keep micro-batches smaller than the plan."""
+        largest, planned = max(part.groups()), self._sizing.plan.micro_batch
+        if len(part.groups()) > 1 and largest < planned and not self._sizing.is_learning:
+            self._notices.say(
+                f"the loader's batches differ in shape and cannot be joined, so micro-batches hold {largest} samples "
+                f"at most, and not {planned} as planned; larger batches of the loader would fill them, or lists of "
+                "samples (collate_fn=list) with split=autoaccum.ListOfSamples(your_collator)",
+                key="batches apart",
+            )
 
     def _before_update(self, losses: dict[str, Tensor], samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
