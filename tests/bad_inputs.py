@@ -172,6 +172,19 @@ def iterable(value):
     return hasattr(value, "__iter__") and not isinstance(value, str | bytes | type)
 
 
+def batch(value):
+    """A tensor is a batch; whether a model takes it is between the two."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def dims(value):
+    """What indexes samples: a number from 0, or several nested like a batch."""
+    if isinstance(value, list | tuple | dict):
+        each = [one for one in (value.values() if isinstance(value, dict) else value) if one is not None]
+        return bool(each) and all(map(dims, each))
+    return type(value) is int and value >= 0
+
+
 def nothing(_):
     return False
 
@@ -371,6 +384,7 @@ FIT = STEP | {
     "loss_reduction": or_none(choice("mean", "sum")),
     "loss_scope": choice("micro_batch", "window"),
     "batchnorm": choice("keep", "rescale"),
+    "split": or_none(nothing),
     "on_nan": choice("warn", "stop", "ignore"),
     "fallback": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
@@ -385,7 +399,9 @@ FIT = STEP | {
     "shares": choice("equal"),
     "overlap": is_bool,
 }
+SPLITS = [lambda _: autoaccum.Along, lambda _: autoaccum.Along((2, 0)), lambda _: autoaccum.Along({"labels": 0})]
 FIT_ALSO = STEP_ALSO | {
+    "split": SPLITS,
     "loader": LOADERS,
     "scheduler": SCHEDULERS,
     "val_loader": LOADERS[:1] + LOADERS[2:],
@@ -475,12 +491,13 @@ CALLS = {
         STEP
         | {
             "model": model,
-            "batch": nothing,
+            "batch": batch,
             "memory_limit": or_none(limit),
             "max_micro_batch": or_none(whole()),
+            "split": or_none(nothing),
             "loss_scope": choice("micro_batch", "window"),
         },
-        STEP_ALSO | {"memory_limit": FIT_ALSO["memory_limit"]},
+        STEP_ALSO | {"split": SPLITS} | {"memory_limit": FIT_ALSO["memory_limit"]},
     ),
     "Runner": Call(
         autoaccum.Runner,
@@ -494,6 +511,7 @@ CALLS = {
             "loss_reduction": or_none(choice("mean", "sum")),
             "loss_scope": choice("micro_batch", "window"),
             "batchnorm": choice("keep", "rescale"),
+            "split": or_none(nothing),
             "callbacks": FIT["callbacks"],
             "notices": or_none(nothing),
         },
@@ -503,7 +521,7 @@ CALLS = {
         lambda runner, window: runner.step(window),
         autoaccum.Runner.step,
         lambda w: {"runner": autoaccum.Runner(w.model, w.optimizer, plan_of(w), device="cpu"), "window": w.batch},
-        {"window": nothing},
+        {"window": batch},
         {"window": LOADERS[:5]},
         says={"window": ("window", "batch")},
     ),
@@ -533,16 +551,21 @@ CALLS = {
         autoaccum.windows,
         autoaccum.windows,
         lambda w: {"loader": [w.batch], "target_batch": 2},
-        {"loader": iterable, "target_batch": whole(), "last_window": choice("step", "drop")},
-        {"loader": LOADERS[3:]},
+        {
+            "loader": iterable,
+            "target_batch": whole(),
+            "last_window": choice("step", "drop"),
+            "split": or_none(nothing),
+        },
+        {"loader": LOADERS[3:], "split": SPLITS},
         says={"loader": ("loader", "batch")},
     ),
     "Window": Call(
         autoaccum.Window,
         autoaccum.Window,
         lambda w: {"batches": [w.batch]},
-        {"batches": nothing},
-        {"batches": [lambda _: [], *LOADERS[3:]]},
+        {"batches": nothing, "split": or_none(nothing)},
+        {"batches": [lambda _: [], *LOADERS[3:]], "split": SPLITS},
         says={"batches": ("batch",)},
     ),
     "preflight": Call(
@@ -552,13 +575,14 @@ CALLS = {
         STEP
         | {
             "model": model,
-            "batch": nothing,
+            "batch": batch,
             "target_batch": whole(),
             "memory_limit": or_none(limit),
             "max_micro_batch": or_none(whole()),
             "loss_reduction": or_none(choice("mean", "sum")),
             "loss_scope": choice("micro_batch", "window"),
             "batchnorm": choice("keep", "rescale"),
+            "split": or_none(nothing),
             "strategy": or_none(choice("balanced", "uniform", "greedy", "fastest")),
             "gpus": lambda value: value in ([], ()),
             "device_memory": or_none(size),
@@ -573,6 +597,7 @@ CALLS = {
         },
         STEP_ALSO
         | {
+            "split": SPLITS,
             "memory_limit": FIT_ALSO["memory_limit"],
             "gpus": [lambda _: "no such card", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
             "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
@@ -589,6 +614,21 @@ CALLS = {
         lambda _: {"capacity": "1GiB"},
         {"capacity": lambda value: size(value) or whole(1, 2**60)(value), "device": nothing},
         {"capacity": [lambda _: "50%", lambda _: 0.5, lambda _: "9" * 400], "device": DEVICES},
+    ),
+    "Along": Call(
+        autoaccum.Along,
+        autoaccum.Along,
+        lambda _: {"dims": 1},
+        {"dims": dims, "weight": or_none(function)},
+        {"dims": [lambda _: -1, lambda _: (0, -1), lambda _: {"a": None}], "weight": [lambda _: of_three]},
+        says={"dims": ("Along(",)},
+    ),
+    "ListOfSamples": Call(
+        autoaccum.ListOfSamples,
+        autoaccum.ListOfSamples,
+        lambda _: {"collate": of_one},
+        {"collate": callable, "weight": or_none(function)},
+        {"collate": [lambda _: of_none, lambda _: of_three], "weight": [lambda _: of_three, lambda _: of_none]},
     ),
     "is_oom": Call(autoaccum.is_oom, autoaccum.is_oom, lambda _: {"exception": ValueError()},
                    {"exception": lambda value: isinstance(value, BaseException)}),
@@ -612,6 +652,7 @@ READ_ONLY = {
     "MemoryReading",
     "ProbeResult",
     "Report",
+    "Split",
     "StepReport",
     "Trial",
 } | {name for name in autoaccum.__all__ if name.endswith("Error")}
