@@ -9,7 +9,8 @@ models and their configurations. This module adds how its runner trained in the 
 - with optimizers that update parameters one by one;
 - in a PyTorch before 1.11: there the gradient of softmax held on to softmax's input, for its type alone
   (`_softmax_backward_data` in its derivatives.yaml), and cuBLAS's workspace did not come from PyTorch's allocator. No
-  training states its PyTorch version; even the sizes of the latest, from 2023, match such a version.
+  training states its PyTorch version; even the sizes of the latest, from 2023, match such a version;
+- with ReLU6 and HSwish of that time (`of_their_time.py`).
 
 Operators that mmcv compiles are not here, and models with them, or that read values, are left out, by name.
 """
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import torch
 from fake_card import CARD, on_fake_card, update
+from of_their_time import with_former_activations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum._estimate.cuda_dispatch import autocast
@@ -93,7 +95,13 @@ def timeline_of(run):
     one_by_one = {"fused": True} if chosen["type"].startswith("Adam") else {"foreach": False}
     is_cast = settings.optim_wrapper.type == "AmpOptimWrapper" or "-amp-" in run["run"]
     tensor_float = "A100" in run["card"]
-    with on_fake_card(_model(settings.model), batch, tensor_float=tensor_float) as (model, timeline), InputsOfSoftmax():
+    with (
+        on_fake_card(with_former_activations(_model(settings.model)), batch, tensor_float=tensor_float) as (
+            model,
+            timeline,
+        ),
+        InputsOfSoftmax(),
+    ):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = getattr(torch.optim, chosen.pop("type"))(parameters, **one_by_one, **chosen)
         buckets = [torch.empty_like(parameter) for parameter in parameters]
