@@ -1,11 +1,13 @@
 """Faults: modes in which an operator fails or is interrupted, and what a step may leave behind, to be compared."""
 
+import ast
+import functools
 import hashlib
-import linecache
 import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -51,6 +53,23 @@ class InterruptAt(FailAt):
         signal.raise_signal(signal.SIGINT)
 
 
+@functools.cache
+def _out_of_reach(filename):
+    """The lines of a file between which and the one before no signal comes, or cannot be made to come by tracing.
+
+    Tracing stops once more between the end of a block and the exit of its context, where no signal can come. And since
+    Python 3.12, which runs comprehensions in the frame around them, what a trace function raises in one passes by the
+    contexts around it; what anything else raises there does not.
+    """
+    lines = set()
+    for node in ast.walk(ast.parse(Path(filename).read_text())):
+        if isinstance(node, ast.With):
+            lines.update(range(node.lineno, node.body[0].lineno))
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp) and sys.version_info >= (3, 12):
+            lines.update(range(node.lineno, node.end_lineno + 1))
+    return lines
+
+
 class InterruptAtLine:
     """Delivers a signal before the n-th line of a package that runs; counts them all.
 
@@ -77,9 +96,7 @@ class InterruptAtLine:
         return self._count if self._part in frame.f_code.co_filename else None
 
     def _count(self, frame, event, argument):
-        # A signal cannot come between the end of a block and the exit of its context, where tracing stops once more.
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not source.lstrip().startswith("with "):
+        if event == "line" and frame.f_lineno not in _out_of_reach(frame.f_code.co_filename):
             self.count += 1
             if self.count == self.point:
                 self.hits += 1
