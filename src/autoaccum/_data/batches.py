@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum._arguments import check_choice, check_iterable, check_positive_int, shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
+from autoaccum._data.numbers import is_count, numbers_in
 from autoaccum._data.pieces import NestedPiece, Span, WholePiece
 from autoaccum._data.splits import Along, check_split, is_first, piece_of
 from autoaccum.errors import InvalidInputError
@@ -145,6 +146,16 @@ class Window(Sequence[Any]):
         """Return samples `start` to `stop` (exclusive) as unjoined batches, each with its number of samples."""
         return [(span.piece.cut(span.start, span.stop), span.samples) for span in self._between(start, stop)]
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The loader's batches that the samples come from, in order, each with which of its samples."""
+        return self._spans
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether micro-batches have the nesting of the loader's batches; a split may make anything of those."""
+        return self._split is None or isinstance(self._split, Along)
+
     def _between(self, start: int, stop: int) -> list[Span]:
         spans = []
         for index in range(bisect_right(self._starts, start) - 1, len(self._spans)):
@@ -178,8 +189,14 @@ class Window(Sequence[Any]):
 
     def joined(self) -> Any:
         """The window as one batch if its pieces can be joined and cut again, else the window itself."""
-        can_be_cut = self._split is None or isinstance(self._split, Along)
-        return self.cut(0, self.samples) if can_be_cut and len(self.groups()) == 1 else self
+        return self.cut(0, self.samples) if self.is_nested and len(self.groups()) == 1 else self
+
+    def carries_counts(self) -> bool:
+        """Whether it holds a count of a loader's batch (`num_items_in_batch`) without being that batch."""
+        if not self.is_nested or not self._spans:
+            return False
+        (first, *others) = self._spans
+        return bool(others or not first.is_whole) and any(map(is_count, numbers_in(first.piece.batch)))
 
     @property
     def used_of_last(self) -> int:
@@ -213,7 +230,8 @@ def windows(
 
     Yields:
         The window's samples as a batch of the loader's nesting, or as a `Window` of pieces if their trailing shapes
-        differ (padding to the longest of each batch) or a `split` other than `Along` is given.
+        differ (padding to the longest of each batch), a `split` other than `Along` is given, or the loader's batches
+        carry a count of their own (`num_items_in_batch`), which is not that of the window.
 
     Raises:
         InvalidInputError: An argument or a batch is not valid.
@@ -221,7 +239,8 @@ def windows(
     check_windows(target_batch, last_window)
     check_iterable("loader", loader)
     check_split(split)
-    return (window.joined() for window in stream(loader, target_batch, last_window=last_window, split=split))
+    cut = stream(loader, target_batch, last_window=last_window, split=split)
+    return (window if window.carries_counts() else window.joined() for window in cut)
 
 
 def check_windows(target_batch: int, last_window: str) -> None:

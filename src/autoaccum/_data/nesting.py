@@ -124,7 +124,7 @@ def _copied(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 optree.register_pytree_node(
     _Foreign,  # type: ignore[arg-type]
-    lambda node: (node.values, node.kind),  # type: ignore[attr-defined]
+    lambda node: (node.values, node.kind, node.kind.keys),  # type: ignore[attr-defined]
     _rebuild_foreign,  # type: ignore[arg-type]
     namespace=_NAMESPACE,
 )
@@ -171,6 +171,14 @@ def paths_of(batch: Any) -> list[tuple[Any, ...]]:
         _with_foreign_mappings(batch, frozenset()), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
     )
     return paths
+
+
+def with_leaf(batch: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
+    """Return the batch with the leaf at a path of `paths_of` changed."""
+    leaves, spec = flatten(batch)
+    at = paths_of(batch).index(path)
+    leaves[at] = change(leaves[at])
+    return unflatten(spec, leaves)
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:

@@ -105,6 +105,15 @@ class Span(NamedTuple):
     def samples(self) -> int:
         return self.stop - self.start
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the piece."""
+        return self.samples == self.piece.samples
+
+    def cut(self) -> Any:
+        """Return the samples as the model gets them."""
+        return self.piece.cut(self.start, self.stop)
+
 
 class NestedPiece(Piece):
     """A nesting of tensors, flattened once so that it can be cut cheaply.
