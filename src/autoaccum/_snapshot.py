@@ -144,6 +144,17 @@ class RandomState:
         for own, state in zip(self._own, own_states, strict=True):
             own.put_back(state)
 
+    def seed(self, seed: int) -> None:
+        """Seed every generator that `take` saves."""
+        torch.default_generator.manual_seed(seed)
+        if self._module is not None:
+            with self._module.device(self._device):
+                self._module.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - the user's global generator
+        for own in self._own:
+            own.seed(seed)
+
     def has_moved(self) -> bool:
         """Whether a global generator has advanced or been seeded since `take`."""
         on_host, on_device, of_python, of_numpy, _ = self.taken
@@ -186,6 +197,14 @@ class _OwnGenerator:
             self._generator.setstate(state)
         else:
             self._generator.bit_generator.state = state
+
+    def seed(self, seed: int) -> None:
+        if isinstance(self._generator, torch.Generator):
+            self._generator.manual_seed(seed)
+        elif isinstance(self._generator, random.Random):
+            self._generator.seed(seed)
+        else:
+            self._generator.bit_generator.state = type(self._generator.bit_generator)(seed).state
 
 
 class OwnGenerators:

@@ -164,6 +164,66 @@ def test_gradient_is_the_whole_batchs_however_it_is_cut(sizes):
     assert float(losses["loss"]) == pytest.approx(info_nce(model(batch[0])).item(), rel=1e-12)
 
 
+def root_of_mean(outputs, targets):
+    return functional.mse_loss(outputs[:, 0], targets.double()).sqrt()
+
+
+def hardest(outputs, targets):
+    return functional.cross_entropy(outputs, targets, reduction="none").topk(len(targets) // 3).values.mean()
+
+
+def triplet(outputs, targets):
+    """The hardest positive and negative of each sample, as metric learning mines them in a batch."""
+    apart = torch.cdist(outputs, outputs)
+    same = targets[:, None] == targets
+    return (apart.where(same, 0.0).amax(1) - apart.where(~same, 1e9).amin(1) + 0.3).relu().mean()
+
+
+def correlation(outputs, targets):
+    return 1.0 - torch.corrcoef(torch.stack([outputs[:, 0], targets.double()]))[0, 1]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 7), (1,) * 12], ids=str)
+@pytest.mark.parametrize("loss", [root_of_mean, hardest, triplet, correlation])
+def test_any_function_of_per_sample_outputs_has_the_whole_batchs_gradient(loss, sizes):
+    model, batch = nn.Linear(6, 5).double(), plain()
+    expected = whole_batch(model, loss, batch)
+
+    losses = run(model, loss, batch, sizes)
+
+    assert distance(gradients(model), expected) < 1e-12
+    assert float(losses["loss"]) == pytest.approx(loss(model(batch[0]), batch[1]).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts", "as_pair"),
+    [
+        ((12,), (4, 4, 4), False),
+        ((4, 4, 4), (4, 4, 4), False),
+        ((4, 4, 4), (3, 4, 2), False),
+        ((12,), (4, 4, 4), True),
+        ((4, 4, 4), (4, 4, 4), True),
+    ],
+)
+def test_count_of_a_batch_is_that_of_the_window(sizes, counts, as_pair):
+    model, (inputs, targets) = nn.Linear(6, 5).double(), plain()
+    expected = whole_batch(
+        model, lambda x, y: functional.cross_entropy(x, y, reduction="sum") / sum(counts), (inputs, targets)
+    )
+    pieces = [
+        ({"input": one}, {"label": other, "num_items_in_batch": count})
+        for one, other, count in zip(inputs.split(4), targets.split(4), counts, strict=True)
+    ]
+    forward = lambda model, batch: model(batch[0]["input"] if as_pair else batch["input"])  # noqa: E731
+
+    def loss(outputs, batch):
+        return functional.cross_entropy(outputs, batch["label"], reduction="sum") / batch["num_items_in_batch"]
+
+    run(model, loss, Window(pieces if as_pair else [one | other for one, other in pieces]), sizes, forward=forward)
+
+    assert distance(gradients(model), expected) < 1e-12
+
+
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_gradient_is_the_whole_batchs_for_any_cut(sizes):
     torch.manual_seed(0)

@@ -207,9 +207,9 @@ def test_asking_in_vain_counts_more_in_half_precision():
     question = Question()
     question.watch([{"": torch.arange(4)}])
     parts = {"": torch.tensor([0, 1])}, {"": torch.tensor([2, 3])}
-    question.learn([Split(2.0, (2.0, 2.0), parts, (2, 2), rounding_of(torch.bfloat16, in_half=True, widened=False))])
+    question.learn([Split(2.0, (2.0, 2.0), parts, (2, 2), rounding_of(torch.bfloat16, in_half=True))])
 
-    question.learn([Split(2.0, (2.0, 2.0), parts, (2, 2), rounding_of(torch.float32, in_half=True, widened=False))])
+    question.learn([Split(2.0, (2.0, 2.0), parts, (2, 2), rounding_of(torch.float32, in_half=True))])
 
     assert question.in_vain == 3
 

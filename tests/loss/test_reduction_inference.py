@@ -1,9 +1,7 @@
 """What an unknown loss runs over is found out on a few samples, without a trace, and what cannot be is said once."""
 
-import random
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -214,7 +212,7 @@ def test_function_that_holds_tensors_in_single_precision_is_asked_in_that():
     asked = Asked(nn.Linear(4, 3), mixed).settle(rows([0, 1, 2, 2, 1]))
 
     assert asked.found == (Over.COUNTED, 2)
-    assert asked.runs <= 4  # and not once for each part
+    assert asked.runs <= 8  # with its gradients, and not once for each part
 
 
 class Frozen(nn.Module):
@@ -241,6 +239,9 @@ def test_model_that_needs_autocast_is_asked_under_it():
     without = Asked(Frozen(), ignoring).settle(window)
     within = Asked(Frozen(), ignoring).settle(window, autocast=autocast)
 
+    assert without.said("could not be inferred") == 0
+    with autocast():
+        without.objective.terms(without.objective.sources[0], window, 24)
     assert without.said("could not be inferred in evaluation mode") == 1
     assert within.found == (Over.COUNTED, 0)
 
@@ -296,6 +297,47 @@ def test_samples_that_cannot_stand_in_one_batch_weigh_by_samples_and_that_is_sai
     assert asked.said("no two samples of a window can be batched together") == 1
 
     asked.settle(sentences(-100))
+
+    assert asked.found == (Over.COUNTED, -100)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 3), (5, 5, 5)])
+def test_samples_in_which_nothing_counts_are_not_asked_about_alone(sizes):
+    targets = torch.arange(15) % 3
+    targets[5:11] = -100
+
+    asked = Asked(nn.Linear(4, 3), plain).settle((torch.randn(15, 4), targets), sizes=sizes)
+
+    assert asked.found == (Over.COUNTED, -100)
+    assert asked.said("batched together") == 0
+
+
+def test_loss_that_is_never_finite_is_told_as_such():
+    asked = Asked(nn.Linear(4, 3), lambda outputs, targets: outputs.mean() * float("nan")).settle(rows([0, 1, 2]))
+
+    assert asked.found[0] is Over.OPAQUE
+    assert asked.said("is not finite for any few samples") == 1
+    assert asked.said("batched together") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("own", [False, True])
+def test_loss_in_float64_that_sums_in_float32_is_found_out(own, dtype):
+    trainer = pytest.importorskip("transformers.trainer_pt_utils")
+    smoother = trainer.LabelSmoother(0.1)
+
+    class Smoothed(Tagger):
+        def forward(self, tokens, labels=None):
+            outputs = {"logits": super().forward(tokens).transpose(1, 2)}
+            return outputs if labels is None else {"loss": smoother(outputs, labels)}
+
+    torch.manual_seed(0)
+    tokens, labels = sentences(-100)
+    loss = None if own else lambda outputs, batch: smoother(outputs, batch["labels"])
+    model = Smoothed().to(dtype)
+    forward = None if own else lambda model, batch: model(batch["tokens"])
+
+    asked = Asked(model, loss, forward=forward).settle({"tokens": tokens, "labels": labels})
 
     assert asked.found == (Over.COUNTED, -100)
 
@@ -443,23 +485,3 @@ class FailsAt:
         if self.left == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
         return self.function(*arguments)
-
-
-@pytest.mark.parametrize(
-    "source", [lambda: torch.rand(()), random.random, np.random.random], ids=["torch", "Python", "NumPy"]
-)
-def test_loss_that_draws_random_numbers_is_named_as_such_with_loss_reduction_as_the_way_out(source):
-    def noisy(outputs, targets):
-        return functional.cross_entropy(outputs, targets) * (1.0 + float(source()))
-
-    asked = Asked(nn.Linear(4, 3), noisy).settle(rows([0, 1, 1, 2]))
-
-    assert asked.found[0] is Over.OPAQUE
-    assert asked.said("draws random numbers") == asked.said("loss_reduction='mean' or 'sum'") == 1
-
-
-def test_loss_that_is_unknown_for_another_reason_is_not_called_random():
-    asked = Asked(nn.Linear(4, 3), lambda outputs, targets: outputs.std() ** 3).settle(rows([0, 1, 1, 2]))
-
-    assert asked.said("could not be inferred, so") == 1
-    assert asked.said("random") == 0

@@ -638,4 +638,4 @@ class _SharedBuffers:
 def _spelled(how: Weighting) -> tuple[Any, ...]:
     weights = None if how.class_weights is None else tuple(how.class_weights.tolist())
     void = sorted(map(sorted, how.void))
-    return how.over.name, how.ignore_index, how.target, how.nor, void, weights
+    return how.over.name, how.ignore_index, how.target, how.nor, how.divisor, void, weights

@@ -24,7 +24,7 @@ from autoaccum._engine.object_state import Holdings
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.window_loss import WindowLoss
-from autoaccum._loss.counting import is_pair, target_tensors
+from autoaccum._loss.counting import is_pair
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
@@ -48,6 +48,8 @@ _NO_SAMPLES = (
 _TRIED = 32
 # Name, sum, weight, and whether the value is only reported.
 _Loss = tuple[str, Tensor, float | Tensor, bool]
+# What a value is multiplied by for its sum, and its weight.
+_Share = tuple[float | Tensor, float | Tensor]
 
 
 class Evaluator:
@@ -288,46 +290,46 @@ class Evaluator:
     def _losses(self, of_passes: Sequence[Sequence[Term]], cut: Any, samples: Window) -> list[_Loss]:
         """Return the losses and reported values of some forward passes, each with its sum and weight."""
         losses: list[_Loss] = []
-        size = samples.samples
+        by_samples = float(samples.samples), float(samples.samples)
         for terms in of_passes:
-            added = [self._loss(term, cut, samples) for term in terms if not term.is_reported]
-            # A value reported as a plain number has the weight of its pass's loss, and is a sum if that is one.
-            usual = added[0][2] if len(added) == 1 else float(size)
-            is_sum = all(self._is_sum(term) for term in terms if not term.is_reported)
-            losses += added
-            losses += [_reported(term, size, usual, is_sum=is_sum) for term in terms if term.is_reported]
+            trained = [(term, self._share(term, cut, samples)) for term in terms if not term.is_reported]
+            losses += [_weighed(term, share) for term, share in trained]
+            usual = self._usual(trained, samples.samples)
+            for term in terms:
+                if term.is_reported and term.over is Over.PAIR:
+                    losses.append(_weighed(term, _share_of_pair(term)))
+                elif term.is_reported:
+                    losses.append(_weighed(term, by_samples if term.over is Over.VECTOR else usual))
         return losses
+
+    def _usual(self, trained: Sequence[tuple[Term, _Share]], size: int) -> _Share:
+        """Return the share of a value reported as a plain number: that of the loss that was computed with it."""
+        if len(trained) == 1:
+            ((loss, (factor, weight)),) = trained
+            return (weight, weight) if loss.over is Over.PAIR else (factor, weight)
+        is_sum = all(self._is_sum(loss) for loss, _ in trained)
+        return (1.0 if is_sum else float(size)), float(size)
 
     def _is_sum(self, term: Term) -> bool:
         return term.over is not Over.PAIR and self._step.objective.weighting(term.name).over is Over.SUM
 
-    def _loss(self, term: Term, cut: Any, samples: Window) -> _Loss:
-        """Return a loss's name, sum and weight."""
-        # The sum could overflow in half precision.
-        value = in_full(term.value)
-        if term.over is Over.PAIR:
-            assert term.weight is not None
-            return term.name, value, term.weight, False
-        how = self._step.objective.weighting(term.name)
-        if how.over is Over.SUM:
-            return term.name, value, float(samples.samples), False
-        is_weighed = how.over is Over.WEIGHED
-        weight = samples.weight(0, samples.samples) if is_weighed else how.weigh(samples.samples, target_tensors(cut))
-        # If nothing counts, the mean is NaN and must add nothing.
-        return term.name, (value * weight if weight else torch.zeros_like(value)), weight, False
+    def _share(self, term: Term, cut: Any, samples: Window) -> _Share:
+        """Return what a loss of a cut is multiplied by, and its weight."""
+        return _share_of_pair(term) if term.over is Over.PAIR else self._step.objective.weigh(term.name, cut, samples)
 
 
-def _reported(term: Term, size: int, usual: float | Tensor, *, is_sum: bool) -> _Loss:
-    value = in_full(term.value)
-    if term.over is Over.PAIR:
-        assert term.weight is not None
-        return term.name, value, term.weight, True
-    if is_sum and term.over is not Over.VECTOR:
-        return term.name, value, float(size), True
-    weight = float(size) if term.over is Over.VECTOR else usual
-    if isinstance(weight, float) and not weight:
-        return term.name, torch.zeros_like(value), weight, True
-    return term.name, value * weight, weight, True
+def _share_of_pair(term: Term) -> _Share:
+    assert term.weight is not None
+    return 1.0, term.weight
+
+
+def _weighed(term: Term, share: _Share) -> _Loss:
+    """Return the name, sum and weight of a loss or a reported value."""
+    factor, weight = share
+    value = in_full(term.value)  # the sum could overflow in half precision
+    # If nothing counts, a mean is NaN and must add nothing.
+    adds_nothing = isinstance(factor, float) and not factor
+    return term.name, torch.zeros_like(value) if adds_nothing else value * factor, weight, term.is_reported
 
 
 class _Totals:

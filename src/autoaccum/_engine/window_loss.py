@@ -1,6 +1,7 @@
-"""Losses that compare the samples of a batch with each other, over a whole window in the memory of one micro-batch.
+"""Losses that are no sum over parts of a batch, over a whole window in the memory of one micro-batch.
 
-A contrastive loss is not a sum over parts of a batch: every sample is compared with every other. The model's outputs
+Such a loss compares samples with each other (contrastive and metric losses), chooses among them (hard example mining),
+or is a function of their mean (its root). It only has to be a function of per-sample outputs. The model's outputs
 (representations) are therefore computed first, for all micro-batches and without graphs; then the loss and its gradient
 with respect to them, over the whole window; then each micro-batch runs forward once more, with the random state that it
 had, and backward from its rows of that gradient. By the chain rule this gives the whole batch's gradient
@@ -21,10 +22,11 @@ from torch import Tensor
 from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Window, repeated
 from autoaccum._data.nesting import copied, map_tensors
+from autoaccum._data.numbers import ITEMS, numbers_in, with_number
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.phases import Phase
-from autoaccum._loss import reported
+from autoaccum._loss import divisor, reported
 from autoaccum._loss.counting import is_pair
 from autoaccum._loss.objective import Factors, no_gradient
 from autoaccum._loss.weighting import Over
@@ -34,6 +36,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from autoaccum._data.numbers import Path
     from autoaccum._data.pieces import NestedPiece
     from autoaccum._data.transfer import Transfer
     from autoaccum._engine.forward_backward import GradientStep
@@ -129,8 +132,9 @@ class WindowLoss:
             return (None, whole[1]) if is_pair(whole) else whole
         parts = window.parts(0, window.samples)
         first = parts[0][0]
+        counts = _counts(window)
         if isinstance(first, Mapping):
-            return _WholeMapping(parts, self._step.transfer)
+            return _WholeMapping(parts, self._step.transfer, {path[-1]: total for path, total in counts.items()})
         if is_pair(first):
             targets = [(batch[1], samples) for batch, samples in parts]
             if not _can_be_joined(targets):
@@ -138,7 +142,10 @@ class WindowLoss:
                     f"the targets of the window's {len(parts)} batches cannot be joined, as loss_scope='window' needs "
                     "them (other shapes, types or nesting); let the loader pad them to one length, or yield mappings"
                 )
-            return None, _joined(targets, self._step.transfer)
+            joined = _joined(targets, self._step.transfer)
+            for path, total in counts.items():
+                joined = with_number(joined, path[1:], total) if path[0] == 1 else joined
+            return None, joined
         return _joined(parts, self._step.transfer) if _can_be_joined(parts) else window
 
 
@@ -189,7 +196,7 @@ class WholeWindow:
         feed = self._step.transfer.feed
         if len(sizes) == 1:
             with closing(feed(window, sizes)) as batches:
-                return self._at_once(batches, sizes[0], entering)
+                return self._at_once(batches, sizes[0], entering, window)
         states: list[tuple[Any, ...]] = []
         with closing(feed(window, sizes)) as batches:
             parts = [self._look(batches, size, entering, states) for size in sizes]
@@ -226,7 +233,7 @@ class WholeWindow:
         feed = self._step.transfer.feed
         if size >= window.samples:
             with closing(feed(window, [window.samples])) as batches:
-                self._at_once(batches, window.samples, _ignored)
+                self._at_once(batches, window.samples, _ignored, window)
             return
         sizes = [size, min(size, window.samples - size)]  # the second is transferred while the first is used
         states: list[tuple[Any, ...]] = []
@@ -239,10 +246,15 @@ class WholeWindow:
         with closing(feed(window, sizes)) as batches:
             self._pass_back(batches, size, _ignored, states[0], joined)
 
-    def _at_once(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> dict[str, Tensor]:
+    def _at_once(
+        self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None], window: Window
+    ) -> dict[str, Tensor]:
         """Run a window that is a single micro-batch, which needs no second pass."""
         batch = self._begin(batches, size, entering)
-        return self._backward(self._loss.terms(self._loss.outputs(batch, size), batch, size), size)
+        outputs = self._loss.outputs(batch, size)
+        if window.carries_counts():
+            batch = self._loss.batch(window)
+        return self._backward(self._loss.terms(outputs, batch, size), size)
 
     def _look(
         self,
@@ -354,10 +366,10 @@ class _Representations:
 class _WholeMapping(Mapping[str, Any]):
     """The mappings of a window as one; each item is joined and moved to the device when it is read."""
 
-    def __init__(self, parts: Sequence[tuple[Any, int]], transfer: Transfer) -> None:
+    def __init__(self, parts: Sequence[tuple[Any, int]], transfer: Transfer, counts: Mapping[str, float]) -> None:
         self._parts = parts
         self._transfer = transfer
-        self._there: dict[str, Any] = {}
+        self._there: dict[str, Any] = dict(counts)
         self._names = [name for name in parts[0][0] if self._has(name)]
 
     def __getitem__(self, name: str) -> Any:
@@ -384,7 +396,9 @@ class _WholeMapping(Mapping[str, Any]):
         return len(self._names)
 
     def _has(self, name: str) -> bool:
-        return all(name in batch for batch, _ in self._parts) and _can_be_joined(self._items(name))
+        return name in self._there or (
+            all(name in batch for batch, _ in self._parts) and _can_be_joined(self._items(name))
+        )
 
     def _items(self, name: str) -> list[tuple[Any, int]]:
         return [(batch[name], samples) for batch, samples in self._parts]
@@ -446,6 +460,15 @@ def _value(term: Term) -> Tensor:
     assert term.weight is not None
     check_weight(term.name, term.weight)
     return term.value / term.weight
+
+
+def _counts(window: Window) -> dict[Path, float]:
+    """Return the numbers of items that the loader's batches carry, each as that of the whole window."""
+    if not window.carries_counts():
+        return {}
+    paths = [path for path in numbers_in(window.spans[0].piece.batch) if path[-1] == ITEMS]
+    totals = {path: divisor.of_window(path, window).total for path in paths}
+    return {path: int(total) if total.is_integer() else total for path, total in totals.items()}
 
 
 def _counted(parts: Sequence[tuple[Any, int]]) -> Window:

@@ -20,12 +20,14 @@ from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
+from autoaccum._data.numbers import spelled
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import Along, check_split
-from autoaccum._loss import weighting
-from autoaccum._loss.counting import is_pair, tallies_of
+from autoaccum._loss import divisor, weighting
+from autoaccum._loss.counting import is_pair, tallies_of, target_tensors
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.reduction_inference import Run, Settler
+from autoaccum._loss.observation import Run
+from autoaccum._loss.reduction_inference import Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._snapshot import evaluation_mode
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
+    from autoaccum._data.numbers import Path
     from autoaccum._data.pieces import Split
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
@@ -177,6 +180,8 @@ class Objective:
             InvalidInputError: The returned value is not a loss.
         """
         raw, outputs = source.run(self, batch)
+        if self._settler.put_off is not None:
+            self._settler.say_put_off()
         if len(raw) == 1:
             ((name, value),) = raw.items()
             if isinstance(value, Tensor) and value.dim() == 0:
@@ -225,11 +230,9 @@ class Objective:
         return None if self._default is None else Weighting(self._default)
 
     @property
-    def of_unknown_weight(self) -> list[str]:
-        """Names of the losses that are weighted by samples only because their reduction could not be inferred."""
-        if self._said is not None:
-            return []
-        return [name for name, how in self._settler.known.items() if how.over is Over.OPAQUE]
+    def doubts(self) -> tuple[str, ...]:
+        """What was said of losses whose gradient may differ from that of the whole batch."""
+        return tuple(self._settler.doubts)
 
     def weighting(self, name: str) -> Weighting:
         """Return the weighting of the loss of this name; by samples while it is unknown."""
@@ -260,8 +263,13 @@ class Objective:
         for name, how in self._settler.known.items():
             if self._is_usual(how):
                 continue
-            tallies = tallies_of(how, window, sizes, in_full=totals is not None)
             total = None if totals is None else totals.get(name)
+            if how.divisor is not None:
+                shares = self._shares_of_divided(how.divisor, window, sizes, total, is_part=is_part)
+                for micro, share in zip(factors, shares, strict=True):
+                    micro.named[name] = share
+                continue
+            tallies = tallies_of(how, window, sizes, in_full=totals is not None)
             if totals is None and is_part:
                 # With an unknown weighting all samples count, including those without counted targets.
                 total = float(window.samples) if how.over is Over.OPAQUE else how.worth(sum(tallies))
@@ -270,11 +278,54 @@ class Objective:
                 micro.named[name] = share
         return factors
 
+    def _shares_of_divided(
+        self, path: Path, window: Window, sizes: Sequence[int], total: float | None, *, is_part: bool
+    ) -> list[float]:
+        total = self._divisor(path, window) if total is None else total
+        if not total and not is_part:
+            raise InvalidInputError(
+                f"{spelled(path)} of the batches of this window is 0, so the loss over it does not exist; leave such "
+                "batches out"
+            )
+        return [number / total if total else 0.0 for number in divisor.of_micro_batches(path, window, sizes)]
+
+    def _divisor(self, path: Path, window: Window) -> float:
+        found = divisor.of_window(path, window)
+        if not found.is_known:
+            self._notices.say(
+                f"{spelled(path)} of a batch is not the number of its targets that count (those that are not "
+                f"{weighting.IGNORE_INDEX}), and a window holds a part of that batch: the part is given its share of "
+                "the number by samples. Choose a target batch that is a multiple of the loader's batch size for "
+                "windows that end where batches do",
+                key=f"part of {path}",
+            )
+        return found.total
+
+    def weigh(self, name: str, cut: Any, part: Window) -> tuple[float, float]:
+        """Return what the loss of a part of a window is multiplied by for the sum over its targets, and their weight.
+
+        Args:
+            name: Name of the loss, which is no (sum, weight) pair.
+            cut: The samples, as the model gets them.
+            part: The samples.
+        """
+        how = self.weighting(name)
+        if how.divisor is not None:
+            return divisor.of_micro_batches(how.divisor, part, [part.samples])[0], self._divisor(how.divisor, part)
+        if how.over is Over.SUM:
+            return 1.0, float(part.samples)
+        is_weighed = how.over is Over.WEIGHED
+        weight = part.weight(0, part.samples) if is_weighed else how.weigh(part.samples, target_tensors(cut))
+        return weight, weight
+
     def weights(self, window: Window) -> dict[str, float]:
         """Return the weights of a window's samples: the usual one, and one for each loss with another weighting."""
         found = {SAMPLES: window.weight(0, window.samples) if self._is_weighed else float(window.samples)}
         for name, how in self._settler.known.items():
             if self._is_usual(how) or how.over is Over.SUM or not window.samples:
+                continue
+            if how.divisor is not None:
+                found[name] = self._divisor(how.divisor, window)
                 continue
             # With an unknown weighting all samples count, as in one process.
             is_guess = how.over is Over.OPAQUE

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from autoaccum._loss.counting import tallies_of
+from autoaccum._loss.counting import tallies_of, target_tensors
 from autoaccum._loss.weighting import IGNORE_INDEX, Over, Tally, Weighting, shares, spread
 
 if TYPE_CHECKING:
@@ -71,22 +71,19 @@ _ROUNDING = {
     torch.bfloat16: Rounding(4e-3, 2e-2),
     torch.float16: Rounding(1e-3, 1e-2),
 }
-# A loss computed in float64 from single precision may have been rounded to single in between.
-_WIDENED = Rounding(1e-13, 1e-6)
+# A loss in float64 that was rounded to single precision in between, as Transformers' LabelSmoother does.
+_VIA_SINGLE = Rounding(1e-13, 1e-6)
 # A loss in single precision of a model in half precision.
 _FROM_HALF = Rounding(5e-4, 2e-2)
 
 
-def rounding_of(dtype: torch.dtype, *, in_half: bool, widened: bool) -> Rounding:
+def rounding_of(dtype: torch.dtype, *, in_half: bool) -> Rounding:
     """Return the rounding error of a loss.
 
     Args:
         dtype: The type of the loss.
         in_half: Whether half precision was used in its computation.
-        widened: Whether it was computed from outputs converted from single or half precision.
     """
-    if dtype is torch.float64 and widened:
-        return _WIDENED
     return _FROM_HALF if in_half and dtype is torch.float32 else _ROUNDING.get(dtype, _ROUNDING[torch.bfloat16])
 
 
@@ -147,11 +144,13 @@ class Question:
     Attributes:
         candidates: The weightings consistent with all splits so far, the likelier first; empty if none fits.
         in_vain: The number of attempts without progress; those in half precision count several times.
+        is_exact: Whether all splits were compared to within the rounding of float64, where no term can hide.
     """
 
     def __init__(self) -> None:
         self.candidates = [Weighting(Over.SAMPLES), Weighting(Over.SUM)]
         self.in_vain = 0
+        self.is_exact = True
         self._splits: list[Split] = []
         self._off: dict[Weighting, list[float]] = {how: [] for how in self.candidates}
         self._watched: dict[str, _Values] = {}
@@ -210,12 +209,31 @@ class Question:
     def learn(self, splits: Sequence[Split]) -> None:
         """Exclude the candidates that do not reproduce these losses."""
         before = len(self.candidates)
+        self.is_exact = self.is_exact and all(split.rounding is _ROUNDING[torch.float64] for split in splits)
         for how in self.candidates:
             self._off[how] += [split.misfit(how) for split in splits]
-        self._splits += [split if split.elements <= _KEPT else replace(split, named=()) for split in splits]
+        self._splits += splits
         self._leave_out()
+        if not self.candidates:
+            self._allow_single()
+        self._splits = [split if split.elements <= _KEPT else replace(split, named=()) for split in self._splits]
         if len(self.candidates) == before:
             self.in_vain += _IN_HALF if any(split.rounding.least >= _FROM_HALF.least for split in splits) else 1
+
+    def _allow_single(self) -> None:
+        """If nothing fits float64, compare as if the loss had been rounded to single precision in between."""
+        narrow = _ROUNDING[torch.float64]
+        if all(split.rounding is not narrow for split in self._splits) or not all(
+            split.named for split in self._splits
+        ):
+            return
+        self._splits = [
+            replace(split, rounding=_VIA_SINGLE) if split.rounding is narrow else split for split in self._splits
+        ]
+        self._off = {how: [split.misfit(how) for split in self._splits] for how in self._off}
+        self.candidates = sorted(self._off, key=lambda how: _LIKELIER_FIRST.index(how.over))
+        self.is_exact = False
+        self._leave_out()
 
     def _take_up(self, hows: Sequence[Weighting]) -> None:
         if not hows:
@@ -251,6 +269,13 @@ class Question:
         unlikelihood = {how: _beforehand(how) + splits * _log_width(self._off[how]) for how in self.candidates}
         least = min(unlikelihood.values(), default=0.0)
         return {how: value - least for how, value in unlikelihood.items()}
+
+
+def question_of(window: Window) -> Question:
+    """Return the question of a loss, with the candidates that the targets of a window make possible."""
+    question = Question()
+    question.watch([target_tensors(part) for part in window])
+    return question
 
 
 class _Values:
@@ -400,5 +425,7 @@ def _draw(farthest: Sequence[Sequence[int]], samples: int, size: int, chance: ra
 
 def _distance(weights: Tensor, best: int, first: Sequence[int], second: Sequence[int]) -> float:
     ones, all_of_them = weights[:, first].sum(1), weights[:, [*first, *second]].sum(1)
+    if not all_of_them[best]:
+        return 0.0  # where nothing counts, the loss is probably NaN, which tells nothing
     apart = (ones / all_of_them - ones[best] / all_of_them[best]).abs().nan_to_num(_FAR_APART)
     return float(apart.clamp(max=_FAR_APART).sum())

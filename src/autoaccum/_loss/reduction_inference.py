@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import math
 import random
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from autoaccum import _oom
-from autoaccum._data.batches import chosen
-from autoaccum._data.nesting import copied, map_tensors
-from autoaccum._data.splits import FIRST
+from autoaccum._loss import unknown_loss
+from autoaccum._loss.batch_numbers import DifferingNumbers, divisor_of
+from autoaccum._loss.bent_entries import rest_of
 from autoaccum._loss.counting import constants_of, tallies_of_each, target_tensors
-from autoaccum._loss.reduction_candidates import Question, Rounding, Split, rounding_of, telling_split
-from autoaccum._loss.weighting import Over, Weighting, check_pair
-from autoaccum._snapshot import evaluation_mode
-from autoaccum._system import signals
-from autoaccum.errors import InvalidInputError
+from autoaccum._loss.linearity import Bends
+from autoaccum._loss.observation import Attempt, Run, Way
+from autoaccum._loss.reduction_candidates import Question, question_of, telling_split
+from autoaccum._loss.weighting import Over, Weighting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
     from autoaccum._data.batches import Window
-    from autoaccum._loss.terms import Term
-    from autoaccum._snapshot import Mark
+    from autoaccum._loss.observation import Observed, Rows
     from autoaccum._system.notices import Notices
-
-# The rows of the parts that a few samples are split into; a single part if there is only one sample.
-Rows = list[list[int]]
 
 # Attempts per window and in total: an open question is postponed to a later window, when the model has changed, and
 # finally given up.
@@ -48,9 +42,8 @@ _LACKS = 3
 # where a micro-batch fits with its gradients.
 _LEAST = 3
 _MOST = 16
-# The number of splits if each costs only the loss and no forward pass, and the most elements of outputs in all splits.
+# The number of splits if each costs only the loss and no forward pass.
 _SPLITS = 8
-_ELEMENTS = 2**25
 # The number of candidates for the first split, which decides most, and for each of the others.
 _DRAWS = 32
 _FURTHER_DRAWS = 4
@@ -59,57 +52,9 @@ _LOOKED_AT = 2**20
 _LOOKED_AT_SAMPLES = 32
 # The most kinds of micro-batches with all targets equal that are tested for a NaN loss.
 _VOIDS = 256
-_HALF = (torch.float16, torch.bfloat16)
 
-
-class _Way(NamedTuple):
-    """How the objective is run.
-
-    Attributes:
-        outputs: The type in which the loss is computed on rows of one forward pass; None runs the model on each part.
-        casts: Whether the model runs under autocast.
-    """
-
-    outputs: torch.dtype | None
-    casts: bool
-
-
-class _Observed(NamedTuple):
-    """The losses of a few samples and of the parts that they are split into, by name."""
-
-    whole: dict[str, Term]
-    parts: list[dict[str, Term]]
-    batches: list[Any]
-    samples: tuple[int, ...]
-    in_half: bool
-    widened: bool
-
-    def holds(self, name: str) -> bool:
-        """Whether the loss exists for all samples and for each part."""
-        return all(name in terms for terms in (self.whole, *self.parts))
-
-    def split(self, name: str) -> Split:
-        """Return the values of one loss."""
-        return Split(
-            whole=float(self.whole[name].value),
-            parts=tuple(float(terms[name].value) for terms in self.parts),
-            named=tuple(target_tensors(batch) for batch in self.batches),
-            samples=self.samples,
-            rounding=self._rounding(name),
-        )
-
-    def check_pair(self, name: str) -> bool:
-        """Reject a pair that cannot be (sum, weight); return whether the samples allowed a check.
-
-        Raises:
-            InvalidInputError: The pair is not (sum, weight).
-        """
-        whole, *parts = ((float(t[name].value), float(t[name].weight or 0.0)) for t in (self.whole, *self.parts))
-        check_pair(name, whole, parts, self._rounding(name).most)
-        return whole[1] != 0.0 and len(parts) > 1
-
-    def _rounding(self, name: str) -> Rounding:
-        return rounding_of(self.whole[name].value.dtype, in_half=self.in_half, widened=self.widened)
+_EXACT = "a torch.nn loss, a (sum, weight) pair or loss_reduction="
+_BY_SAMPLES = f"micro-batches are weighted by their samples. Use {_EXACT} for exact weights"
 
 
 class Settler:
@@ -123,11 +68,14 @@ class Settler:
     Attributes:
         known: The weighting of each loss, by name.
         is_settled: Whether `settle` has nothing left to infer in any window.
+        put_off: A notice that the losses could not be run, for `say_put_off`; None if there is none.
+        doubts: What was said of losses whose gradient may differ from that of the whole batch.
     """
 
     def __init__(self, *, takes_outputs: bool, said: Weighting | None, notices: Notices) -> None:
         self.known: dict[str, Weighting] = {}
         self.is_settled = False
+        self.put_off: str | None = None
         self._said = said
         self._notices = notices
         self._questions: dict[str, Question] = {}
@@ -137,8 +85,12 @@ class Settler:
         # The first way that works is used from then on. The loss of outputs in float64 is cheap, and exact whatever the
         # model's precision; a function with its own tensors may need single precision.
         types = (torch.float64, torch.float32, None) if takes_outputs else (None,)
-        self._ways = [_Way(outputs, casts) for casts in (False, True) for outputs in types]
+        self._ways = [Way(outputs, casts) for casts in (False, True) for outputs in types]
         self._lacks = 0  # times in a row that memory has run out
+        self.doubts: list[str] = []
+        self._bends = Bends(self._doubt)
+        self._is_exact = True  # whether every comparison was so exact that no term can hide
+        self._numbers = DifferingNumbers(notices)
 
     @property
     def knowledge(self) -> dict[str, tuple[Weighting, int]]:
@@ -173,18 +125,32 @@ class Settler:
             self._ask_all(window, sizes, run)
         if Over.OPAQUE in [how.over for how in self.known.values()]:
             self._look_for_voids(window, sizes, run)
-        else:
-            self.is_settled = not self.has_questions
+        self._numbers.look(window, {how.divisor for how in self.known.values()})
+        is_known = Over.OPAQUE not in [how.over for how in self.known.values()]
+        self.is_settled = is_known and not self.has_questions and not self._numbers.may_differ
+
+    def say_put_off(self) -> None:
+        """Say why the losses could not be run, now that they have run in training: before, it could be the error."""
+        if self.put_off is not None:
+            self._notices.say(self.put_off)
+            self.put_off = None
 
     def _ask_all(self, window: Window, sizes: Sequence[int], run: Run) -> None:
-        chance, in_vain = None, 0
+        chance, in_vain, last = None, 0, None
         while self._ways and in_vain < _AT_ONCE and (question := self._next_question(window, sizes, run)) is not None:
             chance = chance or random.Random(window.samples)  # noqa: S311 - no secret, and the same in every run
             before = len(question.candidates)
-            self._ask(question, window, max(sizes), run, chance)
+            last = self._ask(question, window, max(sizes), run, chance)
             in_vain += len(question.candidates) == before
         if chance is not None:
             self._say_what_cannot_be_told()
+        if last is not None and last.can_be_split and not self._is_exact:
+            self._bends.look(last, {name: self._checked(name) for name in self.known})
+
+    def _checked(self, name: str) -> Weighting:
+        """Return the weighting that a loss is checked for."""
+        how = self.known[name]
+        return Weighting(Over.SAMPLES) if how is self._said and how.over is Over.OPAQUE else how
 
     def _next_question(self, window: Window, sizes: Sequence[int], run: Run) -> Question | None:
         if not self.known:
@@ -192,31 +158,35 @@ class Settler:
         if max(window.groups()) == 1:
             return None  # a single sample cannot be split
         if self._unchecked:
-            return _question_of(window)
+            return question_of(window)
         pieces = [target_tensors(part) for part in window]
         for question in self._questions.values():
             question.watch(pieces)
         return next((question for question in self._questions.values() if question.matters(window, sizes)), None)
 
     def _first_question(self, window: Window, sizes: Sequence[int], run: Run) -> Question | None:
-        # Uncut, every loss is that of its window. Then it matters only whether anything counts, and whether pairs seen
-        # so far are (sum, weight).
-        doubtful = run.objective.returns_pairs and window.samples > 1
+        # Uncut, every loss is that of its window. Then it matters only whether anything counts, whether pairs seen so
+        # far are (sum, weight), and whether the loss depends on a count that is not that of the window.
+        doubtful = (run.objective.returns_pairs and window.samples > 1) or window.carries_counts()
         if len(sizes) > 1 or doubtful or not all(_all_count(target_tensors(part)) for part in window):
-            return _question_of(window)
+            return question_of(window)
         return None
 
-    def _ask(self, question: Question, window: Window, largest: int, run: Run, chance: random.Random) -> None:
+    def _ask(self, question: Question, window: Window, largest: int, run: Run, chance: random.Random) -> Attempt | None:
         sample, splits = _telling(question, window, min(max(largest // 2, _LEAST), _MOST), chance)
         observed = self._observe(sample, splits, run)
-        known = dict(self.known)
-        for name in observed[0].whole if observed else ():
+        if not observed:
+            return None
+        way = run.in_effect(self._ways[0], sample)
+        attempt, known = Attempt(sample, splits, observed, window, run, way), dict(self.known)
+        for name in observed[0].whole:
             if name not in known or name in self._questions or name in self._unchecked:
-                known[name] = self._concluded(name, observed, window, run)
+                known[name] = self._concluded(name, attempt)
         self.known = known  # for all losses or none: memory may run out in between
+        return attempt
 
-    def _observe(self, sample: Window, splits: Sequence[Rows], run: Run) -> list[_Observed]:
-        """Run the objective in the first way that works; if none does, report it and return nothing."""
+    def _observe(self, sample: Window, splits: Sequence[Rows], run: Run) -> list[Observed]:
+        """Run the objective in the first way that works; if none does, put off a notice and return nothing."""
         why = None
         while self._ways:
             try:
@@ -242,14 +212,16 @@ class Settler:
             else:
                 self._lacks = 0
                 return observed
-        self._notices.say(
-            f"the loss reduction could not be inferred in evaluation mode ({why}); micro-batches are weighted by their "
-            "samples. Return a (sum, weight) pair or pass loss_reduction= for exact weights"
-        )
+        if why is not None:
+            self.put_off = (
+                f"the loss reduction could not be inferred in evaluation mode ({why}); micro-batches are weighted by "
+                "their samples. Return a (sum, weight) pair or pass loss_reduction= for exact weights"
+            )
         return []
 
-    def _concluded(self, name: str, observed: Sequence[_Observed], window: Window, run: Run) -> Weighting:
-        over, chosen = observed[0].whole[name].over, run.objective.weighting_by_default
+    def _concluded(self, name: str, attempt: Attempt) -> Weighting:
+        observed = attempt.observed
+        over, chosen = observed[0].whole[name].over, attempt.run.objective.weighting_by_default
         complete = all(one.holds(name) for one in observed)
         if chosen is not None:
             return chosen
@@ -257,62 +229,112 @@ class Settler:
             if over is Over.PAIR:
                 self._check_pairs(name, observed if complete else ())
             return Weighting(over)
-        if self._said is not None:
-            return self._said
         if not complete:
-            return self._unknown(name, run)
-        return self._compared(name, [one.split(name) for one in observed], window, run)
+            return self._said or self._unknown(name, attempt)
+        question = self._questions.setdefault(name, question_of(attempt.window))
+        question.learn(attempt.splits_of(name))
+        self._is_exact = self._is_exact and question.is_exact
+        if self._said is not None and self._said.over is Over.WEIGHED:
+            del self._questions[name]
+            return self._said
+        if self._said is not None:
+            self._check_said(name, question, self._said, attempt)
+            return self._said
+        return self._compared(name, question, attempt)
 
-    def _check_pairs(self, name: str, observed: Sequence[_Observed]) -> None:
+    def _check_pairs(self, name: str, observed: Sequence[Observed]) -> None:
         seen = [one.check_pair(name) for one in observed]
         if any(seen):
             self._unchecked.discard(name)
         else:
             self._unchecked.add(name)
 
-    def _compared(self, name: str, splits: Sequence[Split], window: Window, run: Run) -> Weighting:
-        question = self._questions.setdefault(name, _question_of(window))
-        question.learn([split for split in splits if len(split.parts) > 1 and math.isfinite(split.whole)])
+    def _compared(self, name: str, question: Question, attempt: Attempt) -> Weighting:
         self._ruled_out[name] = question.ruled_out
         if not question.candidates:
-            return self._unknown(name, run)
-        if question.is_untouched:
-            self._notices.say(
-                f"loss {name!r}: no two samples of a window can be batched together, so its reduction is not known "
-                "yet; micro-batches are weighted by their samples. Use a torch.nn loss, a (sum, weight) pair or "
-                "loss_reduction= for exact weights"
-            )
-            return Weighting(Over.OPAQUE)
-        if len(question.candidates) == 1:
-            self._notices.say(f"loss {name!r} is {question.best.description} (inferred from a few samples)")
+            return self._without_bent(name, attempt) or self._unknown(name, attempt)
+        how = Weighting(Over.OPAQUE) if question.is_untouched else question.best
+        if how.over in (Over.OPAQUE, Over.SUM):
+            path = divisor_of(name, attempt, self._notices, is_sum=how.over is Over.SUM)
+            if path is not None:
+                self._ruled_out[name] += 1
+                how = Weighting(Over.DIVIDED, divisor=path)
+        if how.over is Over.OPAQUE:
+            if not attempt.can_be_split:
+                self._notices.say(
+                    f"loss {name!r}: no two samples of a window can be batched together, so its reduction is not known "
+                    f"yet; {_BY_SAMPLES}"
+                )
+        elif len(question.candidates) == 1 or how.divisor is not None:
+            self._notices.say(f"loss {name!r} is {how.description} (inferred from a few samples)")
         if question.is_closed:
             del self._questions[name]
-        return question.best
+        return how
 
-    def _unknown(self, name: str, run: Run) -> Weighting:
+    def _check_said(self, name: str, question: Question, said: Weighting, attempt: Attempt) -> None:
+        """Say if a loss is not what `loss_reduction` says."""
+        wanted = Over.SUM if said.over is Over.SUM else Over.SAMPLES
+        found, then = None, "leave loss_reduction out to have it weighted by that"
+        if not question.candidates:
+            if unknown_loss.randomness(name, attempt) is None:
+                found, then = "no mean or sum over its samples", unknown_loss.window_scope(attempt)
+        elif question.is_untouched or wanted in [how.over for how in question.candidates]:
+            path = divisor_of(name, attempt, self._notices, is_sum=True) if wanted is Over.SUM else None
+            found = None if path is None else Weighting(Over.DIVIDED, divisor=path).description
+        else:
+            found = question.best.description
+        if found is not None:
+            self._bends.give_up()
+            self._doubt(
+                f"loss {name!r}: loss_reduction={'sum' if wanted is Over.SUM else 'mean'!r} is taken at its word, but "
+                f"a few samples and parts of them show {found}, so the gradient may differ from that of the whole "
+                f"batch; {then}"
+            )
+        if found is not None or question.is_closed or not question.candidates:
+            self._questions.pop(name, None)
+
+    def _without_bent(self, name: str, attempt: Attempt) -> Weighting | None:
+        """Return the weighting of a loss but for a term that bends it, of which `Bends` says how far."""
+        rest = rest_of(name, attempt)
+        if rest is None:
+            return None
+        how = rest.how
+        if how.over is Over.SUM:
+            path = divisor_of(name, attempt, self._notices, is_sum=True, less=rest.term)
+            how = how if path is None else Weighting(Over.DIVIDED, divisor=path)
         self._questions.pop(name, None)
-        advice = (
-            "The loss or the model draws random numbers even in evaluation mode, so no two runs agree: pass "
-            "loss_reduction='mean' or 'sum', or return a (sum, weight) pair"
-            if run.draws
-            else "If it compares samples with each other (a contrastive loss), pass loss_scope='window'. If it has "
-            "class weights, or adds means of different kinds, use a torch.nn loss, a (sum, weight) pair, or a mapping "
-            "of several losses"
-        )
-        self._notices.say(
+        self._notices.say(f"loss {name!r} is {how.description}, but for a term (inferred from a few samples)")
+        return how
+
+    def _unknown(self, name: str, attempt: Attempt) -> Weighting:
+        self._questions.pop(name, None)
+        self._doubt(
             f"loss {name!r}: its reduction could not be inferred, so micro-batches are weighted by their samples, and "
-            f"the gradient may differ from that of the whole batch. {advice}"
+            f"the gradient may differ from that of the whole batch. {unknown_loss.advice(name, attempt)}"
         )
         return Weighting(Over.OPAQUE)
 
+    def _doubt(self, text: str) -> None:
+        self.doubts.append(text)
+        self._notices.say(text)
+
     def _say_what_cannot_be_told(self) -> None:
-        for name in [name for name, question in self._questions.items() if question.in_vain >= _IN_ALL]:
-            del self._questions[name]
-            self._notices.say(
-                f"loss {name!r}: the samples seen so far do not determine its reduction; assumed to be "
-                f"{self.known[name].description}. Use a torch.nn loss, a (sum, weight) pair or loss_reduction= "
-                "for exact weights"
-            )
+        for name, question in list(self._questions.items()):
+            is_given_up = question.in_vain >= _IN_ALL
+            if is_given_up:
+                del self._questions[name]
+            if self._said is not None:
+                continue
+            if question.is_untouched and question.in_vain >= _AT_ONCE:
+                self._notices.say(
+                    f"loss {name!r} is not finite for any few samples of a window, so its reduction is not known; "
+                    f"{_BY_SAMPLES}"
+                )
+            elif is_given_up:
+                self._notices.say(
+                    f"loss {name!r}: the samples seen so far do not determine its reduction; assumed to be "
+                    f"{self.known[name].description}. Use {_EXACT} for exact weights"
+                )
 
     def _look_for_voids(self, window: Window, sizes: Sequence[int], run: Run) -> None:
         """Find the micro-batches for which an unknown loss is NaN because its mean is over nothing.
@@ -341,125 +363,6 @@ class Settler:
         )
 
 
-class Observable(Protocol):
-    """The interface of an objective whose reductions can be inferred; `Objective` implements it."""
-
-    returns_pairs: bool
-
-    @property
-    def sources(self) -> Sequence[Any]: ...
-
-    @property
-    def modules(self) -> Sequence[nn.Module]: ...
-
-    @property
-    def weighting_by_default(self) -> Weighting | None: ...
-
-    def outputs(self, batch: Any) -> Any: ...
-
-    def terms(self, source: Any, batch: Any, samples: int) -> tuple[list[Term], Any]: ...
-
-    def terms_of(self, outputs: Any, batch: Any, samples: int) -> list[Term]: ...
-
-
-class Run:
-    """Runs an objective on a few samples without side effects.
-
-    Args:
-        objective: The objective to run.
-        place: Moves a batch to the device.
-        mark: Taken before and restored afterwards.
-        autocast: Returns a context to run the model in if it fails without.
-
-    Attributes:
-        objective: As the argument.
-        draws: Whether a run drew random numbers despite evaluation mode, so that no two runs agree.
-    """
-
-    def __init__(
-        self,
-        objective: Observable,
-        place: Callable[[Any], Any],
-        mark: Mark,
-        autocast: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self.objective = objective
-        self.draws = False
-        self._place = place
-        self._mark = mark
-        self._autocast = autocast
-
-    def observe(self, sample: Window, splits: Sequence[Rows], way: _Way) -> list[_Observed]:
-        """Return the losses for splits of a sample; if each needs forward passes, for the first split only."""
-        self._mark.take()
-        try:
-            with evaluation_mode(self.objective.modules), torch.no_grad(), self._as_written():
-                # Outputs can be cut only if they run along the samples, which a split does not say.
-                if way.outputs is None or not sample.is_first:
-                    return [self._anew(sample, splits[0], way)]
-                return self._on_outputs(sample, splits, way.outputs, way)
-        finally:
-            self.draws = self.draws or self._mark.random.has_moved()
-            with signals.held():
-                self._mark.put_back()
-
-    def _as_written(self) -> AbstractContextManager[object]:
-        is_compiled = any(module._compiled_call_impl is not None for module in self.objective.modules)
-        return uncompiled() if is_compiled else nullcontext()
-
-    def _on_outputs(self, sample: Window, splits: Sequence[Rows], dtype: torch.dtype, way: _Way) -> list[_Observed]:
-        batch = self._place(copied(sample.joined()))
-        with self._autocast() if way.casts else nullcontext():
-            outputs = self.objective.outputs(batch)
-        rows = FIRST.piece(outputs)
-        if rows.samples != sample.samples:
-            raise InvalidInputError(f"outputs with {rows.samples} rows for {sample.samples} samples")
-        floating = [tensor for tensor in rows.tensors() if tensor.is_floating_point()]
-        elements = sum(tensor.numel() for tensor in floating)
-        widened = any(torch.finfo(tensor.dtype).bits < torch.finfo(dtype).bits for tensor in floating)
-
-        def terms(rows: list[int]) -> dict[str, Term]:
-            # The loss may write to both, so it gets copies.
-            of_rows, of_batch = copied(chosen(outputs, rows, FIRST)), copied(chosen(batch, rows, sample.split))
-            of_rows = map_tensors(lambda tensor: _widened(tensor, dtype), of_rows)
-            return _losses(self.objective.terms_of(of_rows, of_batch, len(rows)))
-
-        affordable = splits[: max(1, _ELEMENTS // max(elements, 1))]
-        return [_observed(terms, sample, split, in_half=False, widened=widened) for split in affordable]
-
-    def _anew(self, sample: Window, split: Rows, way: _Way) -> _Observed:
-        objective = self.objective
-
-        def terms(rows: list[int]) -> dict[str, Term]:
-            batch = self._place(copied(sample.chosen(rows).cut(0, len(rows))))
-            with self._autocast() if way.casts else nullcontext():
-                found = [objective.terms(source, batch, len(rows))[0] for source in objective.sources]
-            return _losses(term for terms in found for term in terms)
-
-        half = any(parameter.dtype in _HALF for module in objective.modules for parameter in module.parameters())
-        return _observed(terms, sample, split, in_half=way.casts or half, widened=False)
-
-
-def _losses(terms: Iterable[Term]) -> dict[str, Term]:
-    """Return the terms that are trained on, by name; the reductions of others do not matter."""
-    return {term.name: term for term in terms if not term.is_reported}
-
-
-def _observed(
-    terms: Callable[[list[int]], dict[str, Term]], sample: Window, split: Rows, *, in_half: bool, widened: bool
-) -> _Observed:
-    whole = terms([row for part in split for row in part])
-    parts = [sample.chosen(part).cut(0, len(part)) for part in split]
-    samples = tuple(map(len, split))
-    return _Observed(whole, [terms(part) for part in split], parts, samples, in_half, widened)
-
-
-def _question_of(window: Window) -> Question:
-    question = Question()
-    question.watch([target_tensors(part) for part in window])
-    return question
-
-
 def _telling(question: Question, window: Window, size: int, chance: random.Random) -> tuple[Any, list[Rows]]:
     """Choose at most `size` samples of one batch that distinguish the candidates, and ways to split them."""
     groups = window.groups()
@@ -481,12 +384,3 @@ def _telling(question: Question, window: Window, size: int, chance: random.Rando
 
 def _all_count(named_targets: dict[str, Tensor]) -> bool:
     return all(Weighting(Over.COUNTED).counts_all({name: targets}) for name, targets in named_targets.items())
-
-
-def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, dtype)) if tensor.is_floating_point() else tensor
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled modules eagerly: a size that occurs once is not worth a graph."""
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

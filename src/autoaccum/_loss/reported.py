@@ -77,7 +77,7 @@ def _append(into: dict[Slot, list[Any]], kind: int, name: str, total: Any, weigh
 
 def _like_total(losses: Sequence[Term], factors: Factors, weighting_of: Callable[[str], Weighting]) -> tuple[Any, bool]:
     """Return the weight of a plain number of this micro-batch, and whether it is summed without averaging."""
-    is_sum = bool(losses) and all(weighting_of(term.name).over is Over.SUM for term in losses)
+    is_sum = bool(losses) and all(weighting_of(term.name).over in (Over.SUM, Over.DIVIDED) for term in losses)
     if len(losses) != 1:
         return factors.usual, is_sum
     (loss,) = losses

@@ -21,10 +21,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from autoaccum._data.numbers import spelled
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from autoaccum._data.numbers import Path
 
 # A number of samples, elements or targets, or of targets of each class, shape (C,).
 ClassCounts = npt.NDArray[np.int64]
@@ -43,6 +46,7 @@ class Over(Enum):
     SHIFTED = "a mean over the targets that count, shifted by one"
     VECTOR = "one loss a sample, averaged over the samples"
     PAIR = "a (sum, weight) pair"
+    DIVIDED = "a sum over the samples, divided by a count that the batch carries"
     WEIGHED = "a mean over what split.weight counts"
     OPAQUE = "unknown, and weighed by samples"
 
@@ -58,6 +62,7 @@ class Weighting:
         target: The name of the target tensor in the batch; None means the only one.
         void: For an opaque loss, `constants` of micro-batches for which it is NaN.
         nor: A second value that does not count.
+        divisor: The path of the number in the batch that the loss is divided by, if it is `Over.DIVIDED`.
     """
 
     over: Over
@@ -66,6 +71,7 @@ class Weighting:
     target: str | None = None
     void: frozenset[frozenset[tuple[str, float]]] = frozenset()
     nor: int | None = None
+    divisor: Path | None = None
 
     @property
     def needs_targets(self) -> bool:
@@ -75,6 +81,11 @@ class Weighting:
     @property
     def description(self) -> str:
         """The reduction in words."""
+        if self.divisor is not None:
+            return (
+                f"a sum over the samples, divided by {spelled(self.divisor)}, which each of the loader's batches "
+                "carries for itself; the loss of a window is divided by their sum"
+            )
         if self.over not in (Over.COUNTED, Over.SHIFTED) or self.ignore_index == IGNORE_INDEX:
             return self.over.value
         where = f" in {self.target!r}" if self.target else ""

@@ -214,7 +214,7 @@ class _Stage:
             )
 
     def _warn_of_loss(self) -> None:
-        """Infer the loss's reduction as the first window does, and warn if it stays unknown."""
+        """Infer the loss's reduction as the first window does, and warn if the gradient may differ from the whole's."""
         step, samples = self._step, count(self._batch, self._step.objective.split)
         if self._plan.accum_steps == 1 or samples == 1:
             return
@@ -228,12 +228,7 @@ class _Stage:
                 raise
             let_go(error)
             return
-        for name in step.objective.of_unknown_weight:
-            self._warnings.append(
-                f"loss {name!r}: its reduction could not be inferred, so micro-batches are weighted by their samples "
-                "and the gradient may differ from the whole batch's; use a torch.nn loss, a (sum, weight) pair or "
-                "loss_reduction="
-            )
+        self._warnings += step.objective.doubts
 
 
 class _Kept:
