@@ -166,9 +166,24 @@ def test_count_of_the_window_on_each_of_its_batches_is_not_added_up():
     """As Transformers' own trainer passes it."""
     batches = [sentences(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     whole = together(batches)
-    batches = [batch | {NAME: whole[NAME]} for batch in batches]
+    batches, notices = [batch | {NAME: whole[NAME]} for batch in batches], Notices(silent=True)
 
-    assert_whole(tagger(), divided, autoaccum.Window(batches), (4, 4, 4), whole)
+    assert_whole(tagger(), divided, autoaccum.Window(batches), (4, 4, 4), whole, notices=notices)
+
+    assert sum("is the count of a whole window on each of its batches already" in text for text in notices.texts) == 1
+
+
+def test_count_that_a_collator_makes_for_each_micro_batch_is_that_of_the_micro_batch():
+    lengths = [length for batch in LENGTHS for length in batch]
+    whole = sentences(lengths)
+    samples = [{key: whole[key][row] for key in ("input_ids", "labels")} for row in range(len(lengths))]
+
+    def collate(samples):
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        return batch | {NAME: int(batch["labels"].ne(-100).sum())}
+
+    window = autoaccum.Window([samples], autoaccum.ListOfSamples(collate))
+    assert_whole(tagger(), divided, window, (4, 5, 3), whole, split=window.split)
 
 
 def test_count_of_any_name_is_known_by_its_value():

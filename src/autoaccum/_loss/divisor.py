@@ -33,17 +33,19 @@ class Divisor(NamedTuple):
         total: The number.
         is_known: False if a part of one of the loader's batches had to be given a share of its number by samples, since
             the number is no count of its targets.
+        is_of_window: Whether each batch carries the number of the whole window already.
     """
 
     total: float
     is_known: bool
+    is_of_window: bool = False
 
 
 def of_window(path: Path, window: Window) -> Divisor:
     """Return what the loss of a window is divided by, given the path of the number in its batches."""
     numbers = [number_at(span.piece.batch, path) for span in window.spans]
     if _is_of_window(window.spans, numbers):
-        return Divisor(numbers[0], is_known=True)
+        return Divisor(numbers[0], is_known=True, is_of_window=True)
     shares = [_share(span, number) for span, number in zip(window.spans, numbers, strict=True)]
     return Divisor(sum(share.total for share in shares), is_known=all(share.is_known for share in shares))
 

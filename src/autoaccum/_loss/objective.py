@@ -291,6 +291,11 @@ class Objective:
 
     def _divisor(self, path: Path, window: Window) -> float:
         found = divisor.of_window(path, window)
+        if found.is_of_window:
+            self._notices.say(
+                f"{spelled(path)} is the count of a whole window on each of its batches already, and is not added up",
+                key=f"of window {path}",
+            )
         if not found.is_known:
             self._notices.say(
                 f"{spelled(path)} of a batch is not the number of its targets that count (those that are not "
