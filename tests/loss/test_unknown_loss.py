@@ -60,6 +60,23 @@ def test_what_the_random_state_does_not_bring_back_is_named_as_such(draw):
     assert "loss_scope" not in text
 
 
+def test_state_in_a_buffer_is_named_as_such():
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, outputs, targets):
+            loss = functional.cross_entropy(outputs, targets)
+            self.scale.lerp_(loss.detach(), 0.3)
+            return loss / self.scale
+
+    (text,) = said(Normalised())
+
+    assert "writes to its own buffers" in text
+    assert "loss_scope" not in text
+
+
 def test_model_that_draws_in_its_own_loss_is_named_too():
     class Noisy(nn.Linear):
         def forward(self, inputs, labels):

@@ -87,9 +87,10 @@ class DifferingNumbers:
 
 def _divides(name: str, attempt: Attempt, path: Path, ratio: float, less: float) -> bool:
     value = attempt.value_of(name)
-    changed = attempt.repeat(name, numbers={path: attempt.numbers()[path] / ratio})
-    if changed is None or value == less:
+    calls = attempt.repeat(name, numbers={path: attempt.numbers()[path] / ratio})
+    if calls is None or value == less:
         return False
+    changed, _ = calls
     split = attempt.observed[0].split(name)
     tolerance = split.rounding.most * abs(value / (value - less))
     return abs((changed - less) / (value - less) - ratio) <= tolerance * ratio

@@ -152,13 +152,13 @@ class Attempt(NamedTuple):
 
     def repeat(
         self, name: str, *, numbers: Mapping[Path, float] | None = None, seed: int | None = None
-    ) -> float | None:
-        """Return the value of a loss for the sample once more; None if it cannot be had.
+    ) -> tuple[float, float] | None:
+        """Return the values of a loss for the sample in two more calls, one after the other; None if it has none.
 
         Args:
             name: The loss.
             numbers: Other numbers for the sample to carry.
-            seed: Seeds the generators before.
+            seed: Seeds the generators before the first call.
         """
         rows = [row for part in self.splits[0] for row in part]
         try:
@@ -168,7 +168,7 @@ class Attempt(NamedTuple):
                 raise
             _oom.let_go(error)
             return None
-        return float(observed.whole[name].value) if name in observed.whole else None
+        return (observed.split(name).whole, observed.split(name).parts[0]) if observed.holds(name) else None
 
     def _with(self, numbers: Mapping[Path, float]) -> Window:
         if not numbers:

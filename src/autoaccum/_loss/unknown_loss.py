@@ -37,15 +37,15 @@ def advice(name: str, attempt: Attempt) -> str:
 
 
 def randomness(name: str, attempt: Attempt) -> str | None:
-    """Return how random numbers change a loss from one run to the next; None if they do not."""
+    """Return how random numbers, or state, change a loss from one run to the next; None if they do not."""
     if name not in attempt.observed[0].whole:
         return None
     tried = [attempt.repeat(name, seed=seed) for seed in _SEEDS for _ in range(2)]
-    values = [value for value in tried if value is not None]
-    if len(values) < len(tried):
+    calls = [values for values in tried if values is not None]
+    if len(calls) < len(tried):
         return None
     tolerance = attempt.observed[0].split(name).rounding.most
-    one, again, other, once_more = values
+    one, again, other, once_more = (first for first, _ in calls)
     if not (_are_close(one, again, tolerance) and _are_close(other, once_more, tolerance)):
         return (
             "Two runs on the same samples, in evaluation mode and from the same random state, differ: the loss or the "
@@ -53,6 +53,8 @@ def randomness(name: str, attempt: Attempt) -> str | None:
         )
     if not _are_close(one, other, tolerance):
         return "The loss or the model draws random numbers even in evaluation mode, so no two runs agree"
+    if not _are_close(*calls[0], tolerance):
+        return "The loss or the model writes to its own buffers, even in evaluation mode, so no two calls agree"
     return None
 
 
