@@ -19,7 +19,7 @@ from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._data.numbers import numbers_in, with_number
 from autoaccum._data.splits import FIRST
 from autoaccum._loss.counting import target_tensors
-from autoaccum._loss.reduction_candidates import Rounding, Split, rounding_of
+from autoaccum._loss.reduction_candidates import VIA_SINGLE, Rounding, Split, rounding_of
 from autoaccum._loss.weighting import Weighting, check_pair
 from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
@@ -94,7 +94,8 @@ class Observed(NamedTuple):
             InvalidInputError: The pair is not (sum, weight).
         """
         whole, *parts = ((float(t[name].value), float(t[name].weight or 0.0)) for t in (self.whole, *self.parts))
-        check_pair(name, whole, parts, self._rounding(name).most)
+        # Its weight may have been counted in single precision.
+        check_pair(name, whole, parts, max(self._rounding(name).most, VIA_SINGLE.most))
         return whole[1] != 0.0 and len(parts) > 1
 
     def _rounding(self, name: str) -> Rounding:

@@ -72,7 +72,7 @@ _ROUNDING = {
     torch.float16: Rounding(1e-3, 1e-2),
 }
 # A loss in float64 that was rounded to single precision in between, as Transformers' LabelSmoother does.
-_VIA_SINGLE = Rounding(1e-13, 1e-6)
+VIA_SINGLE = Rounding(1e-13, 1e-6)
 # A loss in single precision of a model in half precision.
 _FROM_HALF = Rounding(5e-4, 2e-2)
 
@@ -228,7 +228,7 @@ class Question:
         ):
             return
         self._splits = [
-            replace(split, rounding=_VIA_SINGLE) if split.rounding is narrow else split for split in self._splits
+            replace(split, rounding=VIA_SINGLE) if split.rounding is narrow else split for split in self._splits
         ]
         self._off = {how: [split.misfit(how) for split in self._splits] for how in self._off}
         self.candidates = sorted(self._off, key=lambda how: _LIKELIER_FIRST.index(how.over))
