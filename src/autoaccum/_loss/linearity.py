@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from autoaccum import _oom
-from autoaccum._loss.bent_entries import bent_entries
 from autoaccum._loss.counting import target_tensors
+from autoaccum._loss.nonlinear_terms import bent_entries
 from autoaccum._loss.unknown_loss import randomness, window_scope
 from autoaccum._loss.weighting import Over, Weighting, in_full, shares
 

@@ -15,9 +15,9 @@ import torch
 from autoaccum import _oom
 from autoaccum._loss import unknown_loss
 from autoaccum._loss.batch_numbers import DifferingNumbers, divisor_of
-from autoaccum._loss.bent_entries import rest_of
 from autoaccum._loss.counting import constants_of, tallies_of_each, target_tensors
 from autoaccum._loss.linearity import Bends
+from autoaccum._loss.nonlinear_terms import rest_of
 from autoaccum._loss.observation import Attempt, Run, Way
 from autoaccum._loss.reduction_candidates import Question, question_of, telling_split
 from autoaccum._loss.weighting import Over, Weighting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from autoaccum._loss.bent_entries import bent_entries
+from autoaccum._loss.nonlinear_terms import bent_entries
 
 if TYPE_CHECKING:
     from autoaccum._loss.observation import Attempt
