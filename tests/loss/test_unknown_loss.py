@@ -141,6 +141,15 @@ def test_window_is_not_named_for_a_loss_that_the_model_computes_itself():
     assert "loss_scope='window' cannot mend it, since the model computes this loss itself" in text
 
 
+def test_of_several_losses_the_one_that_is_no_mean_is_named():
+    def two(outputs, targets):
+        return {"classes": functional.cross_entropy(outputs, targets), "root": root_of_mean(outputs, targets)}
+
+    texts = [text for text in said(two) if "could not be inferred" in text]
+
+    assert [text.startswith("loss 'root'") for text in texts] == [True]
+
+
 # --- a reduction that the user names ----------------------------------------------------------------------------------
 
 TOKENS = torch.randint(1, 9, (N, 6), generator=torch.Generator().manual_seed(1))

@@ -25,8 +25,8 @@ def advice(name: str, attempt: Attempt) -> str:
         )
     if attempt.way.outputs is None:
         others = (
-            "A term of it that is no mean over the samples (a router's load-balancing loss) keeps the rest from being "
-            "recognised: return both as a mapping of several losses"
+            "Class weights are exact as a (sum, weight) pair. A term that is no mean over the samples (a router's "
+            "load-balancing loss) keeps the rest from being recognised: return both as a mapping of several losses"
         )
     else:
         others = (
