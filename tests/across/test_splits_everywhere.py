@@ -286,3 +286,123 @@ def test_loss_over_the_window_refuses_what_does_not_run_along_the_first_dimensio
             device="cpu",
             progress=False,
         )
+
+
+# --- what collators and weights do ------------------------------------------------------------------------------------
+
+
+def concatenated(samples):
+    inputs, targets = zip(*samples, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def updated(loss, collate, data, *, micro_batch, weight=None, **options):
+    """The parameters after one update from all of some samples, by fit in micro-batches of some size."""
+    model = split_training.net()
+    autoaccum.fit(
+        model,
+        [data],
+        len(data),
+        loss=loss,
+        optimizer=sgd,
+        split=autoaccum.ListOfSamples(collate, weight=weight),
+        micro_batch=micro_batch,
+        device="cpu",
+        progress=False,
+        **options,
+    )
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), None, functional.cross_entropy], ids=["torch.nn", "default", "function"]
+)
+def test_mean_over_concatenated_targets_is_weighed_by_them(loss):
+    data = split_training.rows(11)
+
+    cut = updated(loss, concatenated, data, micro_batch=3)
+
+    assert far(cut, updated(loss, concatenated, data, micro_batch=11)) <= FAR
+
+
+def test_collator_that_draws_is_counted_as_it_trains():
+    def masked(samples):
+        inputs, targets = concatenated(samples)
+        return inputs, torch.where(torch.rand(len(targets)) < 0.5, targets, -100)
+
+    data = split_training.rows(12)
+    torch.manual_seed(3)
+    cut = updated(nn.CrossEntropyLoss(), masked, data, micro_batch=4)
+
+    torch.manual_seed(3)
+    model = split_training.net()
+    optimizer = sgd(model.parameters())
+    parts = [masked(data[start : start + 4]) for start in (0, 4, 8)]
+    inputs, targets = (torch.cat(both) for both in zip(*parts, strict=True))
+    nn.CrossEntropyLoss()(model(inputs), targets).backward()
+    optimizer.step()
+    assert far(cut, [p.detach() for p in model.parameters()]) <= FAR
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (lambda samples: max(len(targets) for _, targets in samples), r"does not add up: .* 3 micro-batches"),
+        (lambda samples: -1.0, r"weight returned -1.0"),
+        (lambda samples: float("nan"), r"weight returned nan"),
+        (lambda samples: None, r"weight returned None"),
+        (lambda samples: torch.ones(2), r"weight returned tensor"),
+        (lambda samples: "3", r"weight returned '3'"),
+        (lambda samples: True, r"weight returned True"),
+    ],
+)
+def test_weight_that_cannot_be_one_is_refused(weight, message):
+    with pytest.raises(InvalidInputError, match=message):
+        updated(
+            functional.cross_entropy,
+            concatenated,
+            split_training.rows(9),
+            micro_batch=3,
+            weight=weight,
+        )
+
+
+def test_samples_without_rows_are_no_reason_to_fail():
+    data = [(torch.zeros(0, 6, dtype=torch.float64), torch.zeros(0, dtype=torch.long)), *split_training.rows(8)]
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+    assert (
+        far(updated(loss, concatenated, data, micro_batch=2), updated(loss, concatenated, data, micro_batch=9)) <= FAR
+    )
+
+
+def test_size_is_found_beforehand_from_lists_of_samples():
+    data = split_training.rows(8)
+    whole = updated(split_training.mean, split_training.collate, data, micro_batch=8, forward=split_training.forward)
+
+    found = updated(
+        split_training.mean,
+        split_training.collate,
+        data,
+        micro_batch="auto",
+        probe="before",
+        cache=False,
+        forward=split_training.forward,
+        weight=split_training.number,
+    )
+
+    assert far(found, whole) <= FAR
+
+
+def test_window_of_another_split_than_the_runners_is_refused():
+    split = split_training.split()
+    (window, *_) = autoaccum.windows(loader(), TARGET, split=split)
+    model = split_training.net()
+    options = {"loss": split_training.mean, "forward": split_training.forward, "device": "cpu"}
+
+    for other in (None, split_training.split()):
+        runner = autoaccum.Runner(model, sgd(model.parameters()), autoaccum.plan(TARGET, 5), split=other, **options)
+        with pytest.raises(InvalidInputError, match=r"made with split=ListOfSamples\(collate\), and the Runner has"):
+            runner.step(window)

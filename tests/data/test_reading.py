@@ -28,10 +28,8 @@ def boxes(number, each=2):
         ([images(5), boxes(5, 3)], 5),
         ((images(1), boxes(1)), 1),
         ((torch.rand(4, *IMAGE), boxes(4)), 4),
-        ((torch.rand(2, *IMAGE), boxes(2, 2)), 2),
         ({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}, 4),
         (BatchEncoding({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}), 4),
-        (([torch.rand(3, 8, 9), torch.rand(3, 7, 8)], [torch.rand(8, 9), torch.rand(7, 8)]), 2),
         ((images(5), [0, 1, 0, 1, 1]), 5),
     ],
     ids=[
@@ -40,10 +38,8 @@ def boxes(number, each=2):
         "as a list of lists",
         "one image",
         "stacked images with dictionaries",
-        "as many boxes as images",
         "mapping",
         "BatchEncoding",
-        "images and masks of unlike sizes",
         "images and numbers",
     ],
 )
@@ -83,21 +79,70 @@ def test_what_default_collate_makes_is_read_by_its_first_dimension(samples):
     ("batch", "samples", "fields"),
     [
         (images(5), 5, 3),
-        (images(16, 100), 16, 100),
+        (images(16, 100, 5), 16, 100),
+        ([torch.rand(3, 8, 9), torch.rand(3, 7, 8), torch.rand(3, 5, 5)], 3, 3),
+        (([torch.rand(3, 8, 9), torch.rand(3, 7, 8)], [torch.rand(8, 9), torch.rand(7, 8)]), 2, 3),
+        (([torch.rand(7, 6)], [torch.rand(7)]), 1, 7),
+        ((images(4, 7, 6), images(4, 7)), 4, 7),
+        ({"images": images(5)}, 5, 3),
+        ((torch.rand(2, *IMAGE), boxes(2, 2)), 2, 2),
         ((images(3), torch.zeros(3)), 3, 3),
         ((images(5), torch.zeros(5)), 5, 3),
         ((images(5), images(5, 3, 8, 8)), 5, 3),
     ],
-    ids=["images", "many waveforms", "as many images as channels", "images with labels", "images and masks"],
+    ids=[
+        "images",
+        "many spectrograms",
+        "images of unlike sizes",
+        "images and masks of unlike sizes",
+        "one sequence",
+        "sequences and tags",
+        "images in a mapping",
+        "as many boxes as images",
+        "as many images as channels",
+        "images with labels",
+        "images and masks",
+    ],
 )
 def test_list_that_can_be_read_both_ways_is_refused_with_both_readings(batch, samples, fields):
     with pytest.raises(InvalidInputError) as caught:
         count(batch)
 
     message = str(caught.value)
-    assert f"{samples} samples, or the {samples} fields of {fields} samples" in message
+    assert f"{samples} samples, or {samples} fields of {fields} samples" in message
     assert "split=autoaccum.ListOfSamples(collate)" in message
     assert "split=autoaccum.Along(0)" in message
+
+
+def levels(samples):
+    """What default_collate makes of samples with three feature levels each."""
+    sample = {"image": torch.rand(5), "levels": [{"heat": torch.rand(4), "size": torch.rand(2)} for _ in range(3)]}
+    return default_collate([sample] * samples)
+
+
+def test_first_batch_decides_how_those_of_its_form_are_read():
+    window = Window([levels(4), levels(3)])
+
+    assert window.samples == 7
+    assert [len(one["image"]) for one in window] == [4, 3]
+
+
+def test_batches_of_samples_stay_lists_of_samples():
+    window = Window([(torch.rand(4, *IMAGE), boxes(4)), (torch.rand(2, *IMAGE), boxes(2, 2))])
+
+    assert window.samples == 6
+    assert [len(targets) for _, targets in window] == [4, 2]
+
+
+def test_batch_that_is_read_otherwise_than_those_before_is_refused():
+    with pytest.raises(InvalidInputError, match=r"hold samples, and those of batches before held fields.*split="):
+        Window([levels(4), {"image": torch.rand(3, 5), "levels": boxes(3, 7)}])
+
+
+def test_last_batch_of_one_is_read_as_those_before():
+    triplets = [[torch.rand(samples, 6, 2) for _ in range(3)] for samples in (8, 8, 1)]
+
+    assert Window(triplets).samples == 17
 
 
 def test_along_the_first_dimension_reads_a_list_as_fields():

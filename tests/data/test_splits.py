@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils import rnn
+from transformers import BatchEncoding
 
 import autoaccum
 from autoaccum._data.batches import Window, chosen, repeated
@@ -53,6 +54,18 @@ def test_along_cuts_and_joins_windows():
     assert targets.tolist() == [1, 2, 3, 4, 5]
     assert inputs.shape == (3, 5, 1)
     assert inputs[:, :, 0].tolist() == [[1, 2, 3, 4, 5]] * 3
+
+
+def test_lists_beside_tensors_are_cut_along_their_only_dimension():
+    window = Window([{"frames": torch.zeros(3, 4), "names": list("abcd")}], autoaccum.Along(1))
+
+    assert window.cut(1, 3)["names"] == ["b", "c"]
+
+
+def test_along_names_the_items_of_any_mapping():
+    batch = BatchEncoding({"frames": torch.zeros(3, 4), "labels": torch.arange(4)})
+
+    assert autoaccum.Along({"frames": 1, "labels": 0}).count(batch) == 4
 
 
 def test_along_joins_what_it_cut():
@@ -124,6 +137,14 @@ def test_collator_may_take_items_out_of_its_samples():
 
     assert window.cut(0, 2).tolist() == window.cut(0, 2).tolist() == [1, 3]
     assert samples == [{"ids": 1, "length": 2}, {"ids": 3, "length": 4}]
+
+
+def test_parts_may_come_from_a_generator():
+    class Lazy(Text):
+        def cut(self, batch, sizes):
+            yield from super().cut(batch, sizes)
+
+    assert Window(["abcd"], Lazy()).cut(1, 3) == "bc"
 
 
 def test_tuple_of_samples_is_a_list_of_them():

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, overload
 from autoaccum._arguments import check_choice, check_iterable, check_positive_int, shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
-from autoaccum._data.pieces import NestedPiece, Span, WholePiece
-from autoaccum._data.splits import Along, check_split, is_first, piece_of
+from autoaccum._data.pieces import Span, WholePiece
+from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -47,10 +47,13 @@ class Window(Sequence[Any]):
         InvalidInputError: There are no pieces, or a piece cannot be cut.
     """
 
+    _split: Split | None
+
     def __init__(self, batches: Iterable[Any], split: Split | None = None) -> None:
         check_split(split)
         if not isinstance(batches, Iterable):
             raise InvalidInputError(f"batches={shown(batches)} cannot be iterated over; pass a list of batches")
+        split = ByDefault() if split is None else split
         spans = []
         for batch in batches:
             piece = piece_of(batch, split)
@@ -81,6 +84,7 @@ class Window(Sequence[Any]):
         self._spans = tuple(spans)
         self._starts = (0, *itertools.accumulate(span.samples for span in spans))
         self.samples = self._starts[-1]
+        self._seen: dict[tuple[int, int], Any] = {}
         self._groups: list[int] | None = None
         self._tensors: list[Tensor] | None = None
 
@@ -106,9 +110,9 @@ class Window(Sequence[Any]):
         return self._split
 
     @property
-    def is_first(self) -> bool:
-        """Whether samples run along the first dimension of every tensor."""
-        return is_first(self._split)
+    def is_plain(self) -> bool:
+        """Whether samples run along the first dimension of all tensors in all pieces."""
+        return all(span.piece.is_plain for span in self._spans)
 
     def groups(self) -> list[int]:
         """Sizes of the consecutive groups of samples that can be joined into one batch."""
@@ -134,6 +138,8 @@ class Window(Sequence[Any]):
 
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as one batch; they must lie within one group."""
+        if (start, stop) in self._seen:
+            return self._seen.pop((start, stop))
         if len(self._spans) == 1:
             only = self._spans[0]
             return only.piece.cut(only.start + start, only.start + stop)
@@ -141,6 +147,16 @@ class Window(Sequence[Any]):
         if len(spans) == 1:
             return spans[0].piece.cut(spans[0].start, spans[0].stop)
         return _join(spans)
+
+    def seen(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop` (exclusive) as `cut` does; the next `cut` of them returns the same object.
+
+        For counting what is in a micro-batch before it is used: a collator may draw random numbers.
+        """
+        found = self.cut(start, stop)
+        if not self.is_nested:
+            self._seen[start, stop] = found
+        return found
 
     def parts(self, start: int, stop: int) -> list[tuple[Any, int]]:
         """Return samples `start` to `stop` (exclusive) as unjoined batches, each with its number of samples."""
@@ -188,8 +204,9 @@ class Window(Sequence[Any]):
         return all(tensor.device == device for tensor in self.tensors())
 
     def joined(self) -> Any:
-        """The window as one batch if its pieces can be joined and cut again, else the window itself."""
-        return self.cut(0, self.samples) if self.is_nested and len(self.groups()) == 1 else self
+        """The window as one batch if its pieces can be joined and cut again by default, else the window itself."""
+        can_be_cut = is_default(self._split) and self.is_plain
+        return self.cut(0, self.samples) if can_be_cut and len(self.groups()) == 1 else self
 
     def carries_counts(self) -> bool:
         """Whether it holds a count of a loader's batch (`num_items_in_batch`) without being that batch."""
@@ -230,8 +247,8 @@ def windows(
 
     Yields:
         The window's samples as a batch of the loader's nesting, or as a `Window` of pieces if their trailing shapes
-        differ (padding to the longest of each batch), a `split` other than `Along` is given, or the loader's batches
-        carry a count of their own (`num_items_in_batch`), which is not that of the window.
+        differ (padding to the longest of each batch), a `split` is given, they hold lists of samples, or the
+        loader's batches carry a count of their own (`num_items_in_batch`), which is not that of the window.
 
     Raises:
         InvalidInputError: An argument or a batch is not valid.
@@ -239,7 +256,7 @@ def windows(
     check_windows(target_batch, last_window)
     check_iterable("loader", loader)
     check_split(split)
-    cut = stream(loader, target_batch, last_window=last_window, split=split)
+    cut = stream(loader, target_batch, last_window=last_window, split=ByDefault() if split is None else split)
     return (window if window.carries_counts() else window.joined() for window in cut)
 
 
@@ -290,12 +307,19 @@ def as_window(given: Any, split: Split | None = None) -> Window:
     """Convert the argument of `Runner.step`: a `Window`, one batch, or a sequence of the loader's batches.
 
     A list whose items are batches is a sequence of them. Two of the same form could as well be the inputs and targets
-    of one batch, so that case is rejected. With a split, anything but a `Window` is one batch.
+    of one batch, so that case is rejected. With a split, anything but a `Window` of that split is one batch.
 
     Raises:
         InvalidInputError: The argument is ambiguous, or contains nothing that can be cut.
     """
-    window = given if isinstance(given, Window) else Window(_batches_in(given) if split is None else [given], split)
+    if not isinstance(given, Window):
+        given = Window(_batches_in(given) if is_default(split) else [given], split)
+    elif not is_default(given.split) and given.split is not split:
+        other = "no split" if is_default(split) else "another"
+        raise InvalidInputError(
+            f"the window was made with split={given.split!r}, and the Runner has {other}; pass the same to both"
+        )
+    window: Window = given
     if not window.samples:
         raise InvalidInputError("the window holds 0 samples, so it makes no update; leave empty batches out")
     return window
@@ -307,7 +331,7 @@ def _batches_in(given: Any) -> Iterable[Any]:
     if not isinstance(given, list) or not given or not all(_is_batch_itself(item) for item in given):
         return [given]
     if len(given) == _PAIR:
-        first, second = (NestedPiece(item) for item in given)
+        first, second = (FIRST.piece(item) for item in given)
         if first.samples == second.samples and not first.resembles(second):
             return [given]
         if first.samples == second.samples:
@@ -329,16 +353,17 @@ def count(batch: Any, split: Split | None = None) -> int:
 
 
 def repeating(batch: Any, samples: int, split: Split | None = None) -> Window:
-    """Return a window of `samples` samples that repeats those of `batch` in order.
+    """Return a window of `samples` samples that repeats those of `batch`, or of a window of one group, in order.
 
     Raises:
         InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
     """
-    piece = piece_of(batch, split)
-    if not piece.samples:
+    window = batch if isinstance(batch, Window) else Window([batch], split)
+    if not window.samples:
         raise InvalidInputError(f"a batch of 0 samples ({shapes_of(batch)}) has nothing to try; pass one with samples")
-    whole, rest = divmod(samples, piece.samples)
-    return Window._of_spans([Span(piece, 0, piece.samples)] * whole + [Span(piece, 0, rest)] * bool(rest), split)
+    whole, rest = divmod(samples, window.samples)
+    spans = [*window.spans * whole, *window.part(0, rest).spans]
+    return Window._of_spans(spans, window.split)
 
 
 def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:

@@ -7,7 +7,9 @@ user's own.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,11 +18,11 @@ from torch import Tensor
 
 from autoaccum._arguments import shown
 from autoaccum._data.nesting import flatten, hides_tensors, holds_tensor, paths_of, shapes_of, tensors_in, unflatten
-from autoaccum._data.reading import lists_of_samples, refuse_flattened
+from autoaccum._data.reading import Reading, refuse_flattened
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import optree
 
@@ -58,12 +60,14 @@ class Piece(ABC):
     Attributes:
         batch: The batch as the loader yielded it.
         samples: The number of samples in it.
+        is_plain: Whether samples run along the first dimension of all its tensors.
     """
 
-    __slots__ = ("batch", "samples")
+    __slots__ = ("batch", "is_plain", "samples")
 
     batch: Any
     samples: int
+    is_plain: bool
 
     @abstractmethod
     def cut(self, start: int, stop: int) -> Any:
@@ -120,7 +124,9 @@ class NestedPiece(Piece):
 
     Args:
         batch: The batch as the loader yielded it.
-        dims: The dimension along which samples run. None: the first, and lists may be samples.
+        dims: The dimension along which samples run.
+        reading: How lists are read if samples run along the first dimension; None if `dims` says where they run.
+        weigh: The user's own count of what the mean loss of a part runs over.
 
     Raises:
         InvalidInputError: The batch holds no tensor, tensors that differ in their number of samples, something that
@@ -130,7 +136,12 @@ class NestedPiece(Piece):
     __slots__ = ("_cuttable", "_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh")
 
     def __init__(
-        self, batch: Any, dims: Dims = None, *, along: bool = False, weigh: Callable[[Any], float] | None = None
+        self,
+        batch: Any,
+        dims: Dims = 0,
+        *,
+        reading: Reading | None = None,
+        weigh: Callable[[Any], float] | None = None,
     ) -> None:
         self.batch = batch
         self._weigh = weigh
@@ -139,15 +150,16 @@ class NestedPiece(Piece):
         self._sequence: type[list[Any] | tuple[Any, ...]] | None = type(batch) if is_flat else None
         self._spec: optree.PyTreeSpec | None = None
         whole: frozenset[int] = frozenset()
-        if not along and not (is_flat and type(batch) is tuple):
+        if reading is not None and not (is_flat and type(batch) is tuple):
             refuse_flattened(batch)
-            whole = lists_of_samples(batch)
+            whole = reading.lists_of_samples(batch)
+        self.is_plain = not whole and dims == 0
         if is_flat:
             self._leaves = list(batch)
         else:
             self._leaves, self._spec = flatten(batch, whole)
-        self._dims = [0] * len(self._leaves) if not along else _dims_of(batch, self._leaves, dims)
-        self.samples = _count(self._leaves, self._dims, batch, arrays=along)
+        self._dims = [0] * len(self._leaves) if reading is not None else _dims_of(batch, self._leaves, dims)
+        self.samples = _count(self._leaves, self._dims, batch, is_asked=reading is None)
         self._cuttable = [
             dim is not None and _runs_along(leaf, dim, self.samples)
             for leaf, dim in zip(self._leaves, self._dims, strict=True)
@@ -168,7 +180,7 @@ class NestedPiece(Piece):
 
     def weight(self, start: int, stop: int) -> float:
         """Return what the mean loss of some samples runs over; their number without a count of the user's own."""
-        return float(stop - start) if self._weigh is None else float(self._weigh(self.cut(start, stop)))
+        return float(stop - start) if self._weigh is None else _checked(self._weigh(self.cut(start, stop)), "Along")
 
     def joins(self, other: Piece) -> bool:
         """Whether both can be joined into one batch: equal nesting, types, other sizes and non-tensor values."""
@@ -246,6 +258,7 @@ class SplitPiece(Piece):
 
     def __init__(self, batch: Any, split: Split) -> None:
         self.batch = batch
+        self.is_plain = False
         self._split = split
         samples = split.count(batch)
         if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 0:
@@ -268,6 +281,11 @@ class SplitPiece(Piece):
             return self.batch
         sizes = [size for size in (start, stop - start, self.samples - stop) if size]
         parts = self._split.cut(self.batch, sizes)
+        if not isinstance(parts, Iterable):
+            raise InvalidInputError(
+                f"split={_named(self._split)}: cut(batch, {sizes}) returned {shown(parts)}; return one part for each"
+            )
+        parts = list(parts)
         if len(parts) != len(sizes):
             raise InvalidInputError(
                 f"split={_named(self._split)}: cut(batch, {sizes}) returned {len(parts)} parts; return one for each"
@@ -283,7 +301,7 @@ class SplitPiece(Piece):
     def weight(self, start: int, stop: int) -> float:
         """Return the split's own weight of some samples; their number if it has none."""
         weigh = weigher_of(self._split)
-        return float(stop - start) if weigh is None else float(weigh(self.raw(start, stop)))
+        return float(stop - start) if weigh is None else _checked(weigh(self.raw(start, stop)), self._split)
 
     def joins(self, other: Piece) -> bool:
         """Whether the same split joins both."""
@@ -309,7 +327,7 @@ class WholePiece(Piece):
     __slots__ = ()
 
     def __init__(self, batch: Any, samples: int) -> None:
-        self.batch, self.samples = batch, samples
+        self.batch, self.samples, self.is_plain = batch, samples, True
 
     def cut(self, start: int, stop: int) -> Any:
         """Return the batch."""
@@ -341,6 +359,23 @@ def weigher_of(split: Split | None) -> Callable[[Any], float] | None:
     return weigh if callable(weigh) else None
 
 
+def _checked(weight: Any, split: Split | str) -> float:
+    """Return a weight as a number.
+
+    Raises:
+        InvalidInputError: It is none, or less than 0.
+    """
+    is_number = weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, int | float | np.number)
+    found = float(weight) if is_number else math.nan
+    if isinstance(weight, bool) or not 0.0 <= found < math.inf:
+        name = split if isinstance(split, str) else _named(split)
+        raise InvalidInputError(
+            f"split={name}: weight returned {shown(weight)}; return what the mean loss of a part runs over, a number "
+            "from 0, such as its tokens"
+        )
+    return found
+
+
 def _named(split: Split) -> str:
     return type(split).__name__
 
@@ -356,7 +391,7 @@ def _tensors_of(leaf: Any) -> list[Tensor]:
 
 
 def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:
-    if not dim:
+    if not dim or isinstance(leaf, list | tuple):
         return leaf[start:stop]
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
 
@@ -397,7 +432,7 @@ def _dim_at(dims: Dims, path: Sequence[Any]) -> int | None:
     )
 
 
-def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, arrays: bool) -> int:
+def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, is_asked: bool) -> int:
     sizes: set[int] = set()
     of_arrays: set[int] = set()
     for leaf, dim in zip(leaves, dims, strict=True):
@@ -415,7 +450,7 @@ def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, arr
             of_arrays.add(leaf.shape[dim])
         elif type(leaf) in (list, tuple) and any(map(holds_tensor, leaf)):
             sizes.add(len(leaf))  # a list of samples
-    sizes = sizes or (of_arrays if arrays else set())
+    sizes = sizes or (of_arrays if is_asked else set())
     if not sizes:
         raise InvalidInputError(
             f"a batch of type {type(batch).__name__} holds no tensor with samples along its first dimension, so it "
@@ -424,8 +459,9 @@ def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, arr
         )
     if len(sizes) > 1:
         raise InvalidInputError(
-            "the tensors of a batch must agree in their first dimension, the number of samples, but found "
-            f"{_shortened(shapes_of(batch))}; have the loader yield one entry per sample in each, or pass split="
+            f"the tensors of a batch must agree in {'that' if is_asked else 'their first'} dimension, the number of "
+            f"samples, but found {_shortened(shapes_of(batch))}; have the loader yield one entry per sample in each"
+            + ("" if is_asked else ", or pass split=")
         )
     return int(sizes.pop())
 

@@ -8,7 +8,7 @@ since the wrong reading trains on something else without an error.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -27,38 +27,105 @@ _MANY_FIELDS = 8
 _PAIR = 2
 # What Transformers' collators call the positions within sequences, and the bounds of sequences in a row.
 _POSITIONS, _BOUNDS = "position_ids", "cu_seq_lens_q"
+_SAMPLES, _FIELDS = "samples", "fields"
 
 
-def lists_of_samples(batch: Any) -> frozenset[int]:
-    """Return the ids of the lists and tuples directly in a batch whose items are its samples.
+class Reading:
+    """How the lists in batches of one form are read, which the first batch of that form decides.
 
-    They are samples only beside targets of the same number: (images, dictionaries), or lists whose tensors do not agree
-    in their first dimension, which fields do.
+    A later batch can be open by accident: a last batch of three samples with three fields each is read as those before
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], str] = {}
+
+    def lists_of_samples(self, batch: Any) -> frozenset[int]:
+        """Return the ids of the lists and tuples directly in a batch whose items are its samples.
+
+        They are samples only beside targets of the same number: images with dictionaries, or with numbers.
+
+        Raises:
+            InvalidInputError: They can be read either way, or otherwise than in batches before.
+        """
+        members = (
+            list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+        )
+        lists = [member for member in members if type(member) in (list, tuple) and member]
+        of_tensors = [one for one in lists if all(map(holds_tensor, one))]
+        if not of_tensors and type(batch) is not list:
+            return frozenset()
+        form = type(batch), tuple(batch) if isinstance(batch, Mapping) else len(members) if of_tensors else 0
+        known = self._known.get(form)
+        if not of_tensors:
+            # The batch itself is the list; a pair is (inputs, targets).
+            if known is None and len(members) > _PAIR and _look_like_samples(members):
+                raise _open(members)
+            self._known[form] = _FIELDS
+            return frozenset()
+        beside = [one for one in lists if len(one) == len(of_tensors[0])]
+        tensors = [one for one in members if isinstance(one, Tensor) and one.dim()]
+        # default_collate makes lists, and no tuples, of what samples hold in tuples or lists.
+        is_collated = all(type(one) is list for one in of_tensors) and (
+            type(batch) is list or (isinstance(batch, Mapping) and not tensors)
+        )
+        found = _reading_of(of_tensors, beside, tensors, known, is_collated=is_collated and len(of_tensors[0]) > 1)
+        if known is not None and found != known:
+            raise InvalidInputError(
+                f"the lists of a batch hold {found}, and those of batches before held {known}; pass split=autoaccum."
+                "ListOfSamples(collate) for samples, split=autoaccum.Along(0) for fields"
+            )
+        self._known[form] = found
+        return frozenset(map(id, beside)) if found == _SAMPLES else frozenset()
+
+
+def _reading_of(
+    of_tensors: Sequence[Any], beside: Sequence[Any], tensors: Sequence[Tensor], known: str | None, *, is_collated: bool
+) -> str:
+    """Return the reading of lists that hold tensors.
+
+    Args:
+        of_tensors: The lists.
+        beside: All lists of the length of the first of them.
+        tensors: The tensors beside the lists.
+        known: The reading of batches before.
+        is_collated: Whether they have the form of what default_collate makes.
 
     Raises:
-        InvalidInputError: Lists of equal tensors can be read either way.
+        InvalidInputError: It stays open.
     """
-    members = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else []
-    lists = [member for member in members if type(member) in (list, tuple) and member]
-    of_tensors = [one for one in lists if all(map(holds_tensor, one))]
-    if not of_tensors:
-        if type(batch) is list and len(members) > _PAIR and _look_like_samples(members):  # a pair is (inputs, targets)
-            raise _open(members)
-        return frozenset()
     samples = len(of_tensors[0])
-    tensors = [member for member in members if isinstance(member, Tensor) and member.dim()]
-    beside = [one for one in lists if len(one) == samples]
-    can_be_samples = all(len(one) == samples for one in of_tensors) and all(len(one) == samples for one in tensors)
+    inside = [tensor for one in of_tensors for tensor in tensors_in(one) if tensor.dim()]
+    firsts = {tensor.shape[0] for tensor in (*tensors, *inside)}
+    can_be_samples = all(len(one) == samples for one in (*of_tensors, *tensors)) and bool(tensors or len(beside) > 1)
+    can_be_fields = len(firsts) <= 1
+    are_images = any(map(_are_images, of_tensors))
+    if not can_be_samples:
+        if known is None and are_images:
+            raise _open(of_tensors[0])
+        return _FIELDS
     has_mappings = any(isinstance(item, Mapping) for one in of_tensors for item in one)
-    firsts = {tensor.shape[0] for tensor in chain(tensors, *map(tensors_in, of_tensors)) if tensor.dim()}
-    if not can_be_samples or (len(beside) == 1 and not tensors):
-        return frozenset()
-    has_others = len(beside) > len(of_tensors) and firsts != {samples}
-    if has_mappings or (len(beside) > 1 and (has_others or len(firsts) > 1)):
-        return frozenset(map(id, beside))
-    if any(map(_look_like_samples, of_tensors)):
+    # default_collate makes tensors of numbers, and no list of them.
+    has_numbers = any(all(isinstance(item, Number) for item in one) for one in beside)
+    has_images = any(all(isinstance(item, Tensor) for item in one) for one in of_tensors) and (
+        are_images or not is_collated
+    )
+    if has_numbers or (has_mappings and (has_images or not can_be_fields)):
+        return _SAMPLES
+    if known is not None and (can_be_fields or known == _SAMPLES):
+        return known
+    is_open = has_mappings or _are_alike(of_tensors) or any(map(_look_like_samples, of_tensors))
+    if not can_be_fields or are_images or (is_open and not is_collated):
         raise _open(of_tensors[0])
-    return frozenset()
+    return _FIELDS
+
+
+def _are_alike(of_tensors: Sequence[Any]) -> bool:
+    """Whether several lists hold tensors of one kind each, as lists of samples do, and fields may."""
+    each = [
+        {(item.dtype, item.shape[1:]) if isinstance(item, Tensor) else type(item) for item in one} for one in of_tensors
+    ]
+    return len(of_tensors) > 1 and all(len(kinds) == 1 for kinds in each)
 
 
 def refuse_flattened(batch: Any) -> None:
@@ -89,19 +156,30 @@ def _look_like_samples(items: Sequence[Any]) -> bool:
         return len(items) > _MANY_FIELDS and all(set(item) == set(first) for item in items)
     if len(items) < _PAIR or not all(isinstance(item, Tensor) for item in items):
         return False
-    if any(item.shape != first.shape or item.dtype != first.dtype for item in items):
-        return False
-    holds_values = first.is_floating_point() or not first.dtype.is_signed
-    is_image = first.dim() == _IMAGE_DIMS and first.shape[0] in _CHANNELS
-    return holds_values and (is_image or (len(items) > _MANY_FIELDS and first.dim() <= _IMAGE_DIMS))
+    are_equal = all(item.shape == first.shape and item.dtype == first.dtype for item in items)
+    is_many = len(items) > _MANY_FIELDS and 1 < first.dim() <= _IMAGE_DIMS and _holds_values(first)
+    return (are_equal and is_many) or _are_images(items)
+
+
+def _are_images(items: Sequence[Any]) -> bool:
+    return len(items) > 1 and all(
+        isinstance(item, Tensor) and item.dim() == _IMAGE_DIMS and item.shape[0] in _CHANNELS and _holds_values(item)
+        for item in items
+    )
+
+
+def _holds_values(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or not tensor.dtype.is_signed
 
 
 def _open(items: Sequence[Any]) -> InvalidInputError:
     tensors = tensors_in(items[0])
+    shapes = {tuple(tensor.shape) for item in items for tensor in tensors_in(item)}
     shape = tuple(tensors[0].shape) if tensors else ()
-    what = f"tensors of shape {shape}" if isinstance(items[0], Tensor) else "mappings with equal keys"
-    fields = f"the {len(items)} fields of {shape[0] if shape else 0} samples"
+    kind = "tensors" if isinstance(items[0], Tensor) else "mappings" if isinstance(items[0], Mapping) else "items"
+    what = f"{kind} of shape {shape}" if len(shapes) == 1 else f"{kind} of {len(shapes)} shapes, {shape} the first"
+    number, fields = len(items), shape[0] if shape else 0
     return InvalidInputError(
-        f"a batch holds a {type(items).__name__} of {len(items)} {what}: {len(items)} samples, or {fields}; "
-        "pass split=autoaccum.ListOfSamples(collate) for samples, split=autoaccum.Along(0) for fields"
+        f"a batch holds a {type(items).__name__} of {number} {what}: {number} samples, or {number} fields of {fields} "
+        "samples; pass split=autoaccum.ListOfSamples(collate) for samples, split=autoaccum.Along(0) for fields"
     )

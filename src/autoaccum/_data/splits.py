@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_call, check_function, shown
 from autoaccum._data.pieces import NestedPiece, Piece, Span, Split, SplitPiece
+from autoaccum._data.reading import Reading
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Along:
 
     def piece(self, batch: Any) -> NestedPiece:
         """Return a batch of the loader, ready to be cut."""
-        return NestedPiece(batch, self.dims, along=True, weigh=getattr(self, "weight", None))
+        return NestedPiece(batch, self.dims, weigh=getattr(self, "weight", None))
 
     def count(self, batch: Any) -> int:
         """Return the number of samples in a batch.
@@ -107,6 +108,9 @@ class ListOfSamples:
             self.weight = weight
         self.collate = collate
 
+    def __repr__(self) -> str:
+        return f"ListOfSamples({getattr(self.collate, '__name__', type(self.collate).__name__)})"
+
     def count(self, batch: Any) -> int:
         """Return the length of a list of samples.
 
@@ -128,7 +132,7 @@ class ListOfSamples:
     def join(self, batches: Sequence[Any]) -> Any:
         """Return one or more lists of samples, collated; from copies, since collators take items out of samples."""
         samples = itertools.chain.from_iterable(batches)
-        return self.collate([copy.copy(one) if isinstance(one, dict | list) else one for one in samples])
+        return self.collate([copy.copy(one) if isinstance(one, Mapping | list) else one for one in samples])
 
 
 def check_split(split: object) -> None:
@@ -150,9 +154,26 @@ def check_split(split: object) -> None:
         raise InvalidInputError(f"split={shown(split)}: weight is no function of a batch; leave it out, or make it one")
 
 
+class ByDefault(Along):
+    """Samples run along the first dimension, or are the items of lists, which are read alike in all batches."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._reading = Reading()
+
+    def piece(self, batch: Any) -> NestedPiece:
+        """Return a batch of the loader, ready to be cut."""
+        return NestedPiece(batch, reading=self._reading)
+
+
 def is_first(split: Split | None) -> bool:
-    """Whether samples run along the first dimension of every tensor."""
+    """Whether samples run along the first dimension of every tensor, or are the items of lists."""
     return split is None or (isinstance(split, Along) and split.is_first)
+
+
+def is_default(split: Split | None) -> bool:
+    """Whether no split was given."""
+    return split is None or isinstance(split, ByDefault)
 
 
 def piece_of(batch: Any, split: Split | None) -> Piece:
@@ -161,8 +182,7 @@ def piece_of(batch: Any, split: Split | None) -> Piece:
     Raises:
         InvalidInputError: The batch cannot be counted or cut.
     """
-    if split is None:
-        return NestedPiece(batch)
+    split = split or ByDefault()
     return split.piece(batch) if isinstance(split, Along) else SplitPiece(batch, split)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum._arguments import check_positive_number, shown
+from autoaccum._data.splits import is_default
 from autoaccum._data.transfer import Transfer
 from autoaccum._engine import devices, optimizers, precision
 from autoaccum._engine.dtensor import is_sharded, refuse_sharded
@@ -361,7 +362,7 @@ def assemble_without_optimizer(
 
 def _watch(step: GradientStep, notices: Notices) -> None:
     watch = TimeFirst(step.objective.modules, notices)
-    if step.objective.split is None and not watch.is_done:
+    if is_default(step.objective.split) and not watch.is_done:
         step.time_first = watch
 
 

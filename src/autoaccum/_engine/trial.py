@@ -33,7 +33,7 @@ class Trials:
 
     Args:
         step: The training step to try.
-        batch: Its samples are repeated to make a micro-batch of any size.
+        batch: A batch or a window, whose samples are repeated to make a micro-batch of any size.
         whole: Runs a window whose loss is computed over all of it; None if every micro-batch has its own loss.
         samples: Samples in such a window.
 

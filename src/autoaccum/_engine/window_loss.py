@@ -115,7 +115,7 @@ class WindowLoss:
                 f"{_difference(parts)}. Samples go along the first dimension and the other sizes must agree; a "
                 "tensor without dimensions (logit_scale) and whatever is no tensor must be the same for all"
             )
-        return window.joined()
+        return window.cut(0, window.samples)
 
     def batch(self, window: Window) -> Any:
         """Return the window's batch for the loss, on the device, without using memory for what the loss does not read.
@@ -127,7 +127,7 @@ class WindowLoss:
         Raises:
             InvalidInputError: The targets cannot be joined.
         """
-        if window.split is not None and len(window.groups()) == 1:
+        if not window.is_plain and len(window.groups()) == 1:
             whole = self._step.transfer.place(copied(window.cut(0, window.samples)))
             return (None, whole[1]) if is_pair(whole) else whole
         parts = window.parts(0, window.samples)
@@ -482,7 +482,8 @@ def _can_be_joined(parts: Sequence[tuple[Any, int]]) -> bool:
 
 def _joined(parts: Sequence[tuple[Any, int]], transfer: Transfer) -> Any:
     # A copy if joining makes none: the loss may modify what it is given, and the window may be restarted.
-    return transfer.place(copied(parts[0][0]) if len(parts) == 1 else _counted(parts).joined()[0])
+    window = _counted(parts)
+    return transfer.place(copied(parts[0][0]) if len(parts) == 1 else window.cut(0, window.samples)[0])
 
 
 def _difference(parts: Sequence[Any]) -> str:

@@ -69,7 +69,12 @@ def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full:
         return [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
     if not how.needs_targets:
         return list(sizes)
-    if not in_full and len(window.groups()) == 1 and all(how.counts_all(target_tensors(part)) for part in window):
+    if not window.is_nested:
+        stops = list(itertools.accumulate(sizes))
+        ends = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        return [how.tally(stop - start, target_tensors(window.seen(start, stop))) for start, stop in ends]
+    is_even = not in_full and window.is_plain and len(window.groups()) == 1
+    if is_even and all(how.counts_all(target_tensors(part)) for part in window):
         return list(sizes)  # the usual case, and far cheaper: all samples have the same weight
     tallies, start = [], 0
     for size in sizes:
@@ -81,7 +86,7 @@ def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full:
 
 def tallies_of_each(hows: Sequence[Weighting], window: Window, start: int, stop: int) -> Tensor:
     """Return the tally of each of a window's samples `start` to `stop`, shape (weightings, samples)."""
-    if not window.is_first:
+    if not window.is_plain:
         samples = [target_tensors(window.cut(row, row + 1)) for row in range(start, stop)]
         return torch.tensor([[float(how.tally(1, named)) for named in samples] for how in hows])
     parts = [(target_tensors(part), samples) for part, samples in window.parts(start, stop)]

@@ -7,6 +7,7 @@ weights its samples.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.numbers import spelled
 from autoaccum._data.pieces import weigher_of
-from autoaccum._data.splits import Along, check_split
+from autoaccum._data.splits import Along, ByDefault, check_split
 from autoaccum._loss import divisor, weighting
 from autoaccum._loss.counting import is_pair, tallies_of, target_tensors
 from autoaccum._loss.loss_entries import TOTAL, Entries
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.numbers import Path
     from autoaccum._data.pieces import Split
+    from autoaccum._loss.weighting import Tally
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
 
@@ -49,6 +51,8 @@ Loss = Callable[..., Any]
 # The weight by which parts of a window are combined: their samples, none, or the weight of a pair, which only its loss
 # returns; otherwise the weight of the loss of that name.
 SAMPLES, SUM, PAIR = "", " sum", " pair"
+# Relative difference by which a window's weight may differ from the sum of its micro-batches'.
+_ADDS_UP = 1e-6
 _BY_SAMPLES = Weighting(Over.SAMPLES)
 # For recognising (inputs, targets) as `counting.is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
@@ -132,7 +136,7 @@ class Objective:
         if forward is not None:
             check_function("forward", forward, "model, batch")
         self.model = model
-        self.split = split
+        self.split = ByDefault() if split is None else split
         self._loss = loss
         self._forward = forward
         self._notices = notices
@@ -141,6 +145,7 @@ class Objective:
         self.returns_pairs = False
         self.may_look = True
         self._has_lacked_memory = False
+        self._adds_up = False  # whether the split's weight was seen to
         self._said = _said_by(loss_reduction, split)
         self.sources: tuple[Source, ...]
         if isinstance(loss, list | tuple):
@@ -194,7 +199,7 @@ class Objective:
 
     def _one_of(self, batch: Any) -> Any:
         """Return one sample of a micro-batch; all of it where a split has joined it, which cannot cut it again."""
-        return chosen(batch, [0], self.split) if self.split is None or isinstance(self.split, Along) else batch
+        return chosen(batch, [0], self.split) if isinstance(self.split, Along) else batch
 
     def outputs(self, batch: Any) -> Any:
         """Return the model's outputs for a batch, without its loss."""
@@ -258,6 +263,8 @@ class Objective:
         usual_total = None if totals is None else totals[SAMPLES]
         usual_how = self._said or _BY_SAMPLES
         weights = tallies_of(usual_how, window, sizes)
+        if self._is_weighed and not self._adds_up and len(sizes) > 1:
+            self._check_weight(window, weights)
         usual = weighting.shares(usual_how, weights, window.samples, usual_total)
         factors = [Factors(share, 1.0 / (usual_total or window.samples), alone) for share in usual]
         for name, how in self._settler.known.items():
@@ -357,6 +364,20 @@ class Objective:
     def _is_weighed(self) -> bool:
         """Whether the usual weight is what the split counts, and not the number of samples."""
         return self._said is not None and self._said.over is Over.WEIGHED
+
+    def _check_weight(self, window: Window, weights: Sequence[Tally]) -> None:
+        """Reject a weight of the split that does not add up over the micro-batches of a window.
+
+        Raises:
+            InvalidInputError: It does not.
+        """
+        whole, added = window.weight(0, window.samples), float(sum(weights))
+        if not math.isclose(whole, added, rel_tol=_ADDS_UP):
+            raise InvalidInputError(
+                f"split={self.split!r}: weight does not add up: {whole:g} for a window, and {added:g} for its "
+                f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
+            )
+        self._adds_up = True
 
     def _is_usual(self, how: Weighting) -> bool:
         """Whether a loss has the usual weight, as an unknown one has, so that it needs no factor of its own."""

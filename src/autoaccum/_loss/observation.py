@@ -249,7 +249,7 @@ class Run:
 
     def in_effect(self, way: Way, sample: Window) -> Way:
         """Return how the objective is run on a sample; outputs can be cut only if they run along the samples."""
-        return way if sample.is_first else Way(None, way.casts)
+        return way if sample.is_plain else Way(None, way.casts)
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
@@ -282,7 +282,7 @@ class Run:
         return uncompiled() if is_compiled else nullcontext()
 
     def _on_outputs(self, sample: Window, splits: Sequence[Rows], dtype: torch.dtype, way: Way) -> list[Observed]:
-        batch = self._place(copied(sample.joined()))
+        batch = self._place(copied(sample.cut(0, sample.samples)))
         with self._autocast() if way.casts else nullcontext():
             outputs = self.objective.outputs(batch)
         rows = FIRST.piece(outputs)

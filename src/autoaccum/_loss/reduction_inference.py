@@ -370,7 +370,9 @@ def _telling(question: Question, window: Window, size: int, chance: random.Rando
     start, samples = sum(groups[:largest]), groups[largest]
     if samples == 1:
         return window.part(start, start + 1), [[[0]]]
-    elements = max((t.numel() // len(t) for t in target_tensors(window.cut(start, start + 1)).values()), default=1)
+    elements = max(
+        (t.numel() // max(len(t), 1) for t in target_tensors(window.cut(start, start + 1)).values()), default=1
+    )
     looked_at = min(samples, max(_LOOKED_AT_SAMPLES, _LOOKED_AT // max(elements, 1)))
     start += chance.randrange(samples - looked_at + 1)
     weights = tallies_of_each(question.candidates, window, start, start + looked_at)

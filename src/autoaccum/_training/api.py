@@ -276,7 +276,7 @@ def fit(
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         is_compiled = options is not None
         watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled)
-        world = OneProcess(loader, target_batch, last_window, split)
+        world = OneProcess(loader, target_batch, last_window, step.objective.split)
         grows_from = None
         if ranks is not None:
             alike = {

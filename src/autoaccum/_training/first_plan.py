@@ -97,7 +97,7 @@ class Finding:
         if self._cache is not None:
             self._key = key_of(
                 self._step.objective.modules,
-                largest,
+                largest.cut(0, largest.samples),
                 optimizer=self._step.optimizer,
                 memory=self._step.memory,
                 precision=self._step.precision.name,
@@ -214,9 +214,9 @@ class Finding:
                 self._cache.keep(self._key, remembered)
 
 
-def _largest_batch(window: Window) -> Any:
-    """Return the window's largest samples by bytes: the whole group of them that came in one batch."""
+def _largest_batch(window: Window) -> Window:
+    """Return the window's largest samples by bytes: the whole group of them that can be joined."""
     sizes, costs = window.groups(), window.sample_bytes()
     largest = max(range(len(sizes)), key=lambda group: (costs[group], sizes[group]))
     begin = sum(sizes[:largest])
-    return window.cut(begin, begin + sizes[largest])
+    return window.part(begin, begin + sizes[largest])
