@@ -45,7 +45,9 @@ def card(name="l4", total=22 * GIB):
 def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):
     plan = Plan(256, sizes) if sizes else None
     of = card(name, total)
-    return Predicted(of, "bf16", estimate(), of.free_bytes, micro_batch, plan, footprint(max(sizes, default=1)))
+    more = micro_batch > 0 and estimate().fits(micro_batch + 1, of.free_bytes)
+    taken = footprint(max(sizes, default=1))
+    return Predicted(of, "bf16", estimate(), of.free_bytes, micro_batch, plan, taken, is_capped=more)
 
 
 DEVICE = DeviceFacts(

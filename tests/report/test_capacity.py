@@ -1,52 +1,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from autoaccum._estimate.estimate import trace_step
 from autoaccum._records import Trial
-from autoaccum._report.capacity import Asked, footprint_at, predict
-from autoaccum._sizing.footprint import Estimate
+from autoaccum._report.capacity import Asked, predict
 from report_examples import GIB, MIB, card, estimate, footprint
 
 ASKED = Asked(None, 256, 256, "balanced", None, "micro_batch")
-PARTS = [name for name in footprint(1).__dataclass_fields__ if name.endswith("_bytes")]
-
-
-def test_a_size_between_two_is_on_the_line_between_them():
-    assert footprint_at(estimate(), 100) == footprint(100)
-
-
-def test_a_size_that_was_gone_through_is_taken_as_it_is():
-    known = estimate()
-
-    assert footprint_at(known, 128) is known.footprints[2]
-
-
-def test_beyond_the_largest_the_line_goes_on():
-    assert footprint_at(estimate(), 300) == footprint(300)
-
-
-def test_one_size_alone_is_all_there_is():
-    assert footprint_at(Estimate((footprint(8),)), 3) == replace(footprint(8), size=3)
-
-
-def test_a_small_size_has_the_peak_of_the_update_where_that_is_higher():
-    update = footprint(1, fixed=2 * GIB, phase="optimizer")
-    bent = Estimate((update, footprint(128), footprint(256)))
-
-    small, large = footprint_at(bent, 20), footprint_at(bent, 100)
-
-    assert (small.phase, small.reserved_bytes) == ("optimizer", update.reserved_bytes)
-    assert (large.phase, large.reserved_bytes) == ("backward", bent.reserved_bytes(100))
-
-
-@pytest.mark.parametrize("size", [1, 3, 77, 300])
-def test_parts_add_up_to_the_peak(size):
-    found = footprint_at(estimate(), size)
-
-    assert (
-        sum(getattr(found, name) for name in PARTS if name not in ("peak_bytes", "reserved_bytes")) == found.peak_bytes
-    )
-    assert found.reserved_bytes >= found.peak_bytes
 
 
 def test_a_large_card_takes_the_target_at_once():
@@ -61,7 +24,7 @@ def test_a_smaller_card_cuts_it():
 
     assert 128 <= found.micro_batch < 256
     assert found.plan.micro_batches == (128, 128)
-    assert footprint_at(estimate(), found.micro_batch).reserved_bytes <= found.room_bytes
+    assert estimate().at(found.micro_batch).reserved_bytes <= found.room_bytes
 
 
 def test_a_card_that_is_too_small_says_what_the_least_step_takes():
@@ -78,6 +41,12 @@ def test_a_memory_limit_holds_for_cards_too(limit, room):
     assert found.room_bytes == room
 
 
+def test_it_is_said_where_one_sample_more_than_the_search_allows_would_fit_too():
+    assert predict(ASKED, card(total=22 * GIB), "fp32", estimate()).is_capped
+    assert not predict(ASKED, card(total=6 * GIB), "fp32", estimate()).is_capped
+    assert not predict(ASKED, card(total=600 * MIB), "fp32", estimate()).is_capped
+
+
 def test_in_half_precision_sizes_are_multiples_that_tensor_cores_like():
     asked = replace(ASKED, target_batch=100, most=100)
 
@@ -91,3 +60,47 @@ def test_the_fastest_cut_is_planned_as_fit_begins():
     trials = tuple(Trial(size, fits=True, peak_bytes=None, elapsed_s=size**2) for size in (64, 64, 32, 16))
 
     assert asked.plan(64, "fp32", trials).micro_batches == (64,)
+
+
+class Vision(nn.Module):
+    """A small vision transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 96, 16, 16)
+        layer = nn.TransformerEncoderLayer(96, 3, 384, batch_first=True, dropout=0.0)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(96, 1000)
+
+    def forward(self, images):
+        return self.head(self.blocks(self.patches(images).flatten(2).mT).mean(1))
+
+
+def language():
+    """Embeddings of more indices than their backward pass sums without sorting them."""
+    return nn.Sequential(
+        nn.Embedding(5000, 128), *(nn.Linear(128, 128) for _ in range(6)), nn.Flatten(), nn.Linear(16384, 10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [(Vision, torch.zeros(2, 3, 64, 64)), (language, torch.zeros(2, 128, dtype=torch.long))],
+    ids=["vision", "language"],
+)
+def test_what_fits_has_room_left_and_does_not_depend_on_the_target(make, batch):
+    cards = [card(total=total * MIB + 448 * MIB) for total in range(60, 420, 24)]
+    answers = {}
+    for target in (333, 1024):
+        traced = trace_step(make, batch, loss=lambda outputs, _: outputs.sum(), kind="cuda", most=target)
+        asked = replace(ASKED, target_batch=target, most=target)
+        for one in cards:
+            found = predict(asked, one, "fp32", traced.estimate(one))
+            if found.plan is not None:
+                assert found.headroom_bytes >= 0, (target, one)
+            answers.setdefault(one, {})[target] = found.micro_batch
+
+    for by_target in answers.values():
+        largest = by_target[1024]
+        assert all(found == min(largest, target) for target, found in by_target.items())
+    assert len({by_target[1024] for by_target in answers.values()}) > len(cards) / 2

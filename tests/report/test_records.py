@@ -44,12 +44,6 @@ def test_a_larger_size_that_failed_is_the_cap_itself():
     assert replace(MEASURED, trials=MEASURED.trials[:3], micro_batch=128).is_capped
 
 
-def test_a_prediction_is_capped_where_one_sample_more_would_fit_too():
-    assert predicted(micro_batch=100).is_capped
-    assert not predicted(total=GIB, micro_batch=8).is_capped
-    assert not predicted(total=GIB, micro_batch=0, sizes=()).is_capped
-
-
 def test_of_one_size_alone_no_further_sample_is_told():
     only = replace(predicted(), estimate=Estimate((footprint(8),)))
 

@@ -121,13 +121,14 @@ class Timeline:
         return kept
 
 
-def between(low: Timeline, high: Timeline, size: int) -> Timeline | None:
+def between(low: Timeline, high: Timeline, size: int, *, bends: bool = False) -> Timeline | None:
     """Derive the timeline of another size, if every storage is fixed or proportional to the samples.
 
     Args:
         low: The step of one size.
         high: The same step of a larger size.
         size: The size to derive.
+        bends: Whether kernels' workspaces, some of which take a constant part or round, may lie on any line.
 
     Returns:
         The timeline; None if the two steps run different operators, or a storage is neither fixed nor proportional.
@@ -138,8 +139,13 @@ def between(low: Timeline, high: Timeline, size: int) -> Timeline | None:
     for one, other in zip(low.storages, high.storages, strict=True):
         if one == other:
             storages.append(one)
-        elif one.operator == other.operator and _proportional(one, other, low.size, high.size):
+        elif one.operator != other.operator or one.category is not other.category:
+            return None
+        elif _proportional(one, other, low.size, high.size):
             storages.append(Storage(one.size_bytes * size // low.size, one.category, one.operator))
+        elif bends and one.category is Category.WORKSPACE:
+            rise = (other.size_bytes - one.size_bytes) * (size - low.size)
+            storages.append(Storage(one.size_bytes + rise // (high.size - low.size), one.category, one.operator))
         else:
             return None
     return Timeline(size, storages, high.events, high.phases)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,11 +35,11 @@ from autoaccum._data.nesting import copied, map_tensors, tensors_in
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
-from autoaccum._estimate.allocation_trace import Timeline, between
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace
 from autoaccum._estimate.fake import NoFakesError, Stage, batch_like, built_for_real, built_on_meta
 from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
+from autoaccum._estimate.step_sizes import TracedSizes, extrapolated
 from autoaccum._estimate.trace import Traced
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 
     from autoaccum._data.pieces import Split
     from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.trace import Replayed
     from autoaccum._loss.objective import Loss
-    from autoaccum._sizing.footprint import Estimate
 
 
 __all__ = ["Traced", "estimate_step", "trace_step"]
@@ -161,7 +162,8 @@ def trace_step(
         split,
     )
     try:
-        return Traced(job.on_fakes(asked), kind, notes=(*notices.texts, *job.notes()))
+        step_of = TracedSizes(_OnFakes(job), min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
+        return Traced(step_of, tuple(asked), kind, notes=(*notices.texts, *job.notes()))
     except Exception as error:
         reason = _why_stuck(error)
         if reason is None:
@@ -170,14 +172,15 @@ def trace_step(
             if isinstance(model, nn.Module):
                 raise WithoutValuesError(reason) from error
             job = replace(job, model=built_for_real(model, made, reason))
-    timelines = job.for_real(asked)
-    real = f"a real step of {timelines[0].size} and more samples was run on the CPU: {reason}"
-    return Traced(timelines, kind, real_step=True, notes=(real, *notices.texts, *job.notes()))
+    low, high = job.for_real()
+    real = f"a real step of {low.size} and of {high.size} samples was run on the CPU: {reason}"
+    known = tuple(sorted({max(low.size, size) for size in asked}))
+    return Traced(extrapolated(low, high), known, kind, real_step=True, notes=(real, *notices.texts, *job.notes()))
 
 
 def estimate_step(
     model: nn.Module | Callable[[], nn.Module], batch: Any, *, card: Card | None = None, **options: Any
-) -> Estimate:
+) -> Replayed:
     """Predict the peak memory of a training step.
 
     Args:
@@ -214,37 +217,12 @@ class _Job:
     tensor_float: bool = True
     split: Split | None = None
 
-    def on_fakes(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
-        """Trace the step without memory."""
-        cuda = self.kind == "cuda"
-        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        # Without fallback kernels, which would allocate memory.
-        with _undisturbed(), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-            # PyTorch 2.8 calls the driver before each operator on a CUDA fake. Here that raises an error that can be
-            # handled; inside some operators it ends the process.
-            torch.empty(2, device=device)[:1]
-            step = self._staged(device)
-            with self._adapted(step):
-                rehearsal = Rehearsal(
-                    step,
-                    device,
-                    clip_grad_norm=self.clip_grad_norm,
-                    workspace_of=partial(cuda_workspace, tensor_float=self.tensor_float) if cuda else cpu_workspace,
-                    transfers=cuda,
-                )
-                return _all_sizes(
-                    lambda size: rehearsal.run(batch_like(self.batch, size, device, self.split), size),
-                    asked,
-                    _lowest(asked),
-                    asked[-1],
-                )
-
-    def for_real(self, asked: Sequence[int]) -> tuple[Timeline, ...]:
-        """Run the step on copies on the CPU, at the smallest sizes."""
+    def for_real(self) -> tuple[Timeline, Timeline]:
+        """Run the step on copies on the CPU, at two small sizes."""
         device = torch.device("cpu")
         with _undisturbed(), torch.random.fork_rng(devices=()):
-            step = self._staged(device, real=True)
-            with self._adapted(step):
+            step = self.staged(device, real=True)
+            with self.adapted(step):
                 rehearsal = Rehearsal(
                     step,
                     device,
@@ -257,15 +235,13 @@ class _Job:
                     batch = repeated(self.batch, size, self.split)
                     return rehearsal.run(copied(map_tensors(Tensor.cpu, batch)), size)
 
-                try:
-                    return _all_sizes(run, asked, 1, 2)
-                except ValueError:  # BatchNorm rejects a single value per channel
-                    return _all_sizes(run, [size for size in asked if size > 1] or [2], 2, 4)
+                # Not one sample, which takes other paths: nothing is added up over samples, and BatchNorm refuses it.
+                return run(2), run(4)
 
-    def _adapted(self, step: TrainingStep) -> AbstractContextManager[object]:
+    def adapted(self, step: TrainingStep) -> AbstractContextManager[object]:
         return nullcontext() if self.adapt is None else self.adapt(step.objective.model)
 
-    def _staged(self, device: torch.device, *, real: bool = False) -> TrainingStep:
+    def staged(self, device: torch.device, *, real: bool = False) -> TrainingStep:
         notices = Notices(silent=True)
         stage = Stage(device, real=real, weights=self.weights)
         model = stage.copied(self.model)
@@ -325,29 +301,32 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
     return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
-def _all_sizes(run: Callable[[int], Timeline], asked: Sequence[int], low: int, high: int) -> tuple[Timeline, ...]:
-    """Trace two sizes, derive the others from them, and trace those in between that cannot be derived.
+class _OnFakes:
+    """Traces sizes of a step without memory, now or later."""
 
-    One sample is traced last, and only if it cannot be derived: it may take other paths and fail, as batch
-    statistics do. It is then left out.
-    """
-    known = {size: run(size) for size in sorted({low, high})}
-    found = dict(known) if high < asked[-1] else {}
-    for size in asked:
-        timeline = known.get(size) or between(known[low], known[high], size)
-        if timeline is None and low < size < high:
-            timeline = run(size)
-        if timeline is not None:
-            found[size] = timeline
-    for size in (size for size in asked if size < low and size not in found):
-        with suppress(Exception):
-            found[size] = run(size)
-    return tuple(found[size] for size in sorted(found))
+    def __init__(self, job: _Job) -> None:
+        cuda = job.kind == "cuda"
+        self._job = job
+        self._device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        # Without fallback kernels, which would allocate memory.
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        with _undisturbed(), self._mode:
+            # PyTorch 2.8 calls the driver before each operator on a CUDA fake. Here that raises an error that can be
+            # handled; inside some operators it ends the process.
+            torch.empty(2, device=self._device)[:1]
+            self._step = job.staged(self._device)
+            with job.adapted(self._step):
+                self._rehearsal = Rehearsal(
+                    self._step,
+                    self._device,
+                    clip_grad_norm=job.clip_grad_norm,
+                    workspace_of=partial(cuda_workspace, tensor_float=job.tensor_float) if cuda else cpu_workspace,
+                    transfers=cuda,
+                )
 
-
-def _lowest(asked: Sequence[int]) -> int:
-    """Return the smaller of the two sizes to trace; if only one size is requested, that one."""
-    return asked[0] if len(asked) == 1 else min(2, asked[-1])
+    def __call__(self, size: int) -> Timeline:
+        with _undisturbed(), self._mode, self._job.adapted(self._step):
+            return self._rehearsal.run(batch_like(self._job.batch, size, self._device, self._job.split), size)
 
 
 def _why_stuck(error: Exception) -> str | None:

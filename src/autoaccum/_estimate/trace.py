@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoaccum._estimate.allocation_trace import Category
@@ -12,27 +12,35 @@ from autoaccum._sizing.footprint import Estimate, Footprint
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A training step traced at a few sizes.
+    """A training step traced on one kind of device.
 
     Attributes:
-        timelines: One for each size, ascending.
+        step_of: Returns the timeline of a size.
+        sizes: The sizes whose footprints are recorded, ascending.
         kind: The kernels traced: "cpu" or "cuda".
         real_step: Whether real tensors had to be used.
         notes: The assumptions, each a sentence.
     """
 
-    timelines: tuple[Timeline, ...]
+    step_of: Callable[[int], Timeline]
+    sizes: tuple[int, ...]
     kind: str
     real_step: bool = False
     notes: tuple[str, ...] = ()
 
-    def estimate(self, card: Card | None = None) -> Estimate:
+    def changed(self, change: Callable[[Timeline], Timeline]) -> Traced:
+        """Return the step with a change made to the timeline of each size."""
+        return replace(self, step_of=lambda size: change(self.step_of(size)))
+
+    def estimate(self, card: Card | None = None) -> Replayed:
         """Return the peak memory of the steps.
 
         Args:
@@ -46,11 +54,49 @@ class Traced:
                 f"the step was traced with kind={self.kind!r}, and the card {card.name} runs other kernels; trace it "
                 "with kind='cuda'"
             )
-        footprints = tuple(_footprint(timeline, card) for timeline in self.timelines)
-        return Estimate(footprints, self.real_step, self.notes)
+        # The step of one sample may be that of two, if the model refuses one.
+        timelines = {timeline.size: timeline for timeline in map(self.step_of, self.sizes)}
+        footprints = tuple(_footprint(timelines[size], card) for size in sorted(timelines))
+        return Replayed(footprints, self.real_step, self.notes, step_of=self.step_of, card=card)
 
 
-def _footprint(timeline: Timeline, card: Card | None) -> Footprint:
+@dataclass(frozen=True, slots=True)
+class Replayed(Estimate):
+    """An estimate that answers for any size by a replay of the step of that size.
+
+    Attributes:
+        step_of: Returns the timeline of a size.
+        card: The card whose caching allocator serves it; None for exact bytes.
+    """
+
+    step_of: Callable[[int], Timeline] = field(kw_only=True, repr=False, compare=False)
+    card: Card | None = field(kw_only=True)
+
+    def at(self, size: int, room_bytes: int | None = None) -> Footprint:
+        """Return the footprint of a step of this size.
+
+        Args:
+            size: Samples in the micro-batch.
+            room_bytes: The memory that the card's allocator may reserve; None for all of the card.
+
+        Returns:
+            The footprint. If the step does not fit, what it would reserve without a limit.
+        """
+        return _footprint(self.step_of(size), self.card, room_bytes)
+
+    def fits(self, size: int, room_bytes: int) -> bool:
+        """Whether a step of this size is predicted to fit in `room_bytes`."""
+        step = self.step_of(size)
+        if self.card is None:
+            return step.peak().live_bytes <= room_bytes
+        return serve(_with_cublas(step, self.card), room_bytes) is not None
+
+    def record(self) -> Estimate:
+        """Return the footprints alone, without the traced step."""
+        return Estimate(self.footprints, self.real_step, self.notes)
+
+
+def _footprint(timeline: Timeline, card: Card | None, room_bytes: int | None = None) -> Footprint:
     peak = timeline.peak()
     kept = timeline.kept_for_backward()
     held = dict.fromkeys(Category, 0)
@@ -62,7 +108,7 @@ def _footprint(timeline: Timeline, card: Card | None) -> Footprint:
             activations += storage.size_bytes
     peak_bytes = reserved_bytes = peak.live_bytes
     if card is not None:
-        served = _served(timeline, card)
+        served = _served(timeline, card, room_bytes)
         peak_bytes, reserved_bytes = max(peak_bytes, served.peak_bytes), served.reserved_bytes
     parts = {
         "parameters_bytes": held[Category.PARAMETERS],
@@ -82,11 +128,13 @@ def _footprint(timeline: Timeline, card: Card | None) -> Footprint:
     )
 
 
-def _served(timeline: Timeline, card: Card) -> Served:
+def _served(timeline: Timeline, card: Card, room_bytes: int | None) -> Served:
     """Replay a step in a card's memory, or without a limit if it does not fit."""
-    for_cublas = 2 * cublas_bytes(card.name)
-    step = timeline.with_held(for_cublas)
-    plenty = serve(step)
-    assert plenty is not None
-    # If memory is short, the allocator flushes its cache first.
-    return plenty if plenty.reserved_bytes <= card.free_bytes else serve(step, card.free_bytes) or plenty
+    step = _with_cublas(timeline, card)
+    served = serve(step, card.free_bytes if room_bytes is None else room_bytes) or serve(step)
+    assert served is not None
+    return served
+
+
+def _with_cublas(timeline: Timeline, card: Card) -> Timeline:
+    return timeline.with_held(2 * cublas_bytes(card.name))

@@ -6,7 +6,7 @@ Predicting runs nothing: an `Estimate` of the step gives the memory of each size
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
@@ -14,7 +14,6 @@ from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.dry_run import rehearse
 from autoaccum._report.records import DeviceFacts, Measured, Predicted
-from autoaccum._sizing.footprint import Footprint
 from autoaccum._sizing.planner import TILE, plan
 from autoaccum.errors import DoesNotFitError
 
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryReading, Plan, ProbeResult, Trial
     from autoaccum._sizing.footprint import Estimate
-
-_PARTS = tuple(
-    field.name
-    for field in fields(Footprint)
-    if field.name.endswith("_bytes") and field.name not in ("peak_bytes", "reserved_bytes")
-)
 
 
 @dataclass(frozen=True)
@@ -160,24 +153,26 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     limit_bytes = parse_limit(asked.memory_limit, Simulated(card.total_bytes))
     room = card.free_bytes if limit_bytes is None else min(limit_bytes, card.free_bytes)
     largest = estimate.largest(room, asked.most)
-    chosen = asked.plan(largest, precision) if largest else None
-    size = estimate.footprints[0].size if chosen is None else chosen.micro_batch
-    return Predicted(card, precision, estimate, room, largest, chosen, footprint_at(estimate, size))
+    chosen = _planned(asked, estimate, precision, largest, room)
+    return Predicted(
+        card,
+        precision,
+        estimate.record(),
+        room,
+        largest,
+        chosen,
+        estimate.at(estimate.footprints[0].size if chosen is None else chosen.micro_batch, room),
+        is_capped=largest == asked.most and estimate.fits(largest + 1, room),
+    )
 
 
-def footprint_at(estimate: Estimate, size: int) -> Footprint:
-    """Return the footprint of a size: traced, or interpolated as in `Estimate`."""
-    known = {footprint.size: footprint for footprint in estimate.footprints}
-    if size in known:
-        return known[size]
-    least, reserved = estimate.footprints[0], estimate.reserved_bytes(size)
-    if len(known) == 1 or reserved <= least.reserved_bytes:
-        # The peak of small sizes does not depend on the size; it is, for example, in the update.
-        return replace(least, size=size)
-    low, high = estimate.footprints[-2:]
-    share = (size - low.size) / (high.size - low.size)
-    parts = {
-        name: max(0, round(getattr(low, name) + share * (getattr(high, name) - getattr(low, name)))) for name in _PARTS
-    }
-    peak = sum(parts.values())
-    return Footprint(size=size, phase=high.phase, peak_bytes=peak, reserved_bytes=max(peak, reserved), **parts)
+def _planned(asked: Asked, estimate: Estimate, precision: str, largest: int, room_bytes: int) -> Plan | None:
+    """Return the cut in micro-batches of at most `largest` whose own step fits; None if none does.
+
+    A step of fewer samples may fit where the largest does not, and the reverse: fragments of the cache differ.
+    """
+    for size in range(largest, 0, -1):
+        chosen = asked.plan(size, precision)
+        if estimate.fits(chosen.micro_batch, room_bytes):
+            return chosen
+    return None

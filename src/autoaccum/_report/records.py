@@ -233,6 +233,7 @@ class Predicted:
         plan: How the target batch would be cut; None if nothing would fit.
         footprint: The memory by part of a step of the plan's largest micro-batch; if nothing would fit, of the
             smallest size traced.
+        is_capped: Whether larger micro-batches are predicted to fit too.
     """
 
     card: Card
@@ -242,11 +243,7 @@ class Predicted:
     micro_batch: int
     plan: Plan | None
     footprint: Footprint
-
-    @property
-    def is_capped(self) -> bool:
-        """Whether larger micro-batches are predicted to fit too."""
-        return self.micro_batch > 0 and self.estimate.reserved_bytes(self.micro_batch + 1) <= self.room_bytes
+    is_capped: bool = False
 
     @property
     def peak_bytes(self) -> int:

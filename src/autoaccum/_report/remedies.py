@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.fallback import checkpointed, offloaded
+from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.records import Remedy
@@ -23,10 +25,11 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Traced
     from autoaccum._report.capacity import Asked
-    from autoaccum._sizing.footprint import Estimate, Footprint
+    from autoaccum._sizing.footprint import Estimate
 
 # With this many micro-batches per window or more, a cut is worth improving.
 MANY_MICRO_BATCHES = 8
@@ -34,7 +37,7 @@ MANY_MICRO_BATCHES = 8
 # Optimizers with two state values per parameter that have 8-bit versions (bitsandbytes keeps one
 # float32 scale for each of its blocks of 256 numbers: https://huggingface.co/docs/bitsandbytes, 8-bit optimizers).
 _TWO_NUMBERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-_BITS8_BYTES = 2 * (1 + 4 / 256)
+_BITS8_BYTES = 1 + 4 / 256
 _HALF = ("bf16", "fp16")
 _TOKENS = 2  # dimensions: samples and tokens
 
@@ -148,6 +151,9 @@ class Remedies:
                     yield changed
 
     def _estimate(self, **changed: Any) -> Estimate:
+        return self._traced(**changed).estimate(self._place.card)
+
+    def _traced(self, **changed: Any) -> Traced:
         options = {
             "batch": self._asked.batch,
             "precision": self._place.precision,
@@ -155,7 +161,7 @@ class Remedies:
             "most": self._asked.most,
             "tensor_float": self._place.half,
         }
-        return self._trace(**options | changed).estimate(self._place.card)
+        return self._trace(**options | changed)
 
     def _estimate_if_accepted(self, **changed: Any) -> Estimate | None:
         """Return the estimate; None if the model fails with the change, by any exception."""
@@ -206,13 +212,11 @@ class Remedies:
     def _bits8(self) -> _Change | None:
         if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
             return None
-        trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        less = int(sum(p.numel() * (2 * p.element_size() - _BITS8_BYTES) for p in trained))
         kind = type(self._optimizer).__name__
-        footprints = tuple(_with_less_state(one, less) for one in self._as_it_is.footprints)
         how = f"bitsandbytes.optim.{kind if kind in ('Adam', 'AdamW') else 'AdamW'}8bit"
-        estimate = replace(self._as_it_is, footprints=footprints)
-        return _Change("8-bit optimizer", how, "its state is rounded to 8 bits", estimate)
+        element_bytes = next((p.element_size() for group in self._optimizer.param_groups for p in group["params"]), 4)
+        traced = self._traced().changed(partial(_in_8_bits, element_bytes))
+        return _Change("8-bit optimizer", how, "its state is rounded to 8 bits", traced.estimate(self._place.card))
 
     def _adafactor(self) -> _Change | None:
         if not isinstance(self._optimizer, _TWO_NUMBERS):
@@ -269,7 +273,7 @@ class Remedies:
                 )
             estimate = traced[card.tensor_float].estimate(card)
             place = replace(self._place, card=card, room_bytes=card.free_bytes)
-            if place.largest(estimate, self._asked.most) * MANY_MICRO_BATCHES >= self._asked.target_batch:
+            if estimate.fits(-(-self._asked.target_batch // MANY_MICRO_BATCHES), card.free_bytes):
                 return _Change("a larger card", f"such as {card.name}", "the card", estimate, place)
         return None
 
@@ -286,14 +290,15 @@ def are_due(largest: int, target_batch: int) -> bool:
     return largest * MANY_MICRO_BATCHES <= target_batch and largest < target_batch
 
 
-def _with_less_state(footprint: Footprint, less_bytes: int) -> Footprint:
-    less = min(less_bytes, footprint.optimizer_bytes)
-    return replace(
-        footprint,
-        peak_bytes=footprint.peak_bytes - less,
-        reserved_bytes=footprint.reserved_bytes - less,
-        optimizer_bytes=footprint.optimizer_bytes - less,
-    )
+def _in_8_bits(element_bytes: int, timeline: Timeline) -> Timeline:
+    """Return a step whose optimizer keeps one byte and a share of a scale for each number of its state."""
+    storages = [
+        replace(one, size_bytes=int(one.size_bytes / element_bytes * _BITS8_BYTES))
+        if one.category is Category.OPTIMIZER
+        else one
+        for one in timeline.storages
+    ]
+    return replace(timeline, storages=storages)
 
 
 def _half_as_long(batch: Any) -> tuple[Any, int] | None:

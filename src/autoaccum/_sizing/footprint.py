@@ -1,15 +1,19 @@
-"""Records the peak memory of a training step by category, and extrapolates it to other sizes by a line.
+"""Records the peak memory of a training step by category, and extrapolates what tensors hold to other sizes by a line.
 
 `_estimate/estimate.py` creates these records and the report reads them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+# Micro-batches are smaller than two to this power.
+_POWERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,13 @@ class Footprint:
     temporary_bytes: int
 
 
+PARTS = tuple(
+    field.name
+    for field in fields(Footprint)
+    if field.name.endswith("_bytes") and field.name not in ("peak_bytes", "reserved_bytes")
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The predicted memory of a training step of any size.
@@ -59,27 +70,73 @@ class Estimate:
 
     @property
     def bytes_per_sample(self) -> int:
-        """Memory per additional sample, by the two largest sizes; 0 if there is only one."""
+        """Memory of tensors per additional sample, by the two largest sizes; 0 if there is only one."""
         if len(self.footprints) == 1:
             return 0
         below, above = self.footprints[-2:]
-        return max(0, above.reserved_bytes - below.reserved_bytes) // (above.size - below.size)
+        return max(0, above.peak_bytes - below.peak_bytes) // (above.size - below.size)
 
     @property
     def fixed_bytes(self) -> int:
-        """Memory independent of the size, by the same line."""
+        """Memory of tensors independent of the size, by the same line."""
         last = self.footprints[-1]
-        return max(0, last.reserved_bytes - last.size * self.bytes_per_sample)
+        return max(0, last.peak_bytes - last.size * self.bytes_per_sample)
+
+    def at(self, size: int, room_bytes: int | None = None) -> Footprint:  # noqa: ARG002 - only a card's allocator asks
+        """Return the footprint of a step of this size: as traced, or else on a line through what tensors hold.
+
+        Args:
+            size: Samples in the micro-batch.
+            room_bytes: The memory that the allocator may reserve; it returns cached segments before it exceeds it.
+        """
+        known = {footprint.size: footprint for footprint in self.footprints}
+        if size in known:
+            return known[size]
+        least, peak_bytes = self.footprints[0], self.fixed_bytes + size * self.bytes_per_sample
+        if len(known) == 1 or peak_bytes <= least.peak_bytes:
+            # The peak of small sizes does not depend on the size; it is, for example, in the update.
+            return replace(least, size=size)
+        low, high = self.footprints[-2:]
+        share = (size - low.size) / (high.size - low.size)
+        parts = {
+            name: max(0, round(getattr(low, name) + share * (getattr(high, name) - getattr(low, name))))
+            for name in PARTS
+        }
+        peak_bytes = sum(parts.values())
+        # What the allocator reserves beyond tensors is at least what it did for the largest size.
+        reserved_bytes = peak_bytes + max(0, high.reserved_bytes - high.peak_bytes)
+        return Footprint(size=size, phase=high.phase, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes, **parts)
+
+    def record(self) -> Estimate:
+        """Return the footprints alone."""
+        return self
 
     def reserved_bytes(self, size: int) -> int:
         """Predict the bytes that the allocator reserves on the device for a step of this size."""
-        known = {footprint.size: footprint.reserved_bytes for footprint in self.footprints}
-        return known.get(size, max(self.fixed_bytes + size * self.bytes_per_sample, self.footprints[0].reserved_bytes))
+        return self.at(size).reserved_bytes
 
-    def largest(self, free_bytes: int, most: int) -> int:
-        """Return the largest size up to `most` whose step is predicted to fit in `free_bytes`; 0 if none is."""
-        low, high = 0, most
-        while low < high:
-            size = (low + high + 1) // 2
-            low, high = (size, high) if self.reserved_bytes(size) <= free_bytes else (low, size - 1)
+    def fits(self, size: int, room_bytes: int) -> bool:
+        """Whether a step of this size is predicted to fit in `room_bytes`."""
+        return self.at(size, room_bytes).reserved_bytes <= room_bytes
+
+    def largest(self, room_bytes: int, most: int) -> int:
+        """Return the largest size up to `most` whose step is predicted to fit in `room_bytes`; 0 if none is.
+
+        Powers of two are bisected first, then the sizes between two of them, in an order that does not depend on
+        `most`: fragments of the cache can make a size fail below one that fits, and then the order matters.
+        """
+
+        def fits(size: int) -> bool:
+            return size <= most and self.fits(size, room_bytes)
+
+        power, too_large = -1, _POWERS
+        while too_large - power > 1:
+            middle = (power + too_large) // 2
+            power, too_large = (middle, too_large) if fits(1 << middle) else (power, middle)
+        if power < 0:
+            return 0
+        low, high = 1 << power, 2 << power
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
