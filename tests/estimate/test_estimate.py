@@ -419,24 +419,6 @@ def test_model_that_branches_on_values_is_answered_by_a_real_step(card):
     assert estimate.footprints[0].size == 2
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.LSTM(64, 32, batch_first=True), nn.Linear(32, 10)
-
-    def forward(self, x):
-        return self.head(self.layer(x)[0][:, -1])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver it can be gone through")
-def test_operator_that_asks_for_a_driver_is_answered_by_a_real_step():
-    estimate = estimate_step(Recurrent(), batch_of((5, 64)), card=CARD)
-
-    assert estimate.real_step
-    assert "CUDA driver" in estimate.notes[0]
-    assert estimate.footprints[-1].peak_bytes > 0
-
-
 class CheckpointManager(nn.Linear):
     """Has tensors that are no buffers."""
 

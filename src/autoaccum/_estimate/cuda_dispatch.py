@@ -2,9 +2,8 @@
 
 Fakes of device "cuda" take CUDA's paths wherever the path depends only on the device (fused dropout, cuDNN's batch
 norm, autocast's lists). These rules cover the rest: choices that need the card, and kernels' workspaces
-(`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`). Their numbers are from PyTorch's sources, cited at each.
-Recurrent layers (LSTM, GRU) have no rule, because they call the driver at once: without a driver
-`_estimate/estimate.py` runs a real step for them.
+(`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`, `_estimate/cudnn_recurrent.py`). Their numbers are from
+PyTorch's sources, cited at each.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoaccum._estimate import cuda_kernels, cudnn_kernels
+from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _WITH_32_MIB = ("h100", "h200", "h800", "h20", "gh200", "b100", "b200", "b300", 
 
 
 class CudaCalls(TorchFunctionMode):
-    """Redirects calls that need the driver: attention to a kernel, backward to the graph's nodes."""
+    """Redirects calls that need the driver: attention and recurrent layers to a kernel, backward to graph nodes."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,6 +52,8 @@ class CudaCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _ATTENTION:
             return attention(*args, **kwargs)
+        if is_recurrent(func) and args[0].device.type == "cuda":
+            return recurrent(func, args)
         if func is Tensor.backward:
             # Entered again, because a checkpoint's second forward pass runs inside.
             with self:

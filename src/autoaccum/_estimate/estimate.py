@@ -35,6 +35,7 @@ from autoaccum._data.nesting import copied, map_tensors, tensors_in
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
+from autoaccum._estimate import cudnn_recurrent
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace
 from autoaccum._estimate.fake import NoFakesError, Stage, batch_like, built_for_real, built_on_meta
@@ -280,6 +281,8 @@ class _Job:
             notes.append(told + _OF_LENGTHS if self.kind == "cuda" else told)
         if self.kind == "cuda" and any(isinstance(part, _CONVOLUTIONS) for part in self.model.modules()):
             notes.append(_OF_CUDNN)
+        if self.kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in self.model.modules()):
+            notes.append(cudnn_recurrent.NOTE)
         return tuple(notes)
 
 
@@ -342,8 +345,8 @@ def _why_stuck(error: Exception) -> str | None:
     reads = isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error)
     if reads or isinstance(error, NoFakesError):
         return "the model reads values, with .numpy()" if reads else str(error)
-    # The same holds for operators that need CUDA (cuDNN's LSTM), whose messages differ by build and machine, and for
-    # autograd's engine, which needs the driver's context if a model calls torch.autograd.grad.
+    # The same holds for operators that need CUDA, whose messages differ by build and machine, and for autograd's
+    # engine, which needs the driver's context if a model calls torch.autograd.grad.
     asks = "CUDA" in str(error) or "hasPrimaryContext" in str(error)
     if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and asks:
         return f"an operator needs a CUDA driver, and there is none here ({first_line(error)})"

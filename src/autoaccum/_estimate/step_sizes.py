@@ -98,8 +98,8 @@ def _form(storage: Storage) -> tuple[str, int]:
 
 def _aligned(low: Timeline, high: Timeline) -> dict[int, int]:
     """Return the numbers of the larger step's storages that have a counterpart in the smaller one, and its number."""
-    told = [[(storage.operator, storage.category) for storage in timeline.storages] for timeline in (low, high)]
-    matcher = SequenceMatcher(None, *told, autojunk=False)
+    one, other = ([(storage.operator, storage.category) for storage in timeline.storages] for timeline in (low, high))
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
     return {
         match.b + offset: match.a + offset for match in matcher.get_matching_blocks() for offset in range(match.size)
     }
