@@ -39,6 +39,8 @@ BAD = {
         "target_batch": COUNTS,
         "gpu": ["no such card", "", "a"],
         "device_memory": [*LIMITS[:4], "50%", "1MiB"],
+        "display": ["much", "50%", "-1MiB"],
+        "ranks": COUNTS[:4],
         "memory_limit": LIMITS,
         "device": ["gpu", "cuda:99"],
         "precision": ["fp8"],

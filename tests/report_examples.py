@@ -47,7 +47,9 @@ def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):
     of = card(name, total)
     more = micro_batch > 0 and estimate().fits(micro_batch + 1, of.free_bytes)
     taken = footprint(max(sizes, default=1))
-    return Predicted(of, "bf16", estimate(), of.free_bytes, micro_batch, plan, taken, is_capped=more)
+    return Predicted(
+        of, "bf16", estimate(), of.free_bytes, micro_batch, plan, taken, is_capped=more, safe_micro_batch=micro_batch
+    )
 
 
 DEVICE = DeviceFacts(

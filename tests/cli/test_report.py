@@ -303,10 +303,37 @@ FREE = replace(REPORT, measured=replace(MEASURED, device=replace(DEVICE, free_by
     ],
 )
 def test_what_is_required_decides_in_this_order_device_fit_size(report, micro_batch, free_bytes, code):
-    found, why = verdict(report, require_micro_batch=micro_batch, require_free_bytes=free_bytes)
+    found, why = verdict(replace(report, required_micro_batch=micro_batch), require_free_bytes=free_bytes)
 
     assert found is code
     assert bool(why) is (code is not ExitCode.DONE)
+
+
+def tightened(safe):
+    """A report on one card that 256 samples are predicted to fit, and of which `safe` safely do."""
+    one = PREDICTED_ONLY.predicted[0]
+    estimate = replace(one.estimate, uncertainty=0.1)
+    return replace(PREDICTED_ONLY, predicted=(replace(one, safe_micro_batch=safe, estimate=estimate),))
+
+
+@pytest.mark.parametrize(
+    ("safe", "required", "optimistic", "code"),
+    [
+        (0, None, False, ExitCode.DOES_NOT_FIT),
+        (0, None, True, ExitCode.DONE),
+        (200, 256, False, ExitCode.SMALLER),
+        (200, 256, True, ExitCode.DONE),
+        (200, 257, True, ExitCode.SMALLER),
+        (200, 200, False, ExitCode.DONE),
+    ],
+)
+def test_the_safe_size_decides_unless_told_otherwise(safe, required, optimistic, code):
+    asked = replace(tightened(safe), required_micro_batch=required, is_optimistic=optimistic)
+
+    found, why = verdict(asked, require_free_bytes=None)
+
+    assert found is code
+    assert ("l4" in why) is (code is not ExitCode.DONE)
 
 
 BUSY = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore")

@@ -215,3 +215,16 @@ def test_what_convolutions_were_told_of_float32_counts(allowed):
 
     source, weight, *_ = convolution(dtype=torch.float32)
     assert taken == (WINOGRAD if allowed == "ieee" else 3 * source.nbytes + weight.nbytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_benchmark_mode_the_largest_known_workspace_counts(monkeypatch, dtype):
+    source, weight, *options = convolution(dtype=dtype)
+    usual = forward(source, weight, *options), backward(source, weight, *options)
+    other = forward(*convolution(kernel=1))
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+    assert forward(source, weight, *options) > usual[0]
+    assert all(now >= before for now, before in zip(backward(source, weight, *options), usual[1], strict=True))
+    assert forward(*convolution(kernel=1)) == other

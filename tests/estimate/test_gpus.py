@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoaccum._estimate.gpus import card_named, custom_card, known_cards
+from autoaccum._estimate.gpus import card_named, custom_card, known_cards, with_display
 from autoaccum.errors import InvalidInputError
 
 MIB, GIB = 2**20, 2**30
@@ -101,3 +101,21 @@ def test_card_of_any_size_can_be_made_up():
 def test_size_that_is_none_is_refused(text):
     with pytest.raises(InvalidInputError, match="device_memory="):
         custom_card(text)
+
+
+@pytest.mark.parametrize("display", [-1, True, "much", 1.5, None])
+def test_the_share_of_a_display_is_a_size(display):
+    with pytest.raises(InvalidInputError, match="display"):
+        with_display(card_named("rtx-4060"), display)
+
+
+def test_a_display_leaves_something_for_training():
+    card = card_named("rtx-4060")
+
+    assert with_display(card, 2**20).free_bytes == card.free_bytes - 2**20
+    with pytest.raises(InvalidInputError, match="leaves nothing of rtx-4060"):
+        with_display(card, "8GiB")
+
+
+def test_a_card_whose_own_context_is_known_has_that():
+    assert card_named("rtx-4090").context_bytes > card_named("l40s").context_bytes

@@ -308,3 +308,77 @@ def test_bad_input_is_refused_by_name(options, told):
 def test_a_device_that_is_not_there_has_an_error_of_its_own():
     with pytest.raises(DeviceMissingError, match="cuda:99"):
         report_on(device="cuda:99")
+
+
+def test_a_limit_of_the_cpu_does_not_limit_a_card():
+    limited, free = (report_on(device="cpu", target=16, gpus="l4", memory_limit=limit) for limit in ("64MiB", None))
+
+    assert limited.measured.device.limit_bytes == 64 * MIB
+    assert limited.predicted[0].room_bytes == free.predicted[0].room_bytes
+    assert not limited.subject.limits_cards
+    assert "on the cards below too" not in str(limited)
+    assert any("the CPU's, on which is measured" in note for note in limited.notes)
+
+
+def test_a_limit_holds_for_cards_where_nothing_is_measured_on_the_cpu():
+    report = report_on(device=None, gpus="l4", measure=False, memory_limit="64MiB")
+
+    assert report.predicted[0].room_bytes == 64 * MIB
+    assert "on the cards below too" in str(report)
+
+
+def test_cards_that_may_drive_a_display_are_noted_until_its_share_is_given():
+    options = {"device": None, "gpus": ["l4", "rtx-4060"], "measure": False}
+
+    silent, told = report_on(**options), report_on(**options, display="500MiB")
+
+    assert any(note.startswith("display: none is assumed on rtx-4060;") for note in silent.notes)
+    assert not any("display" in note for note in told.notes)
+    for one, other in zip(silent.predicted, told.predicted, strict=True):
+        assert one.room_bytes - other.room_bytes == 500 * MIB
+    assert "500.0 MiB for a display" in str(told)
+
+
+def test_a_prediction_says_how_uncertain_it_is_and_why():
+    (found,) = report_on(device=None, gpus="l4", measure=False).to_dict()["predicted"]
+
+    assert 0 < found["uncertainty"] < 0.2
+    assert any("published trainings of models without convolutions" in note for note in found["notes"])
+    assert found["verdict"] == "fits"
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"fsdp": True}], ids=["whole", "overlapped", "sharded"])
+def test_on_several_ranks_each_has_its_share(options):
+    report = report_on(device=None, gpus="l4", measure=False, target=100, ranks=8, **options)
+
+    assert report.predicted[0].plan.target_batch == 13
+    assert (report.subject.target_batch, report.subject.ranks) == (100, 8)
+    assert any(note.startswith("ranks: 13 samples on each of 8;") for note in report.notes)
+    assert "100 samples, 13 on each of 8 ranks" in str(report)
+    assert "cut of 13" in str(report)
+    jsonschema.validate(report.to_dict(), schema())
+
+
+def test_ranks_take_more_with_buckets_and_less_with_shards():
+    def of(**options):
+        return report_on(device=None, gpus="l4", measure=False, max_micro_batch=64, target=512, **options).predicted[0]
+
+    alone, buckets, overlapped, sharded = of(), of(ranks=8), of(ranks=8, overlap=True), of(ranks=8, fsdp=True)
+
+    footprints = [one.estimate.footprints[0] for one in (alone, buckets, overlapped, sharded)]
+    assert footprints[0].peak_bytes < footprints[1].peak_bytes <= footprints[2].peak_bytes
+    assert footprints[3].parameters_bytes == pytest.approx(footprints[0].parameters_bytes / 8, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": 65}, "ranks=65: a target batch of 64 has not one sample for each"),
+        ({"fsdp": True}, "nothing is sharded over one rank"),
+        ({"ranks": 2, "fsdp": "yes"}, "fsdp"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(options, told):
+    with pytest.raises(InvalidInputError, match=told):
+        report_on(**options)

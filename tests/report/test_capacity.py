@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from autoaccum._estimate.estimate import trace_step
+from autoaccum._estimate.gpus import with_display
 from autoaccum._records import Trial
 from autoaccum._report.capacity import Asked, predict
 from report_examples import GIB, MIB, card, estimate, footprint
@@ -104,3 +105,32 @@ def test_what_fits_has_room_left_and_does_not_depend_on_the_target(make, batch):
         largest = by_target[1024]
         assert all(found == min(largest, target) for target, found in by_target.items())
     assert len({by_target[1024] for by_target in answers.values()}) > len(cards) / 2
+
+
+@pytest.mark.parametrize("uncertainty", [0.0, 0.05, 0.5])
+def test_a_safe_size_fits_even_if_it_takes_more_than_predicted_by_the_uncertainty(uncertainty):
+    known = replace(estimate(), uncertainty=uncertainty)
+
+    found = predict(ASKED, card(total=6 * GIB), "fp32", known)
+
+    taken = known.at(found.safe_micro_batch).reserved_bytes
+    assert taken * (1 + uncertainty) <= found.room_bytes
+    assert known.at(found.safe_micro_batch + 1).reserved_bytes * (1 + uncertainty) > found.room_bytes
+    assert (found.safe_micro_batch < found.micro_batch) is (uncertainty > 0)
+    assert found.plan.micro_batch <= found.safe_micro_batch
+    assert found.verdict == "fits"
+
+
+def test_what_is_predicted_to_fit_but_for_the_uncertainty_is_tight():
+    found = predict(ASKED, card(total=720 * MIB), "fp32", replace(estimate(), uncertainty=0.5))
+
+    assert found.verdict == "tight"
+    assert (found.micro_batch, found.safe_micro_batch) == (1, 0)
+    assert found.plan.micro_batch == 1
+    assert found.headroom_bytes >= 0
+
+
+def test_what_a_display_uses_is_not_there():
+    without, shared = (predict(ASKED, of, "fp32", estimate()) for of in (card(), with_display(card(), "1GiB")))
+
+    assert shared.room_bytes == without.room_bytes - GIB

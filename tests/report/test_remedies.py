@@ -112,14 +112,14 @@ def test_a_remedy_whose_updates_read_values_is_told_where_there_are_none():
     assert {"Adafactor", "activation checkpointing", "8-bit optimizer"} <= set(names)
 
 
-def test_where_no_single_change_helps_it_is_said():
+def test_where_no_change_helps_it_is_said():
     report = autoaccum.preflight(
         lambda: nn.Sequential(*(nn.Linear(200_000, 200_000) for _ in range(4))), torch.zeros(2, 200_000), 64,
         loss=lambda outputs, _: outputs.mean(), optimizer=torch.optim.SGD, gpus="h100-80gb", measure=False,
     )  # fmt: skip
 
     assert report.remedies == ()
-    assert any("none of the single changes" in warning for warning in report.warnings)
+    assert any("none of the changes tried" in warning for warning in report.warnings)
 
 
 def test_what_would_help_is_told_for_the_first_that_needs_it_and_that_is_said():
@@ -314,3 +314,51 @@ def test_cards_at_hand_before_ampere_are_advised_of_no_bf16(monkeypatch, capabil
 
     assert computes_bf16("cuda:0") is computes
     assert computes_bf16("cpu")
+
+
+def test_remedies_combine(small):
+    sizes = {remedy.name: remedy.micro_batch for remedy in small.remedies}
+    peaks = {remedy.name: remedy.peak_bytes for remedy in small.remedies}
+
+    both, three = "bf16 weights + checkpointing", "bf16 weights + checkpointing + 8-bit"
+    assert sizes[both] > max(sizes["bf16 weights"], sizes["activation checkpointing"])
+    assert peaks[three] <= peaks[both] < peaks["activation checkpointing"]
+    described = {remedy.name: remedy.description for remedy in small.remedies}
+    assert "model.to(torch.bfloat16)" in described[three]
+    assert "fallback='checkpoint'" in described[three]
+    assert "AdamW8bit" in described[three]
+
+
+def test_safe_sizes_of_remedies_are_told(small):
+    assert all(0 <= remedy.safe_micro_batch <= remedy.micro_batch for remedy in small.remedies)
+    assert any(remedy.safe_micro_batch < remedy.micro_batch for remedy in small.remedies)
+
+
+def wide():
+    return nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+
+def test_adapters_are_told_for_a_large_model_by_themselves_and_with_others():
+    report = autoaccum.preflight(
+        wide, (torch.zeros(4, 4096), torch.zeros(4, dtype=torch.long)), 64, device_memory="2GiB", measure=False,
+        precision="fp32", memory_limit="300MiB",
+    )  # fmt: skip
+
+    peaks = {remedy.name: remedy.peak_bytes for remedy in report.remedies}
+    assert peaks["bf16 weights + LoRA"] < peaks["LoRA"] < report.predicted[0].peak_bytes
+
+
+def test_a_card_that_was_asked_about_is_named_before_smaller_ones_that_were_not():
+    """The table has smaller cards that suffice."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3))
+    options = {"loss": lambda outputs, _: outputs.mean(), "precision": "fp32", "measure": False}
+    batch, cards = torch.zeros(2, 3, 512, 512), ["rtx-4060", "a100-80gb", "h100-80gb"]
+    fits = autoaccum.preflight(model, batch, 4096, gpus="rtx-4060", **options).predicted[0].safe_micro_batch
+    target = fits * MANY_MICRO_BATCHES + 1
+
+    among, alone = (autoaccum.preflight(model, batch, target, gpus=gpus, **options) for gpus in (cards, "rtx-4060"))
+
+    (asked,) = [remedy for remedy in among.remedies if remedy.name == "a larger card"]
+    (other,) = [remedy for remedy in alone.remedies if remedy.name == "a larger card"]
+    assert asked.description == "such as h100-80gb, the smallest asked about that suffices"
+    assert "h100" not in other.description

@@ -65,3 +65,26 @@ def test_on_a_terminal_it_has_colours():
     Console(file=file, force_terminal=True, width=80).print(REPORT)
 
     assert "\x1b[1;32m" in file.getvalue()
+
+
+def test_what_is_required_and_does_not_fit_is_red_and_names_the_card():
+    asked = replace(PREDICTED_ONLY, required_micro_batch=200)
+
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
+    console.print(asked)
+    text = console.file.getvalue()
+
+    (fits,) = [line for line in text.splitlines() if "l4: " in line]
+    (fails,) = [line for line in text.splitlines() if "rtx-3070: " in line]
+    assert "\x1b[1;32m  fits" in fits
+    assert "\x1b[1;31m  fails" in fails
+    assert "200 at once are required" in fails
+
+
+def test_what_is_tight_is_neither_green_nor_red():
+    one = PREDICTED_ONLY.predicted[0]
+    uncertain = replace(one, safe_micro_batch=0, estimate=replace(one.estimate, uncertainty=0.141))
+
+    text = str(replace(PREDICTED_ONLY, predicted=(uncertain,)))
+
+    assert "  tight l4: 256 or more at once, predicted; it may take 14.1% more" in text

@@ -23,7 +23,7 @@ from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, 
 from autoaccum._cli.numbers import check_counts, check_texts
 from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._data.nesting import shapes_of
-from autoaccum._estimate.gpus import card_named, custom_card
+from autoaccum._estimate.gpus import card_named, custom_card, with_display
 from autoaccum._launch import load_recipe
 from autoaccum._launch.job import shared_arguments
 from autoaccum._launch.recipe_exit_guard import exits_refused, is_exit
@@ -33,6 +33,7 @@ from autoaccum._report.api import preflight
 from autoaccum._report.durations import left_by_slurm, seconds_in
 from autoaccum._report.files import check_place
 from autoaccum._report.oom_view import read_postmortem, show_postmortem
+from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
@@ -65,6 +66,13 @@ def report_command(
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Predict for a card with this memory, such as 24GiB.")
     ] = None,
+    display: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of each card that a display uses, such as 600MiB.")
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(metavar="N", help="Processes that train together, each with its share of the target batch.")
+    ] = 1,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Predict for a model that is sharded over the ranks.")] = False,
     max_micro_batch: Annotated[int | None, typer.Option(help="The largest micro-batch of interest.")] = None,
     length: Annotated[
         list[str] | None,
@@ -87,8 +95,11 @@ def report_command(
         Path | None, typer.Option(metavar="FILE", help="Also draw memory against micro-batch size (.png, .svg, .pdf).")
     ] = None,
     require_micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit with 6 if the largest micro-batch is below N.")
+        int | None, typer.Option(metavar="N", help="Exit with 6 if the largest safe micro-batch is below N.")
     ] = None,
+    optimistic: Annotated[
+        bool, typer.Option("--optimistic", help="Exit by the sizes that are predicted to fit, not by the safe ones.")
+    ] = False,
     require_free: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Exit with 7 if the device has less memory free, such as 20GiB.")
     ] = None,
@@ -108,14 +119,14 @@ def report_command(
             return
         assert recipe is not None
         check_given(given)
-        check_counts({"max_micro_batch": max_micro_batch, "require_micro_batch": require_micro_batch})
-        check_texts({"device_memory": device_memory, "require_free": require_free, "time": time})
+        check_counts({"ranks": ranks, "max_micro_batch": max_micro_batch, "require_micro_batch": require_micro_batch})
+        check_texts({"device_memory": device_memory, "display": display, "require_free": require_free, "time": time})
         lengths = _lengths(length or ())
         limit_s = left_by_slurm(os.environ) if time is None else seconds_in(time, name="--time")
         measures = not no_measure and _is_to_measure(given.get("device"), gpu, device_memory)
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
         _check_required(require_micro_batch, max_micro_batch)
-        _check_cards(gpu or (), device_memory, no_measure=no_measure)
+        _check_cards(gpu or (), device_memory, display, no_measure=no_measure)
         _check_files(html, plot)
         with contextlib.redirect_stdout(sys.stderr):
             job = loaded(recipe, load_recipe)
@@ -123,13 +134,16 @@ def report_command(
             most = _most(job, max_micro_batch, require_micro_batch)
             with (
                 exits_refused(recipe),
-                _in_words_of_options([*given, "length", "max_micro_batch"]),
+                _in_words_of_options([*given, "length", "max_micro_batch", "ranks", "fsdp"]),
                 _status(quiet=quiet) as on_part,
             ):
                 report = _report_of(
                     job,
                     gpus=gpu or (),
                     device_memory=device_memory,
+                    display=display,
+                    ranks=ranks,
+                    fsdp=fsdp,
                     max_micro_batch=most,
                     length=lengths,
                     time_limit=limit_s,
@@ -137,24 +151,29 @@ def report_command(
                     measure=None if measures else False,
                     on_trial=(lambda _: None) if quiet else LineProgress().on_trial,
                 )
-        report = dataclasses.replace(report, subject=dataclasses.replace(report.subject, recipe=recipe))
+        report = dataclasses.replace(
+            report,
+            subject=dataclasses.replace(report.subject, recipe=recipe),
+            required_micro_batch=require_micro_batch,
+            is_optimistic=optimistic,
+        )
         # Before the files: a full disk must not cost the result.
         _print(report.to_dict() if as_json else report)
         if html is not None:
             report.save_html(html)
         if plot is not None:
             report.plot(plot)
-        code, why = verdict(report, require_micro_batch=require_micro_batch, require_free_bytes=free_bytes)
+        code, why = verdict(report, require_free_bytes=free_bytes)
         if why:
             complain(why)
         raise typer.Exit(code)
 
 
-def verdict(report: Report, *, require_micro_batch: int | None, require_free_bytes: int | None) -> tuple[ExitCode, str]:
+def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode, str]:
     """Return the exit code for a report, and why it is not 0.
 
     Needing several micro-batches is not a failure. A device with less free memory than required counts as busy,
-    whatever fits in the rest.
+    whatever fits in the rest. Predictions count with the sizes that are safe, unless the report is optimistic.
     """
     if require_free_bytes is not None:
         asked = f"--require-free {format_bytes(require_free_bytes)}"
@@ -165,9 +184,15 @@ def verdict(report: Report, *, require_micro_batch: int | None, require_free_byt
             return ExitCode.NO_DEVICE, f"{asked}: {device.name} has {format_bytes(device.free_bytes)} free"
     if not report.fits:
         return ExitCode.DOES_NOT_FIT, "does not fit on every device requested"
-    if require_micro_batch is not None and report.micro_batch < require_micro_batch:
-        why = f"--require-micro-batch {require_micro_batch}: the largest that fits is {report.micro_batch}"
-        return ExitCode.SMALLER, why
+    tight = [one for one in report.predicted if one.verdict == TIGHT]
+    if tight and not report.is_optimistic:
+        names = ", ".join(f"{one.card.name} (by {one.estimate.uncertainty:.1%})" for one in tight)
+        why = f"predicted to fit, but within the uncertainty of the prediction: {names}; --optimistic accepts that"
+        return ExitCode.DOES_NOT_FIT, why
+    if report.short:
+        found = ", ".join(f"{size} on {name}" for name, size in report.short)
+        kind = "the largest that fits" if report.is_optimistic else "the largest that safely fits"
+        return ExitCode.SMALLER, f"--require-micro-batch {report.required_micro_batch}: {kind} is {found}"
     return ExitCode.DONE, ""
 
 
@@ -273,14 +298,18 @@ def _first_batch(job: Job) -> Any:
     )
 
 
-def _check_cards(names: Sequence[str], device_memory: str | None, *, no_measure: bool) -> None:
+def _check_cards(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
     """Raise for unknown cards, or --no-measure without a card, before the recipe is loaded, which may be slow."""
-    for name in names:
-        card_named(name)
+    cards = [card_named(name) for name in names]
     if device_memory is not None:
         parse_size(device_memory, name="--device-memory")
         with _in_words_of_options(["device_memory"]):
-            custom_card(device_memory)
+            cards.append(custom_card(device_memory))
+    if display is not None:
+        parse_size(display, name="--display")
+        with _in_words_of_options(["display"]):
+            for card in cards:
+                with_display(card, display)
     if no_measure and not names and device_memory is None:
         raise InvalidInputError(
             "--no-measure without a card leaves nothing to report; name cards (--gpu h100-80gb), pass a card's memory "

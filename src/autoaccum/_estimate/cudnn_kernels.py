@@ -1,8 +1,9 @@
 """Workspaces of cuDNN's convolutions on a card: one rule for each direction, which computes bytes from arguments.
 
 cuDNN chooses a kernel, and thereby a workspace, at run time. These rules give the largest workspace among the kernels
-that it usually offers PyTorch first, without `torch.backends.cudnn.benchmark` (run_single_conv in
-aten/src/ATen/native/cudnn/Conv_v8.cpp, which tries the next plan if memory is short). The workspace is allocated by
+that it usually offers PyTorch first (run_single_conv in aten/src/ATen/native/cudnn/Conv_v8.cpp, which tries the next
+plan if memory is short). With `torch.backends.cudnn.benchmark` PyTorch runs all plans whose workspace is to be had and
+keeps the fastest (get_plans_from_find there): then the larger of all rules counts. The workspace is allocated by
 PyTorch and freed after the call. docs/estimates.md compares whole trainings on cards.
 
 Origins:
@@ -67,10 +68,9 @@ def convolution(args: Sequence[Any], result: Tensor, *, tensor_float: bool = Tru
         return None
     last = _runs_channels_last(source, weight)
     cores = tensor_float and _allows_tensor_float()
+    parts = [_turned(tensor, channels_last=last, cores=cores) for tensor in (source, weight, result)]
     if not last and _is_winograd(args, source, cores=cores):
-        parts = _winograd(source, result)
-    else:
-        parts = [_turned(tensor, channels_last=last, cores=cores) for tensor in (source, weight, result)]
+        parts = _winograd(source, result) if not torch.backends.cudnn.benchmark else _larger(parts, source, result)
     return Workspace(beside=(*_copied((source, weight), channels_last=last), *_capped(parts)))
 
 
@@ -87,11 +87,13 @@ def convolution_backward(args: Sequence[Any], result: Any, *, tensor_float: bool
         return None
     last = _runs_channels_last(source, weight)
     cores = tensor_float and _allows_tensor_float()
+    read = [_turned(tensor, channels_last=last, cores=cores) for tensor in (gradient, source, weight)]
+    written = [*read, _partial_sums(weight, groups)]
     if not last and _is_winograd(args[1:], source, cores=cores):
-        read = written = _winograd(source, gradient)
-    else:
-        read = [_turned(tensor, channels_last=last, cores=cores) for tensor in (gradient, source, weight)]
-        written = [*read, _partial_sums(weight, groups)]
+        if torch.backends.cudnn.benchmark:
+            read, written = _larger(read, source, gradient), _larger(written, source, gradient)
+        else:
+            read = written = _winograd(source, gradient)
     made = [tensor.nbytes for tensor, is_asked in zip(result[:2], mask[:2], strict=True) if is_asked]
     steps = []
     if mask[0]:
@@ -147,11 +149,14 @@ def _allows_tensor_float() -> bool:
 
 
 def _is_winograd(args: Sequence[Any], source: Tensor, *, cores: bool) -> bool:
-    """Whether Winograd's algorithm is used; for a backward pass, `args` are its arguments from the source on."""
+    """Whether Winograd's algorithm is used, or in benchmark mode may be.
+
+    For a backward pass, `args` are its arguments from the source on.
+    """
     weight, stride, dilation, transposed, groups = args[1], args[3], args[5], args[6], args[8]
+    is_usual = not cores and source.dtype is torch.float32
     return (
-        not cores
-        and source.dtype is torch.float32
+        (is_usual or torch.backends.cudnn.benchmark)
         and tuple(weight.shape[2:]) == (_FILTER, _FILTER)
         and all(step == 1 for step in (*stride, *dilation))
         and not transposed
@@ -164,7 +169,13 @@ def _winograd(source: Tensor, result: Tensor) -> list[int]:
     n, outputs, *sides = result.shape
     inputs = source.shape[1]
     tiles = n * math.prod(math.ceil(side / _RESULTS) for side in sides)
-    return [_TRANSFORMED**2 * numbers * _FLOAT for numbers in ((inputs + outputs) * tiles, inputs * outputs)]
+    each_bytes = _TRANSFORMED**2 * source.element_size()
+    return [each_bytes * numbers for numbers in ((inputs + outputs) * tiles, inputs * outputs)]
+
+
+def _larger(parts: list[int], source: Tensor, result: Tensor) -> list[int]:
+    """Return the larger of a workspace's parts and those of Winograd's algorithm, between which benchmarks decide."""
+    return max(parts, _winograd(source, result), key=sum)
 
 
 def _turned(tensor: Tensor, *, channels_last: bool, cores: bool) -> int:

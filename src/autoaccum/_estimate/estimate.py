@@ -42,6 +42,7 @@ from autoaccum._estimate.fake import NoFakesError, Stage, batch_like, built_for_
 from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
 from autoaccum._estimate.step_sizes import TracedSizes, extrapolated
 from autoaccum._estimate.trace import Traced
+from autoaccum._estimate.uncertainty import margin_for
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line
@@ -71,6 +72,11 @@ _OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=exp
 _OF_CUDNN = (
     "cuDNN chooses its convolutions' workspace at run time; the usual choice is counted, and measured runs (in fp32, "
     "on two cards) used from 16 % less to 20 % more than predicted"
+)
+
+_OF_BENCHMARK = (
+    "torch.backends.cudnn.benchmark is on: cuDNN takes the fastest kernels, whatever their workspace; the largest "
+    "known, Winograd's, is counted for filters of 3 x 3; the published trainings ran without it"
 )
 
 
@@ -164,7 +170,7 @@ def trace_step(
     )
     try:
         step_of = TracedSizes(_OnFakes(job), min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
-        return Traced(step_of, tuple(asked), kind, notes=(*notices.texts, *job.notes()))
+        return replace(job.traced(step_of, asked, notices.texts), rough_of=step_of.rough)
     except Exception as error:
         reason = _why_stuck(error)
         if reason is None:
@@ -175,8 +181,8 @@ def trace_step(
             job = replace(job, model=built_for_real(model, made, reason))
     low, high = job.for_real()
     real = f"a real step of {low.size} and of {high.size} samples was run on the CPU: {reason}"
-    known = tuple(sorted({max(low.size, size) for size in asked}))
-    return Traced(extrapolated(low, high), known, kind, real_step=True, notes=(real, *notices.texts, *job.notes()))
+    known = sorted({max(low.size, size) for size in asked})
+    return job.traced(extrapolated(low, high), known, (real, *notices.texts), real_step=True)
 
 
 def estimate_step(
@@ -268,7 +274,17 @@ class _Job:
             how = Precision(own or name, device, autocasts=own is None)
         return TrainingStep(objective, chosen, how, Simulated(2**60), clip_grad_norm=self.clip_grad_norm)
 
-    def notes(self) -> tuple[str, ...]:
+    def traced(
+        self, step_of: Callable[[int], Timeline], sizes: Sequence[int], notes: Sequence[str], *, real_step: bool = False
+    ) -> Traced:
+        """Return the traced step, with what is assumed of it and how uncertain it is."""
+        assumed, share = self._notes(), 0.0
+        if self.kind == "cuda":
+            margin = margin_for(self.model.modules(), own_half_type(self.model) or self.precision, real_step=real_step)
+            assumed, share = (*assumed, margin.basis), margin.share
+        return Traced(step_of, tuple(sizes), self.kind, real_step, (*notes, *assumed), share)
+
+    def _notes(self) -> tuple[str, ...]:
         """Return the assumptions."""
         lengths = {
             tensor.shape[1]
@@ -281,6 +297,8 @@ class _Job:
             notes.append(told + _OF_LENGTHS if self.kind == "cuda" else told)
         if self.kind == "cuda" and any(isinstance(part, _CONVOLUTIONS) for part in self.model.modules()):
             notes.append(_OF_CUDNN)
+            if torch.backends.cudnn.benchmark:
+                notes.append(_OF_BENCHMARK)
         if self.kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in self.model.modules()):
             notes.append(cudnn_recurrent.NOTE)
         return tuple(notes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoaccum._arguments import shown
 from autoaccum._memory.limits import parse_size
@@ -35,6 +35,13 @@ _CONTEXT_MIB = {
     "hopper": 704,  # 677: https://github.com/ali-vilab/VACE/issues/56
     "blackwell": 704,  # as hopper: no message of its own was found
 }
+# Where a message of the card itself gives more than its architecture has above. Of three from RTX 4090s the largest is
+# 503 MiB (https://github.com/3DTopia/Phidias-Diffusion/issues/8); an A100 took 501
+# (https://github.com/TianheWu/CoSeR/issues/10).
+_CONTEXT_OF_CARD_MIB = {"rtx-4090": 512, "a100-40gb": 512, "a100-80gb": 512}
+# Memory of an RTX 4090 that was neither free nor used by a process of CUDA: the message above, and
+# https://github.com/pinokiofactory/flux-webui/issues/11.
+DISPLAY_MIB = (368, 897)
 _WITHOUT_BF16 = ("pascal", "volta", "turing")
 _SUGGESTED = 3
 
@@ -50,6 +57,7 @@ class Card:
         bf16: Whether it supports bfloat16.
         source: The origin of the numbers.
         basis: How `total_bytes` is known: read from a card, or derived from its nominal size.
+        display_bytes: The part that a display uses.
     """
 
     name: str
@@ -58,6 +66,12 @@ class Card:
     bf16: bool
     source: str
     basis: str = ""
+    display_bytes: int = 0
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether it is made for workstations, where a display may use a part of its memory."""
+        return self.name.startswith(("rtx", "titan"))
 
     @property
     def tensor_float(self) -> bool:
@@ -67,7 +81,7 @@ class Card:
     @property
     def free_bytes(self) -> int:
         """The memory that a process alone on the card can reserve."""
-        return self.total_bytes - self.context_bytes
+        return self.total_bytes - self.context_bytes - self.display_bytes
 
 
 def known_cards() -> tuple[Card, ...]:
@@ -116,6 +130,36 @@ def custom_card(device_memory: str) -> Card:
     )
 
 
+def display_bytes(display: int | str) -> int:
+    """Return the memory that a display uses, given in bytes or as "600MiB".
+
+    Raises:
+        InvalidInputError: It is no size.
+    """
+    if isinstance(display, bool) or not isinstance(display, int | str) or (isinstance(display, int) and display < 0):
+        raise InvalidInputError(f"display={shown(display)} must be bytes, or a size such as '600MiB'")
+    return display if isinstance(display, int) else parse_size(display, name="display")
+
+
+def with_display(card: Card, display: int | str) -> Card:
+    """Return a card of whose memory a display uses a part.
+
+    Args:
+        card: The card.
+        display: The part, in bytes or as "600MiB".
+
+    Raises:
+        InvalidInputError: It is no size, or leaves nothing for training.
+    """
+    taken = display_bytes(display)
+    if taken >= card.free_bytes:
+        raise InvalidInputError(
+            f"display={shown(display)} leaves nothing of {card.name}, of which {card.free_bytes // _MIB} MiB are free "
+            "beside CUDA; pass less"
+        )
+    return replace(card, display_bytes=taken)
+
+
 def _plain(name: str) -> str:
     plain = re.sub(r"[\s_-]+", "", name.lower())
     return re.sub(r"^(nvidia)?(geforce|tesla|quadro)?", "", plain)
@@ -127,7 +171,7 @@ def _card(
     return Card(
         name,
         int(total_bytes),
-        (context_mib or _CONTEXT_MIB[architecture]) * _MIB,
+        (context_mib or _CONTEXT_OF_CARD_MIB.get(name) or _CONTEXT_MIB[architecture]) * _MIB,
         bf16=architecture not in _WITHOUT_BF16,
         source=page if page.startswith("https") else f"https://www.nvidia.com/en-us/{page}",
         basis=basis,

@@ -37,6 +37,13 @@ class TracedSizes:
             self._known[size] = self._derived(size) or self._traced(size)
         return self._known[size]
 
+    def rough(self, size: int) -> Timeline | None:
+        """Return about the timeline of a size that would have to be traced; None if it need not be, or is unlike."""
+        low, high = self._known[self._low], self._known[self._high]
+        if size in self._known or low is high or between(low, high, size) is not None:
+            return None
+        return between(low, high, size, bends=True)
+
     def _derived(self, size: int) -> Timeline | None:
         exact = between(self._known[self._low], self._known[self._high], size) if self._low < self._high else None
         least = 1 << (size.bit_length() - 1)

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
 
+# A prediction that is only about right, by the bends of workspaces and by the allocator's fragments, is within this
+# factor, and segments.
+_FAR = 1.5
+_SEGMENTS_BYTES = 256 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Traced:
@@ -24,10 +29,12 @@ class Traced:
 
     Attributes:
         step_of: Returns the timeline of a size.
+        rough_of: Returns about that of a size that would have to be traced, or None.
         sizes: The sizes whose footprints are recorded, ascending.
         kind: The kernels traced: "cpu" or "cuda".
         real_step: Whether real tensors had to be used.
         notes: The assumptions, each a sentence.
+        uncertainty: A step on a card may take this share more than predicted.
     """
 
     step_of: Callable[[int], Timeline]
@@ -35,10 +42,17 @@ class Traced:
     kind: str
     real_step: bool = False
     notes: tuple[str, ...] = ()
+    uncertainty: float = 0.0
+    rough_of: Callable[[int], Timeline | None] = lambda _: None
 
     def changed(self, change: Callable[[Timeline], Timeline]) -> Traced:
         """Return the step with a change made to the timeline of each size."""
-        return replace(self, step_of=lambda size: change(self.step_of(size)))
+
+        def rough_of(size: int) -> Timeline | None:
+            rough = self.rough_of(size)
+            return None if rough is None else change(rough)
+
+        return replace(self, step_of=lambda size: change(self.step_of(size)), rough_of=rough_of)
 
     def estimate(self, card: Card | None = None) -> Replayed:
         """Return the peak memory of the steps.
@@ -57,7 +71,10 @@ class Traced:
         # The step of one sample may be that of two, if the model refuses one.
         timelines = {timeline.size: timeline for timeline in map(self.step_of, self.sizes)}
         footprints = tuple(_footprint(timelines[size], card) for size in sorted(timelines))
-        return Replayed(footprints, self.real_step, self.notes, step_of=self.step_of, card=card)
+        uncertainty = 0.0 if card is None else self.uncertainty
+        return Replayed(
+            footprints, self.real_step, self.notes, uncertainty, step_of=self.step_of, rough_of=self.rough_of, card=card
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +83,12 @@ class Replayed(Estimate):
 
     Attributes:
         step_of: Returns the timeline of a size.
+        rough_of: Returns about that of a size that would have to be traced, or None.
         card: The card whose caching allocator serves it; None for exact bytes.
     """
 
     step_of: Callable[[int], Timeline] = field(kw_only=True, repr=False, compare=False)
+    rough_of: Callable[[int], Timeline | None] = field(kw_only=True, repr=False, compare=False)
     card: Card | None = field(kw_only=True)
 
     def at(self, size: int, room_bytes: int | None = None) -> Footprint:
@@ -86,6 +105,12 @@ class Replayed(Estimate):
 
     def fits(self, size: int, room_bytes: int) -> bool:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
+        rough = self.rough_of(size)
+        if rough is not None:
+            about = rough.peak().live_bytes
+            # Far from the room, the answer is known without tracing this size.
+            if about > _FAR * room_bytes or _FAR * about + _SEGMENTS_BYTES < room_bytes:
+                return about < room_bytes
         step = self.step_of(size)
         if self.card is None:
             return step.peak().live_bytes <= room_bytes
@@ -93,7 +118,7 @@ class Replayed(Estimate):
 
     def record(self) -> Estimate:
         """Return the footprints alone, without the traced step."""
-        return Estimate(self.footprints, self.real_step, self.notes)
+        return Estimate(self.footprints, self.real_step, self.notes, self.uncertainty)
 
 
 def _footprint(timeline: Timeline, card: Card | None, room_bytes: int | None = None) -> Footprint:

@@ -32,13 +32,14 @@ from autoaccum._engine.precision import PRECISIONS, own_half_type
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
-from autoaccum._estimate.gpus import card_named, custom_card
+from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.durations import seconds_in
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
+from autoaccum._report.many_ranks import ManyRanks
 from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
 from autoaccum._report.sequence_lengths import may_vary, of_length
@@ -48,10 +49,11 @@ from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from autoaccum._data.pieces import Split
     from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.estimate import Traced
     from autoaccum._estimate.gpus import Card
     from autoaccum._loss.objective import Loss
@@ -83,6 +85,10 @@ def preflight(
     strategy: str | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
+    display: int | str | None = None,
+    ranks: int = 1,
+    fsdp: bool = False,
+    overlap: bool = False,
     loader: Iterable[Any] | None = None,
     length: int | Mapping[str, int] | None = None,
     epochs: int | None = None,
@@ -106,7 +112,7 @@ def preflight(
         optimizer: As for `fit`; the report includes its state.
         device: As for `fit`.
         precision: As for `fit`.
-        memory_limit: As for `fit`; also applies to the cards in `gpus`.
+        memory_limit: As for `fit`; also applies to the cards in `gpus`, unless something is measured on the CPU.
         max_micro_batch: The largest size of interest; None means `target_batch`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -116,6 +122,11 @@ def preflight(
         strategy: As for `fit`; None means "balanced". "fastest" is planned like "balanced", with which `fit` starts.
         gpus: Names of cards to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted card to predict for, such as "24GiB".
+        display: The memory of each card that a display uses, in bytes or as "600MiB"; None means none.
+        ranks: The processes that train together, each with a device and its share of `target_batch`. Predictions count
+            the buckets through which gradients are sent.
+        fsdp: Whether the model is sharded over the ranks by `fully_shard`, each repeated block and then the whole.
+        overlap: As for `fit`.
         loader: The loader; its speed is measured by iterating over it briefly.
         length: The sequence length; batches are cut or padded to it. If the sequences of a batch differ in length, a
             mapping by their names in the batch: `{"input_ids": 512, "labels": 64}`. None keeps the batch's length, or
@@ -140,35 +151,31 @@ def preflight(
     check_finding("auto", "off", strategy)
     check_loss_scope(loss_scope)
     check_batchnorm(batchnorm)
-    most = target_batch if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
+    group = ManyRanks(ranks, target_batch, fsdp, overlap)
+    most = group.share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     check_choice("precision", precision, PRECISIONS)
     _check_ways(measure, loader, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
-    check_split(split)
-    count(batch, split)
-    lengths: Lengths | None = None
-    if is_first(split):
-        further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
-        batch, lengths = of_length(batch, further, length)
-    elif length is not None:
-        raise InvalidInputError(
-            f"length={shown(length)} cuts or pads tensors whose first dimension is the samples, and with "
-            f"split={shown(split)} they are not so; pass a batch of that length"
-        )
-    cards = _cards(gpus, device_memory)
+    batch, lengths = _at_length(batch, loader, length, split)
+    cards = _cards(gpus, device_memory, display)
     measures = _measures(measure, cards, device)
     notices = Notices(silent=True)
+    limits_cards = not (measures and _is_host(device))
+    for note in (*_about_room(cards, memory_limit, display, limits_cards=limits_cards), *group.notes):
+        notices.say(note)
     if strategy == "fastest":
         notices.say("strategy='fastest': planned as 'balanced', with which fit starts; fit then times other cuts")
     made = _made(model, notices, on_meta=not measures)
-    asked = Asked(batch, target_batch, most, strategy or "balanced", memory_limit, loss_scope)
+    asked = Asked(batch, group.share, most, strategy or "balanced", memory_limit, loss_scope)
 
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
 
     def predicted_for(made: nn.Module) -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
         objective = Objective(made, notices=notices, **way)
         chosen = optimizers.resolve(optimizer, objective.modules, notices)
-        return objective, chosen, _predicted(asked, cards, made, precision, on_part, optimizer=chosen, **way)
+        of_cards = asked if limits_cards else replace(asked, memory_limit=None)
+        predicted = _predicted(of_cards, cards, made, precision, on_part, group.changed(made), optimizer=chosen, **way)
+        return objective, chosen, predicted
 
     try:
         objective, chosen, predicted = predicted_for(made)
@@ -193,15 +200,23 @@ def preflight(
         )
         on_part(f"measuring on {memory.name}")
         measured, warnings = measure_on(asked, memory, put_together, on_trial)
-    remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, made, chosen, on_part, way)
+    remedies_on, remedies, of_remedies = _remedies(
+        asked, measured, predicted, made, chosen, on_part, way, group.changed(made)
+    )
     facts = None
     if measured is not None:
         if loader is not None:
             on_part("timing the loader")
             measured, facts = _with_loader(loader, measured, count(batch, split), split)
-        measured = _to_the_end(measured, target_batch, epochs, max_steps, limit_s)
+        measured = _to_the_end(measured, group.share, epochs, max_steps, limit_s)
     return Report(
-        subject=_subject(made, chosen, asked),
+        subject=replace(
+            _subject(made, chosen, asked),
+            target_batch=target_batch,
+            limits_cards=limits_cards,
+            ranks=ranks,
+            is_sharded=fsdp,
+        ),
         measured=measured,
         predicted=predicted,
         host=_host(),
@@ -218,6 +233,36 @@ def preflight(
         ),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.estimate.notes)])),
     )
+
+
+def _at_length(
+    batch: Any, loader: Iterable[Any] | None, length: int | Mapping[str, int] | None, split: Split | None
+) -> tuple[Any, Lengths | None]:
+    """Return the batch at the length that the report holds for, and the lengths seen; None without sequences."""
+    check_split(split)
+    count(batch, split)
+    if is_first(split):
+        further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
+        return of_length(batch, further, length)
+    if length is not None:
+        raise InvalidInputError(
+            f"length={shown(length)} cuts or pads tensors whose first dimension is the samples, and with "
+            f"split={shown(split)} they are not so; pass a batch of that length"
+        )
+    return batch, None
+
+
+def _about_room(
+    cards: Sequence[Card], memory_limit: float | str | None, display: int | str | None, *, limits_cards: bool
+) -> Iterator[str]:
+    """Yield what is assumed of the cards' memory."""
+    if memory_limit is not None and cards and not limits_cards:
+        yield f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the cards are not limited"
+    if display is None and (with_outputs := [card.name for card in cards if card.has_outputs]):
+        yield (
+            f"display: none is assumed on {', '.join(with_outputs)}; one took {DISPLAY_MIB[0]} to {DISPLAY_MIB[1]} MiB "
+            "of RTX 4090s (--display SIZE, in Python display=)"
+        )
 
 
 def _check_ways(measure: object, loader: object, on_trial: object, on_part: object) -> None:
@@ -249,12 +294,25 @@ def _length_warnings(lengths: Lengths | None) -> list[str]:
     return [f"{seen}: {holds}; pass the longest length expected (--length, in Python length=)"]
 
 
-def _cards(gpus: str | Sequence[str], device_memory: str | None) -> list[Card]:
+def _is_host(device: object) -> bool:
+    """Whether `device`, as passed to `preflight`, is the CPU."""
+    if device is None:
+        return not torch.accelerator.is_available()
+    own = getattr(device, "device", device)  # a memory backend's
+    return own.partition(":")[0] == "cpu" if isinstance(own, str) else getattr(own, "type", None) == "cpu"
+
+
+def _cards(gpus: str | Sequence[str], device_memory: str | None, display: int | str | None) -> list[Card]:
     if not isinstance(gpus, str | list | tuple):
         raise InvalidInputError(f"gpus={shown(gpus)} must be a name or a list of names, such as ['h100-80gb']")
     names = [gpus] if isinstance(gpus, str) else gpus
     cards = list(dict.fromkeys(card_named(name) for name in names))  # two names may mean the same card
-    return cards if device_memory is None else [*cards, custom_card(device_memory)]
+    if device_memory is not None:
+        cards.append(custom_card(device_memory))
+    if display is None:
+        return cards
+    display_bytes(display)  # is wrong even without a card
+    return [with_display(card, display) for card in cards]
 
 
 def _measures(asked: bool | None, cards: Sequence[Card], device: object) -> bool:
@@ -287,6 +345,7 @@ def _predicted(
     model: nn.Module,
     precision: str,
     on_part: Callable[[str], None],
+    on_rank: Callable[[Timeline], Timeline],
     **what: Any,
 ) -> tuple[Predicted, ...]:
     """Trace the step once for each precision the cards would use, with and without TF32."""
@@ -298,7 +357,8 @@ def _predicted(
         kind = name, card.tensor_float
         if kind not in traced:
             options = what | {"precision": name, "tensor_float": card.tensor_float}
-            traced[kind] = trace_step(model, asked.batch, kind="cuda", most=asked.most, **options)
+            step = trace_step(model, asked.batch, kind="cuda", most=asked.most, **options)
+            traced[kind] = step.changed(on_rank)
         predicted.append(predict(asked, card, name, traced[kind].estimate(card)))
     return tuple(predicted)
 
@@ -311,6 +371,7 @@ def _remedies(
     optimizer: torch.optim.Optimizer,
     on_part: Callable[[str], None],
     way: Mapping[str, Any],
+    on_rank: Callable[[Timeline], Timeline],
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
     """Return the first device that needs a smaller step, the remedies for it, and warnings."""
     if asked.loss_scope != "micro_batch":
@@ -331,7 +392,7 @@ def _remedies(
         )
         places.append((device.name, place))
     for one in predicted:
-        if are_due(one.micro_batch, asked.target_batch):
+        if are_due(one.safe_micro_batch, asked.target_batch):
             is_limited = one.room_bytes < one.card.free_bytes
             place = Place(
                 kind="cuda",
@@ -347,11 +408,15 @@ def _remedies(
         return None, (), ()
     (name, place), *further = places
 
-    trace = partial(trace_step, model, optimizer=optimizer, **way)
-    remedies = Remedies(asked, place, trace, model, optimizer).all()
+    def trace(**options: Any) -> Traced:
+        step = trace_step(**{"model": model, "optimizer": optimizer, **way} | options)
+        return step if place.card is None else step.changed(on_rank)
+
+    cards = [one.card for one in predicted]
+    remedies = Remedies(asked, place, trace, model, optimizer, cards).all()
     warnings = []
     if not remedies:
-        warnings.append(f"what would help on {name}: none of the single changes tried")
+        warnings.append(f"what would help on {name}: none of the changes tried")
     if further:
         others = " and ".join(other for other, _ in further)
         warnings.append(

@@ -153,7 +153,11 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     limit_bytes = parse_limit(asked.memory_limit, Simulated(card.total_bytes))
     room = card.free_bytes if limit_bytes is None else min(limit_bytes, card.free_bytes)
     largest = estimate.largest(room, asked.most)
-    chosen = _planned(asked, estimate, precision, largest, room)
+    safe_bytes = estimate.safe_bytes(room)
+    safe = min(largest, estimate.largest(safe_bytes, asked.most))
+    chosen = _planned(asked, estimate, precision, safe, safe_bytes) or _planned(
+        asked, estimate, precision, largest, room
+    )
     return Predicted(
         card,
         precision,
@@ -163,6 +167,7 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
         chosen,
         estimate.at(estimate.footprints[0].size if chosen is None else chosen.micro_batch, room),
         is_capped=largest == asked.most and estimate.fits(largest + 1, room),
+        safe_micro_batch=safe,
     )
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from autoaccum._report.curves import picture_of
+from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
 from autoaccum._report.svg import COLOURS, svg_of
 from autoaccum._report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from autoaccum._report.curves import Picture
     from autoaccum._report.records import Findings
     from autoaccum._report.wording import Section
+
+# A class of the style, and the answer as text.
+_ANSWERS = {FITS: ("fits", "fits"), TIGHT: ("tight", "is tight"), DOES_NOT_FIT: ("fails", "does not fit")}
 
 
 def page_of(report: Findings) -> str:
@@ -43,7 +47,7 @@ def _body(report: Findings) -> Iterator[str]:
     yield f'<header><p class="kind">Pre-flight report</p><h1>{escape(title_of(report))}</h1></header>'
     yield '<ul class="verdicts">'
     for verdict in verdicts_of(report):
-        kind, answer = ("fits", "fits") if verdict.fits else ("fails", "does not fit")
+        kind, answer = _ANSWERS[verdict.answer]
         yield f'<li class="{kind}"><b>{escape(verdict.place)} {answer}</b> {escape(verdict.text)}</li>'
     yield "</ul>"
     yield from _list("Warnings", "warnings", report.warnings)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from autoaccum._sizing.footprint import Estimate, Footprint
 
 
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
     """A change that would reduce the memory of a step.
@@ -24,6 +27,7 @@ class Remedy:
         peak_bytes: The memory a step would then need; None if unknown.
         micro_batch: The largest micro-batch that would then fit; None if unknown.
         cost: Its disadvantage.
+        safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty; None if unknown.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Remedy:
     peak_bytes: int | None
     micro_batch: int | None
     cost: str
+    safe_micro_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,9 @@ class Subject:
         recipe: The recipe file; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
         memory_limit: The memory limit as the user wrote it; None if there is none.
+        limits_cards: Whether that also holds for the cards that are predicted; not if it is of the host.
+        ranks: The processes that train together; the report is on one of them.
+        is_sharded: Whether the model is sharded over them.
     """
 
     model: str
@@ -58,6 +66,14 @@ class Subject:
     recipe: str | None = None
     max_micro_batch: int | None = None
     memory_limit: str | None = None
+    limits_cards: bool = True
+    ranks: int = 1
+    is_sharded: bool = False
+
+    @property
+    def share(self) -> int:
+        """Samples per update on one rank."""
+        return -(-self.target_batch // self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +246,13 @@ class Predicted:
         estimate: The predicted memory of steps.
         room_bytes: The memory a step may use: all that a process alone on the card can reserve, or the limit.
         micro_batch: The largest that would fit; 0 if not even one sample would.
-        plan: How the target batch would be cut; None if nothing would fit.
+        plan: How the target batch would be cut, in micro-batches that are safe, or if none is, in those that would fit;
+            None if nothing would fit.
         footprint: The memory by part of a step of the plan's largest micro-batch; if nothing would fit, of the
             smallest size traced.
         is_capped: Whether larger micro-batches are predicted to fit too.
+        safe_micro_batch: The largest that would fit even if it takes more than predicted, by the uncertainty of
+            `estimate`; 0 if not even one sample would.
     """
 
     card: Card
@@ -244,6 +263,14 @@ class Predicted:
     plan: Plan | None
     footprint: Footprint
     is_capped: bool = False
+    safe_micro_batch: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """Whether it "fits", "does not fit", or is "tight": predicted to fit, but within the uncertainty."""
+        if self.safe_micro_batch > 0:
+            return FITS
+        return TIGHT if self.micro_batch > 0 else DOES_NOT_FIT
 
     @property
     def peak_bytes(self) -> int:
@@ -278,12 +305,33 @@ class Findings:
     remedies: tuple[Remedy, ...] = ()
     remedies_on: str | None = None
     lengths: Lengths | None = None
+    required_micro_batch: int | None = None
+    is_optimistic: bool = False
 
     @property
     def micro_batch(self) -> int:
         """The largest micro-batch of interest that fits in every place of the report; 0 if nothing fits in one."""
         found = [] if self.measured is None else [self.measured.micro_batch]
         return min([*found, *(one.micro_batch for one in self.predicted)])
+
+    @property
+    def safe_micro_batch(self) -> int:
+        """The same, of predictions the sizes that fit in spite of their uncertainty."""
+        found = [] if self.measured is None else [self.measured.micro_batch]
+        return min([*found, *(one.safe_micro_batch for one in self.predicted)])
+
+    def counts(self, found: Measured | Predicted) -> int:
+        """Return the largest micro-batch in one place that a requirement is held against."""
+        return found.micro_batch if self.is_optimistic or isinstance(found, Measured) else found.safe_micro_batch
+
+    @property
+    def short(self) -> tuple[tuple[str, int], ...]:
+        """The places that fit, but not with the micro-batch that is required, and the largest that counts there."""
+        required = self.required_micro_batch or 0
+        found: list[tuple[str, Measured | Predicted]] = [(one.card.name, one) for one in self.predicted]
+        if self.measured is not None:
+            found.insert(0, (self.measured.device.name, self.measured))
+        return tuple((name, self.counts(one)) for name, one in found if 0 < self.counts(one) < required)
 
     @property
     def fits(self) -> bool:

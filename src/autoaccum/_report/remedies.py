@@ -1,4 +1,4 @@
-"""Finds changes that would reduce the memory of a step, by tracing the step again with one change each.
+"""Finds changes that would reduce the memory of a step, by tracing the step again with one change, or several.
 
 Used only if not even one sample fits or windows are cut into many micro-batches. Nothing is measured: the memory of a
 changed step is predicted by `_estimate` and compared with its prediction for the unchanged step.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.fallback import checkpointed, offloaded
+from autoaccum._estimate.adapters import RANK, alike, with_adapters
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._memory.simulated import Simulated
@@ -23,7 +24,7 @@ from autoaccum._report.records import Remedy
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
@@ -37,6 +38,8 @@ MANY_MICRO_BATCHES = 8
 # Optimizers with two state values per parameter that have 8-bit versions (bitsandbytes keeps one
 # float32 scale for each of its blocks of 256 numbers: https://huggingface.co/docs/bitsandbytes, 8-bit optimizers).
 _TWO_NUMBERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+# A model of fewer parameters is not worth adapters.
+_WORTH_ADAPTERS = 10**7
 _BITS8_BYTES = 1 + 4 / 256
 _HALF = ("bf16", "fp16")
 _TOKENS = 2  # dimensions: samples and tokens
@@ -66,9 +69,16 @@ class Place:
     half: bool
     failed: int | None = None
 
-    def largest(self, estimate: Estimate, most: int) -> int:
-        """Return the largest micro-batch up to `most` that is predicted to fit; 0 if none is."""
-        return estimate.largest(self.room_bytes + self._model_bytes(estimate), most)
+    def largest(self, estimate: Estimate, most: int, *, safely: bool = False) -> int:
+        """Return the largest micro-batch up to `most` that is predicted to fit; 0 if none is.
+
+        Args:
+            estimate: The memory of steps.
+            most: The largest size of interest.
+            safely: Whether it fits in spite of the prediction's uncertainty.
+        """
+        room_bytes = self.room_bytes + self._model_bytes(estimate)
+        return estimate.largest(estimate.safe_bytes(room_bytes) if safely else room_bytes, most)
 
     def as_tried(self, estimate: Estimate) -> Place:
         """Return the place with its room reduced, so that the step is not predicted to fit at sizes that failed."""
@@ -92,6 +102,26 @@ class _Change(NamedTuple):
     place: Place | None = None  # None for the same place
 
 
+class _Lever(NamedTuple):
+    """A change that combines with others.
+
+    Attributes:
+        name: Its name.
+        short: Its name among others.
+        how: How to make it.
+        cost: Its disadvantage.
+        options: Arguments of the trace that it changes.
+        of_timeline: What it changes in a traced step, given the bytes of a weight; None if nothing.
+    """
+
+    name: str
+    short: str
+    how: str
+    cost: str
+    options: Mapping[str, Any]
+    of_timeline: Callable[[int, Timeline], Timeline] | None = None
+
+
 class Remedies:
     """Traces changed steps.
 
@@ -101,6 +131,7 @@ class Remedies:
         trace: `trace_step` with the parts of the job bound; takes the arguments that a remedy changes.
         model: The model, only inspected.
         optimizer: The optimizer, only inspected.
+        cards: The cards that were asked about; a larger card is looked for among them first.
     """
 
     def __init__(
@@ -110,12 +141,15 @@ class Remedies:
         trace: Callable[..., Traced],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        cards: Sequence[Card] = (),
     ) -> None:
         self._asked = asked
+        self._cards = cards
         self._place = place
         self._trace = trace
         self._model = model
         self._optimizer = optimizer
+        self._unchanged: Traced | None = None
         self._as_it_is = self._estimate()
         self._place = place.as_tried(self._as_it_is)
 
@@ -126,19 +160,19 @@ class Remedies:
         now_bytes = self._as_it_is.reserved_bytes(size)
         found = []
         for change in self._changes():
-            peak = change.estimate.reserved_bytes(size)
-            largest = (change.place or self._place).largest(change.estimate, self._asked.most)
+            peak, place = change.estimate.reserved_bytes(size), change.place or self._place
+            largest = place.largest(change.estimate, self._asked.most)
             if largest > before or (peak < now_bytes and largest >= max(before, 1)):
-                found.append(Remedy(change.name, change.how, peak, largest, change.cost))
+                safe = min(largest, place.largest(change.estimate, self._asked.most, safely=True))
+                found.append(Remedy(change.name, change.how, peak, largest, change.cost, safe))
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
     def _changes(self) -> Iterator[_Change]:
+        levers = [self._half_weights(), self._checkpointed(), self._bits8(), self._lora()]
+        yield from self._made_by_each(self._combined(levers))
         for change in (
             self._half,
-            self._half_weights,
-            self._checkpointed,
             self._offloaded,
-            self._bits8,
             self._adafactor,
             self._fused,
             self._shorter,
@@ -150,6 +184,35 @@ class Remedies:
                 if (changed := change()) is not None:
                     yield changed
 
+    @staticmethod
+    def _combined(levers: Sequence[_Lever | None]) -> list[tuple[_Lever, ...]]:
+        """Return each lever by itself, and those that are worth combining, as far as they can be had."""
+        half, checkpoint, bits8, lora = levers
+        several = [(half, checkpoint), (half, checkpoint, bits8), (half, checkpoint, lora)]
+        found: dict[tuple[str, ...], tuple[_Lever, ...]] = {}
+        for those in (*((one,) for one in levers), *several):
+            had = tuple(one for one in those if one is not None)
+            if had:
+                found.setdefault(tuple(one.name for one in had), had)
+        return list(found.values())
+
+    def _made_by_each(self, combined: Sequence[tuple[_Lever, ...]]) -> Iterator[_Change]:
+        for levers in combined:
+            options = {name: value for lever in levers for name, value in lever.options.items()}
+            weights: torch.dtype = options.get("weights") or next(self._model.parameters()).dtype
+            # The model may fail with the change: an input, or a tensor that it makes, may not match the rest.
+            with suppress(Exception):
+                traced = self._traced(**options)
+                for lever in levers:
+                    if lever.of_timeline is not None:
+                        traced = traced.changed(partial(lever.of_timeline, weights.itemsize))
+                yield _Change(
+                    levers[0].name if len(levers) == 1 else " + ".join(lever.short for lever in levers),
+                    "; ".join(lever.how for lever in levers),
+                    "; ".join(lever.cost for lever in levers),
+                    traced.estimate(self._place.card),
+                )
+
     def _estimate(self, **changed: Any) -> Estimate:
         return self._traced(**changed).estimate(self._place.card)
 
@@ -158,9 +221,13 @@ class Remedies:
             "batch": self._asked.batch,
             "precision": self._place.precision,
             "kind": self._place.kind,
-            "most": self._asked.most,
+            "sizes": sorted({1, self._asked.most}),
             "tensor_float": self._place.half,
         }
+        if not changed or changed == {"tensor_float": self._place.half}:
+            if self._unchanged is None:
+                self._unchanged = self._trace(**options)
+            return self._unchanged
         return self._trace(**options | changed)
 
     def _estimate_if_accepted(self, **changed: Any) -> Estimate | None:
@@ -175,31 +242,45 @@ class Remedies:
         cost = "activations have 8 significant bits"
         return _Change("bf16", "precision='bf16'", cost, self._estimate(precision="bf16"))
 
-    def _half_weights(self) -> _Change | None:
+    def _half_weights(self) -> _Lever | None:
         if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
             return None
         if any(one.is_complex() for one in self._model.buffers()):
             return None  # they would lose their imaginary part
-        # An input, or a tensor that the model makes, may stay in float32 and not match the rest.
-        estimate = self._estimate_if_accepted(weights=torch.bfloat16)
-        if estimate is None:
-            return None
         how = "model.to(torch.bfloat16) before the optimizer is made; also floating inputs and a loss with weights"
         # The last of a weight's 8 significant bits is worth 1/256 to 1/128 of it; an update below half of that is lost.
         cost = (
             "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
             "so be careful with small learning rates"
         )
-        return _Change("bf16 weights", how, cost, estimate)
+        return _Lever("bf16 weights", "bf16 weights", how, cost, {"weights": torch.bfloat16})
 
-    def _checkpointed(self) -> _Change | None:
+    def _checkpointed(self) -> _Lever | None:
         with checkpointed([self._model], torch.device("cpu")) as blocks:
             pass
         if not blocks:
             return None
-        estimate = self._estimate(adapt=lambda model: checkpointed([model], torch.device("cpu")))
         how = f"fallback='checkpoint', or torch.utils.checkpoint on {blocks}"
-        return _Change("activation checkpointing", how, "a second forward pass", estimate)
+        adapt = {"adapt": lambda model: checkpointed([model], torch.device("cpu"))}
+        return _Lever("activation checkpointing", "checkpointing", how, "a second forward pass", adapt)
+
+    def _bits8(self) -> _Lever | None:
+        if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
+            return None
+        kind = type(self._optimizer).__name__
+        how = f"bitsandbytes.optim.{kind if kind in ('Adam', 'AdamW') else 'AdamW'}8bit"
+        return _Lever("8-bit optimizer", "8-bit", how, "its state is rounded to 8 bits", {}, _in_8_bits)
+
+    def _lora(self) -> _Lever | None:
+        if sum(parameter.numel() for parameter in self._model.parameters()) < _WORTH_ADAPTERS:
+            return None
+        with suppress(Exception):  # a model that cannot be copied
+            adapted = with_adapters(self._model)
+            if adapted is not None:
+                how = f"peft.get_peft_model(model, LoraConfig(r={RANK}, target_modules='all-linear'))"
+                options = {"model": adapted, "optimizer": alike(self._optimizer)}
+                return _Lever("LoRA", "LoRA", how, "only adapters are trained", options)
+        return None
 
     def _offloaded(self) -> _Change | None:
         if self._place.kind == "cpu":
@@ -208,15 +289,6 @@ class Remedies:
         estimate = self._estimate(adapt=lambda model: offloaded([model], card))
         how = "fallback='offload', or torch.autograd.graph.save_on_cpu"
         return _Change("offloaded activations", how, "activations are copied to the host and back", estimate)
-
-    def _bits8(self) -> _Change | None:
-        if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
-            return None
-        kind = type(self._optimizer).__name__
-        how = f"bitsandbytes.optim.{kind if kind in ('Adam', 'AdamW') else 'AdamW'}8bit"
-        element_bytes = next((p.element_size() for group in self._optimizer.param_groups for p in group["params"]), 4)
-        traced = self._traced().changed(partial(_in_8_bits, element_bytes))
-        return _Change("8-bit optimizer", how, "its state is rounded to 8 bits", traced.estimate(self._place.card))
 
     def _adafactor(self) -> _Change | None:
         if not isinstance(self._optimizer, _TWO_NUMBERS):
@@ -256,25 +328,23 @@ class Remedies:
         return _Change("a higher memory limit", "at most, no memory_limit", cost, self._as_it_is, place)
 
     def _larger(self) -> _Change | None:
-        """Find the smallest card that does not need many micro-batches."""
+        """Find the smallest card that does not need many micro-batches, among those asked about if one is there."""
         if self._place.card is None or self._place.unlimited_bytes is not None:
             return None
         traced: dict[bool, Traced] = {}
-        for card in sorted(known_cards(), key=lambda one: one.free_bytes):
-            if card.free_bytes <= self._place.card.free_bytes or (self._place.precision == "bf16" and not card.bf16):
-                continue
-            if card.tensor_float not in traced:
-                traced[card.tensor_float] = self._trace(
-                    batch=self._asked.batch,
-                    precision=self._place.precision,
-                    kind="cuda",
-                    most=self._asked.most,
-                    tensor_float=card.tensor_float,
-                )
-            estimate = traced[card.tensor_float].estimate(card)
-            place = replace(self._place, card=card, room_bytes=card.free_bytes)
-            if estimate.fits(-(-self._asked.target_batch // MANY_MICRO_BATCHES), card.free_bytes):
-                return _Change("a larger card", f"such as {card.name}", "the card", estimate, place)
+        enough = -(-self._asked.target_batch // MANY_MICRO_BATCHES)
+        for cards, which in ((self._cards, ", the smallest asked about that suffices"), (known_cards(), "")):
+            for card in sorted(cards, key=lambda one: one.free_bytes):
+                if card.free_bytes <= self._place.card.free_bytes:
+                    continue
+                if self._place.precision == "bf16" and not card.bf16:
+                    continue
+                if card.tensor_float not in traced:
+                    traced[card.tensor_float] = self._traced(tensor_float=card.tensor_float)
+                estimate = traced[card.tensor_float].estimate(card)
+                if estimate.fits(enough, estimate.safe_bytes(card.free_bytes)):
+                    place = replace(self._place, card=card, room_bytes=card.free_bytes)
+                    return _Change("a larger card", f"such as {card.name}{which}", "the card", estimate, place)
         return None
 
 
@@ -291,7 +361,7 @@ def are_due(largest: int, target_batch: int) -> bool:
 
 
 def _in_8_bits(element_bytes: int, timeline: Timeline) -> Timeline:
-    """Return a step whose optimizer keeps one byte and a share of a scale for each number of its state."""
+    """Return a step whose optimizer keeps one byte, and a share of a scale, for each number of its state."""
     storages = [
         replace(one, size_bytes=int(one.size_bytes / element_bytes * _BITS8_BYTES))
         if one.category is Category.OPTIMIZER

@@ -33,6 +33,8 @@ class Report(Findings):
         remedies: Changes that would reduce the memory of a step.
         remedies_on: The device that the remedies are for.
         lengths: The sequence length the report applies to; None without sequences.
+        required_micro_batch: The micro-batch that must fit everywhere; None if any will do.
+        is_optimistic: Whether that is held against the largest size that is predicted to fit, not the safe one.
     """
 
     def to_dict(self) -> dict[str, Any]:

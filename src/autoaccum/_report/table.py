@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
 from autoaccum._report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from autoaccum._report.wording import Section
 
 _WIDTH = 80
+_MARKS = {
+    FITS: ("  fits ", "bold green"),
+    TIGHT: ("  tight", "bold yellow"),
+    DOES_NOT_FIT: ("  fails", "bold red"),
+}
 
 
 def table_of(report: Findings) -> RenderableType:
@@ -45,7 +51,7 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
     yield Text.assemble(("Pre-flight report: ", "bold"), (title_of(report), "bold"))
     answers = Table.grid(padding=(0, 1))
     for verdict in verdicts_of(report):
-        mark = Text("  fits ", style="bold green") if verdict.fits else Text("  fails", style="bold red")
+        mark = Text(*_MARKS[verdict.answer])
         answers.add_row(mark, Text(f"{verdict.place}: {verdict.text}"))
     yield answers
     for section in sections_of(report):

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from autoaccum._memory.limits import format_bytes
+from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT, Predicted
 from autoaccum._sizing.planner import format_cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._records import Plan
-    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured, Predicted
+    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured
     from autoaccum._sizing.footprint import Footprint
 
 MEASURED = "measured"
@@ -56,11 +57,22 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the job fits in one place, and how."""
+    """Whether the job fits in one place, and how.
 
-    fits: bool
+    Attributes:
+        answer: "fits", "tight" or "does not fit"; the last also if it fits with smaller micro-batches than required.
+        place: The place.
+        text: The cut, or why it does not fit.
+    """
+
+    answer: str
     place: str
     text: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, or is predicted to."""
+        return self.answer != DOES_NOT_FIT
 
 
 def title_of(report: Findings) -> str:
@@ -71,15 +83,29 @@ def title_of(report: Findings) -> str:
 def verdicts_of(report: Findings) -> list[Verdict]:
     """Return a verdict for each place."""
     verdicts = []
+    short = dict(report.short)
+    required = f"; {report.required_micro_batch} at once are required"
     if (measured := report.measured) is not None:
         text = measured.reason if measured.plan is None else f"{_in_words(measured, measured.plan)}, measured"
-        verdicts.append(Verdict(measured.plan is not None, measured.device.name, text))
+        name = measured.device.name
+        fits = FITS if measured.plan is not None and name not in short else DOES_NOT_FIT
+        verdicts.append(Verdict(fits, name, text + required if name in short else text))
     for one in report.predicted:
-        takes, memory = format_bytes(one.footprint.reserved_bytes), _memory_of(one)
-        short = f"a micro-batch of {one.footprint.size} is predicted to take {takes}; there is {memory}"
-        text = short if one.plan is None else f"{_in_words(one, one.plan)}, predicted"
-        verdicts.append(Verdict(one.plan is not None, one.card.name, text))
+        name = one.card.name
+        text = _prediction(one) + (required if name in short else "")
+        verdicts.append(Verdict(DOES_NOT_FIT if name in short else one.verdict, name, text))
     return verdicts
+
+
+def _prediction(one: Predicted) -> str:
+    if one.plan is None:
+        takes = format_bytes(one.footprint.reserved_bytes)
+        return f"a micro-batch of {one.footprint.size} is predicted to take {takes}; there is {_memory_of(one)}"
+    text = f"{_in_words(one, one.plan)}, predicted"
+    if one.verdict == TIGHT:
+        left = format_bytes(one.headroom_bytes)
+        return f"{text}; it may take {one.estimate.uncertainty:.1%} more, and {left} are left"
+    return text
 
 
 def sections_of(report: Findings) -> list[Section]:
@@ -156,8 +182,9 @@ def _largest(found: Measured | Predicted) -> str:
 def _memory_of(one: Predicted) -> str:
     """Describe the memory a step may use on a card, and why that is less than all of it."""
     whole, taken = format_bytes(one.card.total_bytes), format_bytes(one.card.context_bytes)
+    display = f" and {format_bytes(one.card.display_bytes)} for a display" if one.card.display_bytes else ""
     limit = "" if one.room_bytes >= one.card.free_bytes else f"; limit {format_bytes(one.room_bytes)}"
-    return f"{whole} less {taken} for CUDA, which leaves {format_bytes(one.card.free_bytes)}{limit}"
+    return f"{whole} less {taken} for CUDA{display}, which leaves {format_bytes(one.card.free_bytes)}{limit}"
 
 
 def _job(report: Findings) -> Iterator[tuple[str, str]]:
@@ -167,9 +194,11 @@ def _job(report: Findings) -> Iterator[tuple[str, str]]:
     trained = "all" if subject.trainable == subject.parameters else format_count(subject.trainable)
     yield "model", f"{subject.model}, {format_count(subject.parameters)} parameters, {trained} of them trained"
     yield "optimizer", subject.optimizer
-    yield "target batch", f"{subject.target_batch} samples, cut {subject.strategy}"
+    sharded = ", which share the model" if subject.is_sharded else ""
+    each = "" if subject.ranks == 1 else f", {subject.share} on each of {subject.ranks} ranks{sharded}"
+    yield "target batch", f"{subject.target_batch} samples{each}, cut {subject.strategy}"
     if subject.memory_limit is not None:
-        cards = ", on the cards below too" if report.predicted else ""
+        cards = ", on the cards below too" if report.predicted and subject.limits_cards else ""
         yield "memory limit", f"{subject.memory_limit}{cards}"
     if report.lengths is not None:
         yield "length", _length(report.lengths)
@@ -203,15 +232,16 @@ def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, s
 
 
 def _plans(report: Findings) -> Section:
-    def row(name: str, found: Measured | Predicted, room_bytes: int) -> tuple[str, ...]:
+    def row(name: str, found: Measured | Predicted) -> tuple[str, ...]:
         cut = NONE if found.plan is None else format_cut(found.plan.micro_batches)
         peak, headroom = _bytes(found.peak_bytes), _bytes(found.headroom_bytes)
-        return name, _largest(found), cut, peak, format_bytes(room_bytes), headroom
+        safe = str(found.safe_micro_batch) if isinstance(found, Predicted) else NONE
+        return name, _largest(found), safe, cut, peak, headroom
 
-    header = ("where", "largest", f"cut of {report.subject.target_batch}", "peak", "of", "headroom")
+    header = ("where", "largest", "safe", f"cut of {report.subject.share}", "peak", "headroom")
     measured = report.measured
-    rows = [] if measured is None else [row(MEASURED, measured, measured.device.room_bytes)]
-    rows += [row(one.card.name, one, one.room_bytes) for one in report.predicted]
+    rows = [] if measured is None else [row(MEASURED, measured)]
+    rows += [row(one.card.name, one) for one in report.predicted]
     return Section("Largest micro-batch and plan", header, tuple(rows))
 
 
@@ -309,12 +339,15 @@ def _loader(loader: LoaderFacts) -> str:
 
 
 def _remedies(report: Findings) -> Section:
-    most = report.subject.max_micro_batch or report.subject.target_batch
-    rows = tuple((one.name, _bytes(one.peak_bytes), _at_most(one.micro_batch, most)) for one in report.remedies)
+    most = report.subject.max_micro_batch or report.subject.share
+    rows = tuple(
+        (one.name, _bytes(one.peak_bytes), _at_most(one.micro_batch, most), _number(one.safe_micro_batch))
+        for one in report.remedies
+    )
     below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
     where = "" if report.remedies_on is None else f" on {report.remedies_on}"
     # The smallest size traced is one sample, or two where a model refuses one.
-    return Section(f"What would help{where}", ("", "peak of 1 or 2 samples", "largest micro-batch"), rows, below)
+    return Section(f"What would help{where}", ("", "peak, 1 or 2 samples", "largest", "safe"), rows, below)
 
 
 def _at_most(micro_batch: int | None, most: int) -> str:
@@ -322,6 +355,10 @@ def _at_most(micro_batch: int | None, most: int) -> str:
     if micro_batch is None:
         return NONE
     return f"{micro_batch}{' or more' if micro_batch >= most else ''}"
+
+
+def _number(number: int | None) -> str:
+    return NONE if number is None else str(number)
 
 
 def _bytes(number: int | None) -> str:

@@ -62,11 +62,13 @@ class Estimate:
         footprints: Footprints of the traced sizes, ascending; at least one.
         real_step: Whether a real small step was run because the model does not run on fake tensors.
         notes: Limitations of the estimate, each a sentence.
+        uncertainty: A step may take this share more than predicted.
     """
 
     footprints: tuple[Footprint, ...]
     real_step: bool = False
     notes: Sequence[str] = ()
+    uncertainty: float = 0.0
 
     @property
     def bytes_per_sample(self) -> int:
@@ -118,6 +120,10 @@ class Estimate:
     def fits(self, size: int, room_bytes: int) -> bool:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
         return self.at(size, room_bytes).reserved_bytes <= room_bytes
+
+    def safe_bytes(self, room_bytes: int) -> int:
+        """Return the prediction up to which a step fits in `room_bytes` in spite of the uncertainty."""
+        return int(room_bytes / (1 + self.uncertainty))
 
     def largest(self, room_bytes: int, most: int) -> int:
         """Return the largest size up to `most` whose step is predicted to fit in `room_bytes`; 0 if none is.

@@ -1,0 +1,73 @@
+"""How much more memory a step may take on a card than predicted, from published trainings on real cards.
+
+The margins are printed by `python benchmarks/margins.py` from the results of `make published`, and a test compares
+them: of the runs of one kind, 95 % took at most this share more than predicted. Too few runs were in half precision to
+tell it from fp32, so both count together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """A margin and the runs it comes from.
+
+    Attributes:
+        share: The share of the prediction that a step may take in addition.
+        runs: The number of published runs; 0 if there are none and the share is assumed.
+        kind: What the runs trained, for the note.
+    """
+
+    share: float
+    runs: int
+    kind: str
+
+    @property
+    def basis(self) -> str:
+        """The margin and its origin, as a note."""
+        if not self.runs:
+            return f"safe sizes leave {self.share:.1%} of the prediction free, which is assumed: {self.kind}"
+        return (
+            f"safe sizes leave {self.share:.1%} of the prediction free: 95 % of {self.runs} published trainings of "
+            f"{self.kind} took at most that much more than predicted"
+        )
+
+
+# By kind of model and precision.
+MARGINS = {
+    ("convolutions", "fp32"): Margin(0.141, 62, "models with convolutions"),
+    ("convolutions", "half"): Margin(0.141, 62, "models with convolutions"),
+    ("others", "fp32"): Margin(0.091, 91, "models without convolutions"),
+    ("others", "half"): Margin(0.091, 91, "models without convolutions"),
+}
+# Assumed: more than any margin that was measured.
+_WITHOUT_RUNS = 0.25
+_RECURRENT = Margin(_WITHOUT_RUNS, 0, "no training with recurrent layers was published")
+_REAL_STEP = Margin(_WITHOUT_RUNS, 0, "the step was extrapolated from a real one on the CPU")
+_CONVOLUTIONS = nn.modules.conv._ConvNd
+
+
+def margin_for(modules: Iterable[nn.Module], precision: str, *, real_step: bool) -> Margin:
+    """Return the margin for a model.
+
+    Args:
+        modules: The model's modules.
+        precision: "fp32", "bf16" or "fp16".
+        real_step: Whether the step was extrapolated from a real one.
+    """
+    modules = list(modules)
+    if real_step:
+        return _REAL_STEP
+    if any(isinstance(one, nn.RNNBase) for one in modules):
+        return _RECURRENT
+    # One convolution alone makes patches or an embedding.
+    convolves = sum(isinstance(one, _CONVOLUTIONS) for one in modules) > 1
+    return MARGINS["convolutions" if convolves else "others", "fp32" if precision == "fp32" else "half"]
