@@ -527,3 +527,32 @@ def test_what_was_alive_when_memory_ran_out_is_shown(invoke, tmp_path):
     assert "activations" in shown.stdout
     assert "exceed what the limit counts" in " ".join(shown.stdout.split())
     assert json.loads(document.stdout) == json.loads(path.read_text())
+
+
+def test_a_requirement_that_is_not_met_names_the_card_and_shows_it_as_failed(invoke, recipe):
+    required = ["--no-measure", "--memory-limit", "30MiB", "--require-micro-batch", "100000"]
+
+    result = invoke(recipe, "--gpu", "l4", "--gpu", "t4", *required)
+
+    assert result.exit_code == ExitCode.SMALLER
+    assert "--require-micro-batch 100000: the largest that safely fits is" in result.stderr
+    assert "on l4" in result.stderr
+    assert result.stdout.count("  fails ") == 2
+    assert "100000 at once are required" in " ".join(result.stdout.split())
+
+
+def test_a_limit_of_the_cpu_is_not_that_of_the_card(invoke, recipe):
+    result = invoke(recipe, "--device", "cpu", "--gpu", "l4", "--memory-limit", "64MiB", "--json")
+
+    found = json.loads(result.stdout)
+    assert found["measured"]["device"]["limit_bytes"] == 64 * 2**20
+    assert found["predicted"][0]["room_bytes"] > 20 * GIB
+
+
+def test_ranks_and_shards_can_be_asked_for(invoke, recipe):
+    result = invoke(recipe, "--gpu", "l4", "--no-measure", "--ranks", "4", "--fsdp", "--display", "1GiB", "--json")
+
+    found = json.loads(result.stdout)
+    assert (found["subject"]["ranks"], found["subject"]["is_sharded"]) == (4, True)
+    assert found["predicted"][0]["plan"]["target_batch"] == -(-found["subject"]["target_batch"] // 4)
+    assert found["predicted"][0]["card"]["display_bytes"] == GIB
