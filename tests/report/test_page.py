@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from autoaccum.errors import InvalidInputError
-from report_examples import MANY_CARDS, NOTHING_FITS, REPORT, SUBJECT
+from report_examples import MANY_CARDS, NOTHING_FITS, PREDICTED_ONLY, REPORT, SUBJECT
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NASTY = '<script>document.title = "taken over"</script>&"\''
@@ -67,7 +67,7 @@ def test_what_comes_from_the_user_is_escaped():
 
 
 def test_what_stands_under_a_row_goes_across_the_table():
-    assert '<td colspan="3"><i>cost</i> a third more time</td>' in REPORT.to_html()
+    assert '<td colspan="4"><i>cost</i> a third more time</td>' in REPORT.to_html()
 
 
 def test_the_page_is_light_or_dark():
@@ -117,3 +117,12 @@ def test_a_browser_paints_it_light_or_dark(tmp_path, scheme, is_dark):
         corner, colours = image.convert("L").getpixel((5, 5)), image.convert("RGB").getcolors(1 << 20)
     assert (corner < 60) is is_dark
     assert len(colours) > 50
+
+
+def test_what_is_tight_is_said_and_marked_so():
+    one = PREDICTED_ONLY.predicted[0]
+
+    page = replace(PREDICTED_ONLY, predicted=(replace(one, safe_micro_batch=0),)).to_html()
+
+    assert '<li class="tight"><b>l4 is tight</b>' in page
+    assert ".verdicts .tight" in page
