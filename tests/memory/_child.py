@@ -92,6 +92,37 @@ def check_tighter_limit_of_the_process_stays_in_force(host, torch):
     return {"limit": limit, "free": free, "held": held}
 
 
+def check_room_that_an_earlier_training_left_in_the_heap_counts(host, torch):
+    from autoaccum._memory import _linux
+    from autoaccum._oom import is_oom
+
+    with host.limited(100 * _MIB):
+        pass  # from here on, blocks below 32 MiB are in the heap
+    held = [torch.ones(_MIB // 4) for _ in range(240)]
+    pins = held[::3]  # between two free blocks there is always one in use
+    del held
+    with host.limited(50 * _MIB):
+        pass
+    mapped = _linux.status_bytes("VmData")[0]
+    again = [torch.ones(_MIB // 4) for _ in range(60)]
+    mapped = _linux.status_bytes("VmData")[0] - mapped
+    del again
+    taken, ran_out = [], False
+    with host.limited(50 * _MIB):
+        used, anonymous = host.reading().used_bytes, _linux.status_bytes("RssAnon")[0]
+        try:
+            for _ in range(150):
+                taken.append(torch.ones(_MIB // 4))  # noqa: PERF401 - it fails half-way
+        except Exception as error:
+            ran_out = is_oom(error)
+        peak = host.peak_bytes()
+        resident = _linux.status_bytes("RssAnon")[0] - anonymous
+        count = len(taken)
+        taken.clear()
+    del pins
+    return {"used": used, "count": count, "ran_out": ran_out, "peak": peak, "resident": resident, "mapped": mapped}
+
+
 def check_process_at_its_own_limit_is_refused(host, torch):
     with host.limited(None):
         old = resource.getrlimit(resource.RLIMIT_DATA)
@@ -328,21 +359,27 @@ def check_second_thread_is_refused(host, torch):
 def check_limits_nest_and_end_in_any_order(host, torch):
     from autoaccum._memory import Host, _glibc
 
-    before, seen, thresholds = _soft(), {}, []
+    before, seen, said, thresholds = _soft(), {}, [], []
     set_thresholds = _glibc._set_thresholds
-    _glibc._set_thresholds = lambda *sizes: (thresholds.append(sizes[0]), set_thresholds(*sizes))
+    _glibc._set_thresholds = lambda *sizes: (said.append(sizes[0]), set_thresholds(*sizes))
+
+    def look(name):
+        seen[name] = _soft()
+        thresholds.append(said[-1])
+
     outer, inner = host.limited(200 * _MIB), Host().limited(100 * _MIB)
     outer.__enter__()
-    seen["outer"] = _soft()
+    look("outer")
     with Host().limited(10_000 * _MIB):
-        seen["wider"] = _soft()
+        look("wider")
     inner.__enter__()
-    seen["inner"] = _soft()
+    look("inner")
     outer.__exit__(None, None, None)
-    seen["outer_ended_first"] = _soft()
+    look("outer_ended_first")
     inner.__exit__(None, None, None)
+    look("after")
     _glibc._set_thresholds = set_thresholds
-    return {"before": before, "after": _soft(), "thresholds": thresholds, **seen}
+    return {"before": before, "thresholds": thresholds, **seen}
 
 
 def check_limit_within_a_lifted_one_holds(host, torch):
@@ -382,7 +419,7 @@ def check_interrupt_at_every_line_leaves_no_limit(host, torch):
             pass
         sys.settrace(None)
         done, tries = interrupt.where is None, tries + 1
-        own._entered = False
+        own.is_limited = own._is_counted = False
         # A trace function runs where no signal is delivered, too: between the end of a block and its lock's release.
         _process.owner._lock = threading.RLock()
         if _soft() != before or _process.owner._entered or module._ONEDNN_CACHE in os.environ:
@@ -492,6 +529,57 @@ def check_processes_do_not_inherit_the_limit(host, torch):
         progress=False,
     )
     return {"before": before, **seen}
+
+
+def check_runner_is_limited_within_its_steps(host, torch):
+    import autoaccum
+
+    before, seen, limit = _soft(), {}, 24 * _MIB
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(2, 20_000), torch.nn.Linear(20_000, 1)
+
+        def forward(self, inputs):
+            seen[seen["place"]] = _soft()
+            return self.last(self.first(inputs).exp())
+
+    class Looks(autoaccum.Callback):
+        def on_oom(self, event, *, step):
+            seen["callback"] = _soft()
+
+    def batches():
+        seen["loader"] = _soft()
+        yield batch
+
+    # 20 MiB for the activations of 128 samples and as much for their gradients.
+    batch = torch.zeros(128, 2), torch.zeros(128, 1)
+    runner = autoaccum.Runner(
+        Model(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        autoaccum.plan(128, 128),
+        device="cpu",
+        memory_limit=limit,
+        callbacks=[Looks()],
+        notices=_silent(),
+    )
+    seen["place"] = "step"
+    report = runner.step(batch)
+    seen["between"] = _soft()
+    seen["place"] = "second step"
+    runner.step(batch)
+    seen["place"] = "evaluation"
+    runner.evaluate(batches())
+    peak = report.peak_bytes
+    del runner
+    return {**seen, "before": before, "after": _soft(), "oom_events": report.oom_events, "peak": peak, "limit": limit}
+
+
+def _silent():
+    from autoaccum._system.notices import Notices
+
+    return Notices(silent=True)
 
 
 def check_fit_in_a_second_thread_and_in_a_callback(host, torch):

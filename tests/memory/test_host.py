@@ -22,6 +22,7 @@ def found():
         "exit_puts_the_limit_back",
         "lifted_puts_the_old_limit_in_force",
         "tighter_limit_of_the_process_stays_in_force",
+        "room_that_an_earlier_training_left_in_the_heap_counts",
         "process_at_its_own_limit_is_refused",
         "threads_started_under_a_limit_do_not_end_the_process",
         "onednn_that_refuses_everything_is_told",
@@ -56,6 +57,17 @@ def test_tighter_limit_that_holds_anyway_stays_in_force_and_is_told(found):
     # What the heap gives back when the limit begins (some pages, by malloc_trim) is room too.
     assert 0 < seen["limit"] <= 301 * MIB
     assert seen["free"] <= 301 * MIB
+
+
+def test_room_that_an_earlier_training_left_in_the_heap_is_not_used_beyond_the_limit(found):
+    seen = found["room_that_an_earlier_training_left_in_the_heap_counts"]
+
+    assert seen["ran_out"] is True
+    assert 40 <= seen["count"] <= 50
+    assert 40 * MIB <= seen["peak"] <= 50 * MIB
+    assert seen["resident"] <= 51 * MIB
+    assert seen["used"] < MIB
+    assert seen["mapped"] < 30 * MIB  # after a limit has ended, the heap has its room back
 
 
 def test_process_that_reached_its_own_limit_is_refused_with_the_remedy(found):

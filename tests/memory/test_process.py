@@ -39,7 +39,7 @@ def test_tightest_of_nested_limits_holds_and_the_last_to_end_puts_everything_bac
     assert seen["wider"] == seen["outer"]
     assert seen["outer_ended_first"] == seen["inner"]
     assert seen["after"] == seen["before"]
-    assert seen["thresholds"] == [131072] * 3 + [33554432]
+    assert seen["thresholds"] == [131072] * 4 + [33554432]
 
 
 def test_limit_within_a_lifted_one_is_the_tightest_of_both(found):

@@ -26,9 +26,12 @@ from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.forward_backward import assemble, drop_old_gradients
 from autoaccum._engine.micro_batches import MicroBatches
+from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
+from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.window_loss import check_loss_scope
+from autoaccum._memory.limits import parse_limit
 from autoaccum._records import DeviceScalar, Plan, StepReport
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -395,6 +398,8 @@ class Runner(WindowRunner):
         loss: As for `fit`.
         device: As for `fit`.
         precision: As for `fit`.
+        memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
+            runner need not be closed. On the host, it counts from when the runner is created.
         clip_grad_norm: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -423,6 +428,7 @@ class Runner(WindowRunner):
         loss: Loss | Sequence[Loss] | None = None,
         device: str | torch.device | MemoryBackend | None = None,
         precision: str = "auto",
+        memory_limit: float | str | None = None,
         clip_grad_norm: float | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
@@ -439,11 +445,13 @@ class Runner(WindowRunner):
         if notices is not None and not isinstance(notices, Notices):
             raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None for stderr")
         notices = notices or Notices()
+        memory = devices.resolve(device, model, notices)
+        limit_bytes = parse_limit(memory_limit, memory)
         step = assemble(
             model,
             loss,
             optimizer,
-            memory=devices.resolve(device, model, notices),
+            memory=memory,
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
@@ -451,8 +459,9 @@ class Runner(WindowRunner):
             notices=notices,
             split=split,
         )
-        events = Events(callbacks, notices)
-        sizing = Sizing(step.memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
+        self._limit = StepLimit(memory, limit_bytes)
+        events = Events([Outside(callback, memory) for callback in callbacks], notices)
+        sizing = Sizing(memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         super().__init__(step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm)
         self._evaluator: Evaluator | None = None
 
@@ -511,7 +520,8 @@ class Runner(WindowRunner):
                 errors of callbacks, and interrupts, that come after the update are raised unchanged, with a note
                 that says so.
         """
-        report = super().step(as_window(window, self._step.objective.split))
+        with self._limit.in_force():
+            report = super().step(as_window(window, self._step.objective.split))
         assert report is not None
         return report
 
@@ -525,9 +535,11 @@ class Runner(WindowRunner):
         check_iterable("loader", loader)
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step, loss_scope=self._loss_scope)
-        before = RandomState(self._step.memory.device)
+        memory = self._step.memory
+        before = RandomState(memory.device)
         before.take()
-        loss = self._evaluator.run(loader, trained_size=self.plan.micro_batch).loss
+        with self._limit.in_force():
+            loss = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
         before.put_back()
         return loss
 

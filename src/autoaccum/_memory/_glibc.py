@@ -21,6 +21,11 @@ _SETTLED_BYTES = 128 * 1024
 # The values that glibc's own adjustment reaches in a process that frees tensors of 32 MiB and more.
 _GROWN_MMAP_BYTES = 32 * 1024 * 1024
 _GROWN_TRIM_BYTES = 64 * 1024 * 1024
+# Below, a block is mostly resident anyway, in the pages that it shares with its neighbours.
+_LEAST_HOLE_BYTES = 16 * 1024
+_LARGEST_HOLE_BYTES = 16 * 2**30
+# <malloc/malloc.c>: IS_MMAPPED, in the size of a block.
+_IS_MAPPED = 0x2
 
 
 def settle() -> None:
@@ -44,6 +49,53 @@ def trim() -> None:
         libc.malloc_trim(0)
 
 
+class Holes:
+    """The free blocks of the heap, taken so that nothing else can use them; they stay untouched, and so not resident.
+
+    What an earlier training freed in the heap stays mapped. A block that is allocated there adds resident memory, but
+    no mapping, so a limit on mappings does not see it. Only the heap of the calling thread can be taken, in which
+    tensors are allocated; without glibc, `take` does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[int] = []
+
+    def take(self) -> None:
+        """Take the free blocks of `_LEAST_HOLE_BYTES` and more."""
+        libc = _libc()
+        # By these names, since a preloaded allocator takes the place of malloc, and its blocks have other headers.
+        if libc is None or not hasattr(libc, "__libc_malloc"):
+            return
+        # From here on a block that the heap has no room for is mapped, and marked so.
+        libc.mallopt(_M_MMAP_THRESHOLD, _LEAST_HOLE_BYTES)
+        try:
+            size = _LARGEST_HOLE_BYTES
+            while size >= _LEAST_HOLE_BYTES:
+                block = getattr(libc, "__libc_malloc")(size)
+                if block is None or _is_mapped(block):
+                    getattr(libc, "__libc_free")(block)
+                    size //= 2
+                else:
+                    self._taken.append(block)
+        finally:
+            libc.mallopt(_M_MMAP_THRESHOLD, _SETTLED_BYTES)
+
+    def free(self) -> None:
+        """Give the blocks back to the heap."""
+        libc = _libc()
+        while self._taken and libc is not None:
+            getattr(libc, "__libc_free")(self._taken.pop())
+
+    def __del__(self) -> None:
+        self.free()
+
+
+def _is_mapped(block: int) -> bool:
+    """Whether a block is its own mapping, by the size that malloc keeps before it."""
+    header = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
+    return bool(header & _IS_MAPPED)
+
+
 def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> None:
     libc = _libc()
     if libc is not None:
@@ -56,5 +108,8 @@ def _libc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)
+    if hasattr(library, "__libc_malloc"):
+        library.__libc_malloc.restype, library.__libc_malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        library.__libc_free.restype, library.__libc_free.argtypes = None, [ctypes.c_void_p]
     # musl has neither function.
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

@@ -39,7 +39,6 @@ class Accelerator(MemoryBackend):
         # torch.mps has one device and its functions take none.
         self._where: tuple[torch.device, ...] = () if device.type == "mps" else (device,)
         self._limit_bytes: int | None = None
-        self._entered = False
 
     def reading(self) -> MemoryReading:
         """Return the memory that the device has free, or that the limit leaves if that is less.
@@ -53,8 +52,8 @@ class Accelerator(MemoryBackend):
         return MemoryReading(total_bytes=total, free_bytes=max(0, room), used_bytes=used, limit_bytes=self._limit_bytes)
 
     @contextlib.contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Limit this process's share of the device to `limit_bytes`.
+    def counted(self, limit_bytes: int | None) -> Iterator[None]:
+        """Check a limit on this process's share of the device.
 
         Args:
             limit_bytes: The limit, including what the process already holds; has no effect if it is at least the
@@ -62,17 +61,12 @@ class Accelerator(MemoryBackend):
 
         Raises:
             InvalidInputError: The limit is not positive, is below what the process holds and cannot release, or cannot
-                be enforced on this device; or another context of this backend is still open.
+                be enforced on this device.
         """
-        if self._entered:
-            raise InvalidInputError(f"{self.name} is already limited; exit that context first")
         self.release()
-        self._entered = True
-        try:
-            with contextlib.nullcontext() if limit_bytes is None else self._enforced(limit_bytes):
-                yield
-        finally:
-            self._entered = False
+        if limit_bytes is not None:
+            self._check_that_it_can_be_set(limit_bytes)
+        yield
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: the limit is in this process's allocator and is not inherited."""
@@ -116,11 +110,9 @@ class Accelerator(MemoryBackend):
         """Return the device's total memory."""
         return self._free_and_total(self._used())[1]
 
-    @contextlib.contextmanager
-    def _enforced(self, limit_bytes: int) -> Iterator[None]:
-        limit = self._function("set_per_process_memory_fraction")
-        total, used = self.total_for_fraction(), self._used()
-        if limit is None:
+    def _check_that_it_can_be_set(self, limit_bytes: int) -> None:
+        used = self._used()
+        if self._function("set_per_process_memory_fraction") is None:
             raise InvalidInputError(
                 f"a limit of {format_bytes(limit_bytes)} cannot be enforced on {self.name} with PyTorch "
                 f"{torch.__version__}; leave memory_limit out, or set micro_batch"
@@ -132,6 +124,14 @@ class Accelerator(MemoryBackend):
                 f"a limit of {format_bytes(limit_bytes)} on {self.name} is below the {format_bytes(used)} that this "
                 "process already holds there; raise memory_limit (it counts the model too), or free tensors"
             )
+
+    @contextlib.contextmanager
+    def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
+        limit = self._function("set_per_process_memory_fraction")
+        if limit_bytes is None or limit is None:
+            yield
+            return
+        total = self.total_for_fraction()
         asked = self._function("get_per_process_memory_fraction")
         before = float(asked(*self._where)) if asked is not None else _DEFAULT_FRACTION.get(self.device.type, 1.0)
         fraction = min(before, limit_bytes / total)

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from autoaccum.errors import InvalidInputError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -31,10 +33,14 @@ class MemoryBackend(ABC):
         fails_cleanly: Whether a failing allocation always raises. If native code may crash instead, sizes that are not
             known to fit are checked first (`ensure`) or approached from below.
         is_host: Whether the memory is that of the host.
+        has_own_limit: Whether even a limit of None enforces something: a capacity that no allocator knows of.
+        is_limited: Whether a limit is in force now.
     """
 
     fails_cleanly: bool = True
     is_host: bool = False
+    has_own_limit: bool = False
+    is_limited: bool = False
 
     device: torch.device
     name: str
@@ -57,8 +63,8 @@ class MemoryBackend(ABC):
             limit_bytes: As for `limited`.
         """
 
-    @abstractmethod
-    def limited(self, limit_bytes: int | None) -> AbstractContextManager[None]:
+    @contextmanager
+    def limited(self, limit_bytes: int | None) -> Iterator[None]:
         """Limit this process to `limit_bytes` on entry and restore the previous state on exit.
 
         Allocations beyond the limit raise an exception that `is_oom` recognises. None sets no limit, but still prepares
@@ -66,8 +72,48 @@ class MemoryBackend(ABC):
 
         Raises:
             InvalidInputError: On entry: the limit is not positive, is below what the process already holds, or cannot
-                be enforced on this system.
+                be enforced on this system; or another context of this backend is still open.
         """
+        self._refuse_nesting()
+        with self.counted(limit_bytes), self.enforced(limit_bytes):
+            yield
+
+    @abstractmethod
+    def counted(self, limit_bytes: int | None) -> AbstractContextManager[None]:
+        """Prepare for a limit, and count from now on what it will apply to; reject nothing yet.
+
+        Args:
+            limit_bytes: As for `limited`.
+
+        Raises:
+            InvalidInputError: On entry, as for `limited`.
+        """
+
+    @contextmanager
+    def enforced(self, limit_bytes: int | None) -> Iterator[None]:
+        """Enforce a limit within `counted`; can be entered again and again, and what was counted so far stays counted.
+
+        Args:
+            limit_bytes: As for `counted`.
+
+        Raises:
+            InvalidInputError: On entry: another limit of this backend is in force.
+        """
+        self._refuse_nesting()
+        self.is_limited = True
+        try:
+            with self._in_force(limit_bytes):
+                yield
+        finally:
+            self.is_limited = False
+
+    @abstractmethod
+    def _in_force(self, limit_bytes: int | None) -> AbstractContextManager[None]:
+        """Enforce a limit, as `enforced` has checked that none is in force."""
+
+    def _refuse_nesting(self) -> None:
+        if self.is_limited:
+            raise InvalidInputError(f"the {self.name} is already limited; exit that context first")
 
     @abstractmethod
     def lifted(self) -> AbstractContextManager[None]:

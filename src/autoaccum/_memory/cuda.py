@@ -49,10 +49,10 @@ class Cuda(Accelerator):
         )
 
     @contextlib.contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Limit this process's share of the card to `limit_bytes`, as `Accelerator.limited` does."""
+    def counted(self, limit_bytes: int | None) -> Iterator[None]:
+        """Check a limit on this process's share of the card, as `Accelerator.counted` does."""
         self._settled_bytes = 0
-        with super().limited(limit_bytes):
+        with super().counted(limit_bytes):
             yield
 
     def release(self) -> None:

@@ -52,7 +52,7 @@ _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 class Host(MemoryBackend):
     """The memory of the machine that this process may use.
 
-    Use counts from when `limited` was last entered, or else from when the backend was created: a limit of 2 GiB means 2
+    Use counts from when `counted` was last entered, or else from when the backend was created: a limit of 2 GiB means 2
     GiB in addition to what the process held then.
 
     While a limit is in force, glibc's allocator returns freed memory to the kernel. Every step then has to request its
@@ -69,7 +69,7 @@ class Host(MemoryBackend):
         self.device = torch.device("cpu")
         self.name = "host memory"
         self._limit_bytes: int | None = None
-        self._entered = False
+        self._is_counted = False
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
         self._peak_counted = False
@@ -97,8 +97,8 @@ class Host(MemoryBackend):
                 _convolve()
 
     @contextlib.contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Limit the process to its current use plus `limit_bytes`.
+    def counted(self, limit_bytes: int | None) -> Iterator[None]:
+        """Prepare for a limit of the process's current use plus `limit_bytes`.
 
         Args:
             limit_bytes: The limit, in addition to the current use; a tighter one already in force stays.
@@ -107,16 +107,26 @@ class Host(MemoryBackend):
             InvalidInputError: The limit is not positive, the process has already reached another one, the system cannot
                 enforce limits, another thread is limited, or another context of this backend is still open.
         """
-        if self._entered:
+        if self._is_counted:
             raise InvalidInputError(f"the {self.name} is already limited; exit that context first")
         if limit_bytes is not None:
             self.check_limit(limit_bytes)
-        self._entered = True
+        self._is_counted = True
         try:
-            with self._enforced(limit_bytes):
+            if limit_bytes is None:
+                _warm_up()
+                self._begin()
                 yield
+                return
+            # Without this, room in the heap that an earlier training left would be used in addition to the limit.
+            holes = _glibc.Holes()
+            try:
+                self._prepare(limit_bytes, holes)
+                yield
+            finally:
+                holes.free()
         finally:
-            self._entered = False
+            self._is_counted = False
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Suspend all limits of this thread, including those of other backends."""
@@ -136,7 +146,9 @@ class Host(MemoryBackend):
         if counted is None:
             return None
         high, of_files, shared = counted
-        return max(0, high - of_files - shared - self._anonymous_then)
+        taken = max(0, high - of_files - shared - self._anonymous_then)
+        # The buffers of matrix products, which were taken before the limit, may become resident under it.
+        return taken if self._limit_bytes is None else min(taken, self._limit_bytes)
 
     def release(self) -> None:
         """Collect cycles and return free pages of the heap to the kernel.
@@ -191,13 +203,8 @@ class Host(MemoryBackend):
         """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes
 
-    @contextlib.contextmanager
-    def _enforced(self, limit_bytes: int | None) -> Iterator[None]:
-        if limit_bytes is None:
-            _warm_up()
-            self._begin()
-            yield
-            return
+    def _prepare(self, limit_bytes: int, holes: _glibc.Holes) -> None:
+        """Take what a training needs beyond the limit, and check that the limit can be set."""
         hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
         try:
             for bound, held in _process_limits():
@@ -206,18 +213,33 @@ class Host(MemoryBackend):
                     raise self._no_room(limit_bytes, held, bound)
             with signals.held(), _one_primitive_cached():
                 _warm_up()
-            self._begin()
-            bound, tightest = self._data_then + limit_bytes, owner.tightest()
-            if tightest is not None:
-                bound = min(bound, tightest)
+            self._begin(holes)
+            bound = self._bound(limit_bytes)
             if bound <= self._data_then:
                 raise self._no_room(limit_bytes, self._data_then, bound)
+        finally:
+            hold.release()
+
+    @contextlib.contextmanager
+    def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
+        if limit_bytes is None:
+            yield
+            return
+        hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
+        try:
+            bound = self._bound(limit_bytes)
             hold.lower(bound)
             self._limit_bytes = bound - self._data_then
             yield
         finally:
             self._limit_bytes = None
             hold.release()
+
+    def _bound(self, limit_bytes: int) -> int:
+        """Return the most data that the process may hold under a limit, and any tighter one in force."""
+        tightest = owner.tightest()
+        bound = self._data_then + limit_bytes
+        return bound if tightest is None else min(bound, tightest)
 
     def _check_onednn(self) -> None:
         try:
@@ -251,11 +273,13 @@ class Host(MemoryBackend):
             "raise them (ulimit -d, ulimit -v), or the memory_limit of the call around this one"
         )
 
-    def _begin(self) -> None:
+    def _begin(self, holes: _glibc.Holes | None = None) -> None:
         # Free pages inside the heap would be used first, without counting towards the limit or the peak.
         if _is_bounded():
             _mkl.hold_buffers()
         self.release()
+        if holes is not None:
+            holes.take()
         self._data_then, _ = _held()
         self._anonymous_then = _anonymous()
         self.reset_peak()

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Simulated(MemoryBackend):
     """A device with a given amount of memory.
 
-    The capacity applies inside `limited`, including `limited(None)`, and to storages allocated since that context was
-    entered; earlier ones do not count.
+    The capacity applies within `fit`, `find_micro_batch`, `preflight` and the steps of a `Runner`, and to storages
+    allocated there; those that exist before (the model's parameters, batches that the loader has made) do not count.
 
     Args:
         capacity: Its memory in bytes, or a size such as "600MiB".
@@ -38,6 +38,8 @@ class Simulated(MemoryBackend):
     Raises:
         InvalidInputError: The capacity cannot be parsed, is a fraction or is not positive; or there is no such device.
     """
+
+    has_own_limit = True
 
     def __init__(self, capacity: int | str, device: torch.device | str = "cpu") -> None:
         # A torch.device that this machine lacks can be simulated too, for predictions; training checks for it.
@@ -49,6 +51,7 @@ class Simulated(MemoryBackend):
             raise InvalidInputError(f"capacity={capacity!r} is not a size; give bytes or a size such as '600MiB'")
         self.name = f"simulated device of {format_bytes(self._capacity_bytes)}"
         self._ledger: _Ledger | None = None
+        self._countings = 0
 
     def reading(self) -> MemoryReading:
         """Return the memory free within the capacity, or the limit if that is less."""
@@ -63,25 +66,34 @@ class Simulated(MemoryBackend):
         )
 
     @contextlib.contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Count the storages allocated inside, and reject those beyond the capacity or the limit.
+    def counted(self, limit_bytes: int | None) -> Iterator[None]:
+        """Count the storages that are allocated while a limit is in force, until they are freed.
 
         Args:
             limit_bytes: The limit; has no effect above the capacity. None means only the capacity applies.
 
+        Contexts of one device may overlap, as two runners on it do: they share one count.
+
         Raises:
-            InvalidInputError: The limit is not positive, or another context of this device is still open.
+            InvalidInputError: The limit is not positive.
         """
         if limit_bytes is not None and limit_bytes < 1:
             raise InvalidInputError(f"a limit of {limit_bytes} bytes on the {self.name} leaves no memory")
-        if self._ledger is not None:
-            raise InvalidInputError(f"the {self.name} is already limited; exit that context first")
-        self._ledger = _Ledger(self, limit_bytes)
+        if self._ledger is None:
+            self._ledger = _Ledger(self)
+        self._countings += 1
         try:
-            with self._ledger:
-                yield
+            yield
         finally:
-            self._ledger = None
+            self._countings -= 1
+            if not self._countings:
+                self._ledger = None
+
+    @contextlib.contextmanager
+    def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
+        assert self._ledger is not None, "counted comes first"
+        with self._ledger.limited_to(limit_bytes):
+            yield
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Reject nothing: work outside the step (a checkpoint written and read back) would not be on the device."""
@@ -97,7 +109,7 @@ class Simulated(MemoryBackend):
             self._ledger.peak_bytes = self._ledger.live_bytes
 
     def peak_bytes(self) -> int | None:
-        """Return the highest total of live storages since `reset_peak`; None outside `limited`."""
+        """Return the highest total of live storages since `reset_peak`; None where nothing counts."""
         return self._ledger.peak_bytes if self._ledger else None
 
     def release(self) -> None:
@@ -122,13 +134,24 @@ class Simulated(MemoryBackend):
 class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
     """Counts the storages allocated while it is active, and rejects those beyond the allowed total."""
 
-    def __init__(self, backend: Simulated, limit_bytes: int | None) -> None:
+    def __init__(self, backend: Simulated) -> None:
         super().__init__(backend.device.type)
-        total = backend.total_for_fraction()
-        self.limit_bytes = limit_bytes
-        self.allowed_bytes = total if limit_bytes is None else min(limit_bytes, total)
+        self._capacity_bytes = backend.total_for_fraction()
+        self.limit_bytes: int | None = None
+        self.allowed_bytes = self._capacity_bytes
         self._name = backend.name
         self.is_elsewhere = False
+
+    @contextlib.contextmanager
+    def limited_to(self, limit_bytes: int | None) -> Iterator[None]:
+        """Count and reject in this block; storages counted in an earlier one still count while they are alive."""
+        if limit_bytes is not None:
+            self.limit_bytes, self.allowed_bytes = limit_bytes, min(limit_bytes, self._capacity_bytes)
+        try:
+            with self:
+                yield
+        finally:
+            self.limit_bytes, self.allowed_bytes = None, self._capacity_bytes
 
     def _count(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
         if not self.is_elsewhere:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
+from autoaccum._engine.outside_limit import Outside
 from autoaccum._records import FitResult
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
-from autoaccum._training.outside_limit import Outside
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
 from autoaccum._training.validation import Validation

@@ -8,8 +8,8 @@ from autoaccum._data.peeking import can_be_looked_at, counters_kept, left_as_it_
 from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
+from autoaccum._engine.outside_limit import drawn
 from autoaccum._snapshot import Mark
-from autoaccum._training.outside_limit import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,9 +88,7 @@ class Validation:
                 counters_kept(parts),
                 devices.failures_told(self._step.memory, "an evaluation"),
             ):
-                with self._step.memory.lifted():
-                    batches = iter(self._val_loader)
-                self._evaluator.try_out(drawn(batches, self._step.memory), most)
+                self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:
             mark.put_back()
             self._random.assume(before)
@@ -110,9 +108,7 @@ class Validation:
             mark = Mark(self._step.objective.modules, self._step.memory.device)
             mark.take()
         try:
-            with self._step.memory.lifted():
-                batches = iter(self._part)
-            evaluation = self._evaluator.run(drawn(batches, self._step.memory), trained_size=trained_size)
+            evaluation = self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
             if isinstance(self._part, DealtLoader):
                 self._part.check_end()
         except BaseException:

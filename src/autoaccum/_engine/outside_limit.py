@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._callbacks import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from autoaccum._memory.base import MemoryBackend
 
@@ -40,8 +40,10 @@ for _event in [name for name in vars(Callback) if name.startswith("on_")]:
     setattr(Outside, _event, _passing(_event))
 
 
-def drawn(batches: Iterator[Any], memory: MemoryBackend) -> Iterator[Any]:
+def drawn(loader: Iterable[Any], memory: MemoryBackend) -> Iterator[Any]:
     """Yield a loader's batches, lifting the limit while the loader works."""
+    with memory.lifted():  # worker processes start here
+        batches = iter(loader)
     while True:
         with memory.lifted():
             try:

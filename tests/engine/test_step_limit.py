@@ -1,0 +1,167 @@
+"""A limit of a Runner: in force within its steps and evaluations, and nowhere else."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import DoesNotFitError, InvalidInputError
+from memory._child import run_checks
+
+KIB = 1024
+WIDTH = 1024
+
+
+def a_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+
+
+def a_batch(samples=64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 8, generator=generator).double(), torch.randn(samples, 1, generator=generator).double()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def a_runner(device, optimizer=sgd, model=None, **options):
+    plan = autoaccum.plan(64, 64)
+    return autoaccum.Runner(model or a_model(), optimizer, plan, device=device, precision="fp32", **options)
+
+
+def held_bytes(model):
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+# The gradients take 80 KiB, and the activations of 64 samples 1 MiB.
+ROOM = 900 * KIB
+
+
+def test_step_on_a_simulated_device_is_cut_to_its_capacity_and_stays_exact():
+    model, whole = a_model(), a_model()
+    report = a_runner(autoaccum.Simulated(ROOM), model=model).step(a_batch())
+    a_runner("cpu", model=whole).step(a_batch())
+
+    assert report.oom_events > 0
+    assert max(report.micro_batches) < 64
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_limit_below_the_capacity_counts():
+    free = a_runner(autoaccum.Simulated("1GiB")).step(a_batch())
+    limited = a_runner(autoaccum.Simulated("1GiB"), memory_limit=ROOM).step(a_batch())
+
+    assert free.oom_events == 0
+    assert limited.oom_events > 0
+    assert limited.peak_bytes <= ROOM
+
+
+def test_what_a_step_leaves_counts_in_the_next_one():
+    device = autoaccum.Simulated("1GiB")
+    model = a_model()
+    runner = a_runner(device, adam, model=model)
+
+    runner.step(a_batch())
+    used = device.reading().used_bytes
+    runner.step(a_batch())
+
+    assert 2 * held_bytes(model) <= used < 3 * held_bytes(model)  # Adam's two numbers for each parameter
+    assert device.reading().used_bytes == used
+
+
+def test_nothing_is_limited_between_steps():
+    device = autoaccum.Simulated(ROOM)
+    runner = a_runner(device)
+    runner.step(a_batch())
+
+    batches = torch.ones(4 * ROOM // 4)
+
+    assert device.reading().used_bytes < ROOM
+    assert runner.step(a_batch()).samples == 64
+    assert batches.nbytes == 4 * ROOM
+
+
+def test_two_runners_on_one_device_share_its_memory():
+    device = autoaccum.Simulated("1GiB")
+    models = [a_model(), a_model()]
+    runners = [a_runner(device, adam, model=model) for model in models]
+
+    for runner in runners:
+        runner.step(a_batch())
+
+    assert device.reading().used_bytes >= 4 * held_bytes(models[0])
+
+
+def test_count_ends_with_the_runner():
+    device = autoaccum.Simulated("1GiB")
+    runner = a_runner(device, adam)
+    runner.step(a_batch())
+
+    del runner
+    gc.collect()
+
+    assert device.reading().used_bytes == 0
+    assert device.peak_bytes() is None
+
+
+def test_limit_that_the_user_has_entered_is_the_one_in_force():
+    device = autoaccum.Simulated("1GiB")
+    with device.limited(ROOM):
+        within = a_runner(device).step(a_batch())
+
+    assert within.oom_events > 0
+
+
+def test_limit_of_a_runner_within_another_limit_is_refused():
+    device = autoaccum.Simulated("1GiB")
+    runner = a_runner(device, memory_limit=ROOM)
+
+    with device.limited(None), pytest.raises(InvalidInputError, match="already limited"):
+        runner.step(a_batch())
+
+
+def test_evaluation_keeps_to_the_limit_and_its_loader_does_not_count():
+    device = autoaccum.Simulated("1GiB")
+    model = a_model()
+    runner = a_runner(device, model=model, memory_limit=128 * KIB)
+    free = a_runner(autoaccum.Simulated("1GiB"), model=model)
+
+    def loader():
+        for _ in range(2):
+            torch.ones(256 * KIB)  # 1 MiB, which would not fit
+            yield a_batch()
+
+    assert runner.evaluate(loader()) == pytest.approx(free.evaluate(loader()), rel=1e-12)
+    assert runner.evaluate(loader()) > 0
+
+
+def test_model_that_does_not_fit_at_all_is_told():
+    with pytest.raises(DoesNotFitError):
+        a_runner(autoaccum.Simulated(60 * KIB)).step(a_batch())
+
+
+@pytest.mark.parametrize("limit", [0, -1, "much", True, 1.5])
+def test_limit_that_is_none_is_refused_before_anything_else(limit):
+    with pytest.raises(InvalidInputError, match="memory_limit="):
+        a_runner("cpu", memory_limit=limit)
+
+
+def test_host_limit_is_in_force_within_steps_alone():
+    seen = run_checks("runner_is_limited_within_its_steps")["runner_is_limited_within_its_steps"]
+
+    assert seen["step"] != seen["before"]
+    assert seen["second step"] == seen["step"]
+    assert seen["evaluation"] == seen["step"]
+    for place in ("loader", "callback", "between", "after"):
+        assert seen[place] == seen["before"], place
+    assert seen["oom_events"] > 0
+    assert seen["peak"] <= seen["limit"]
