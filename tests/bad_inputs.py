@@ -507,6 +507,7 @@ CALLS = {
         | {
             "model": model,
             "plan": nothing,
+            "memory_limit": or_none(limit),
             "clip_grad_norm": or_none(positive),
             "loss_reduction": or_none(choice("mean", "sum")),
             "loss_scope": choice("micro_batch", "window"),
@@ -515,7 +516,7 @@ CALLS = {
             "callbacks": FIT["callbacks"],
             "notices": or_none(nothing),
         },
-        STEP_ALSO | {"callbacks": FIT_ALSO["callbacks"]},
+        STEP_ALSO | {"callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
     ),
     "Runner.step": Call(
         lambda runner, window: runner.step(window),

@@ -314,6 +314,30 @@ class Mark:
                     known.write_back()
         self.random.put_back()
 
+    def changes(self) -> dict[int, dict[str, tuple[Tensor | None, Tensor | None]]]:
+        """Return the buffers that have changed since `take`: by the number of the module, and by name.
+
+        Modules are numbered in the order of `modules()`, those of the first argument first. Each buffer comes with its
+        values then and now; None if there was or is none.
+        """
+        changed: dict[int, dict[str, tuple[Tensor | None, Tensor | None]]] = {}
+        for number, (holder, kept) in enumerate(self._holders[: self._modules]):
+            for name in {**kept, **holder}:
+                known, now = kept.get(name), holder.get(name)
+                before = None if known is None else known.copy
+                if not _same(before, now):
+                    changed.setdefault(number, {})[name] = (before, now)
+        return changed
+
+    def empty_ones(self) -> set[tuple[int, str]]:
+        """Return the buffers that had no elements at `take`, each by the number of its module and its name."""
+        return {
+            (number, name)
+            for number, (_, kept) in enumerate(self._holders[: self._modules])
+            for name, known in kept.items()
+            if known.copy is not None and not known.copy.numel()
+        }
+
     def _keep(
         self,
         number: int,
@@ -435,6 +459,17 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two buffers hold the same values; NaN equals itself."""
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _aside(tensor: Tensor) -> Tensor:

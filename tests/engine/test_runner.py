@@ -254,6 +254,50 @@ def test_window_of_one_sample_that_batchnorm_refuses_says_how_to_leave_it_out():
     assert "last_window='drop'" in caught.value.__notes__[0]
 
 
+def with_batchnorm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def test_rest_of_one_sample_that_batchnorm_refuses_says_that_memory_ran_out_windows_before():
+    def picky(outputs, targets):
+        if len(outputs) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return nn.functional.cross_entropy(outputs, targets)
+
+    runner = runner_of(with_batchnorm(), autoaccum.plan(10, 10), loss=picky, loss_reduction="mean")
+    for _ in range(2):
+        assert runner.step(samples(10)).micro_batches == (2, 2, 2, 2, 2)
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="one sample alone is refused: Expected more than 1 value"):
+        runner.step(samples(5))
+
+
+def test_rest_of_one_sample_that_batchnorm_refuses_is_explained_where_memory_never_ran_out():
+    runner = runner_of(with_batchnorm(), autoaccum.Plan(10, (9, 1)))
+
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        runner.step(samples(10))
+
+    assert "the cut 9+1 of this window leaves a micro-batch of one sample" in caught.value.__notes__[0]
+
+
+def test_other_errors_of_single_samples_stay_themselves_after_memory_ran_out():
+    def picky(outputs, targets):
+        if len(outputs) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if len(seen) == 10:
+            raise ValueError("a mistake in the loss")
+        seen.append(1)
+        return nn.functional.cross_entropy(outputs, targets)
+
+    seen = []
+    runner = runner_of(nn.Linear(6, 3), autoaccum.plan(10, 10), loss=picky, loss_reduction="mean")
+    runner.step(samples(10))
+
+    with pytest.raises(ValueError, match="a mistake in the loss"):
+        runner.step(samples(10))
+
+
 def test_size_that_a_kernel_refuses_is_taken_smaller_like_lack_of_memory():
     def picky(outputs, targets):
         if len(outputs) > 4:

@@ -63,9 +63,9 @@ def test_room_that_an_earlier_training_left_in_the_heap_is_not_used_beyond_the_l
     seen = found["room_that_an_earlier_training_left_in_the_heap_counts"]
 
     assert seen["ran_out"] is True
-    assert 40 <= seen["count"] <= 50
+    assert 40 <= seen["count"] <= 56  # without that, 100 and more
     assert 40 * MIB <= seen["peak"] <= 50 * MIB
-    assert seen["resident"] <= 51 * MIB
+    assert seen["resident"] <= 57 * MIB
     assert seen["used"] < MIB
     assert seen["mapped"] < 30 * MIB  # after a limit has ended, the heap has its room back
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from autoaccum._data.batches import as_window
 from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.micro_batches import MicroBatches
+from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.recovery import Recovery
 from autoaccum._loss.reported import means
 from autoaccum._records import MemoryEvent
@@ -74,7 +75,8 @@ class Accumulator:
         self._events = events
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
-        self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms)
+        moving = MovingLayers(step.objective.modules, notices)
+        self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms, moving=moving)
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
 
     def backward(self, batch: Any) -> Backward:

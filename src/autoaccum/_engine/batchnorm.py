@@ -87,11 +87,19 @@ class BatchNorms:
             if self.rescales
             else "batchnorm='rescale' sets right how fast running statistics move; "
         )
+        n_averaging = sum(layer.training and layer.momentum is None for layer in self._layers)
+        averaging = (
+            f". Running statistics of {n_averaging} with momentum=None are the mean over micro-batches, large and "
+            "small ones alike, and batchnorm='rescale' does not change that: give them a number as momentum"
+            if n_averaging
+            else ""
+        )
         found = str(max(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
         self._notices.say(
             f"BatchNorm: {layers} by each micro-batch's own mean and variance (here of {found} samples), not "
             f"by the window's, so the gradient is not quite the whole batch's. {remedy}GroupNorm, LayerNorm or frozen "
-            "BatchNorm (eval() and requires_grad_(False)) make no difference between cuts (docs/batchnorm.md)"
+            f"BatchNorm (eval() and requires_grad_(False)) make no difference between cuts{averaging} "
+            "(docs/batchnorm.md)"
         )
 
     def rescale(self, share: float) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.moving_layers import MovingLayers
     from autoaccum._engine.peers import Peers, SharedWeights
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
@@ -51,6 +52,7 @@ class MicroBatches:
         sizing: Cuts the windows.
         loss_scope: "micro_batch", or "window" for a loss computed over the whole window at once.
         norms: The step's BatchNorm layers.
+        moving: Reports other layers that move with every micro-batch.
         peers: The processes of the training; None if this one is alone.
 
     Raises:
@@ -69,6 +71,7 @@ class MicroBatches:
         *,
         loss_scope: str,
         norms: BatchNorms,
+        moving: MovingLayers,
         peers: Peers | None = None,
     ) -> None:
         check_loss_scope(loss_scope)
@@ -76,6 +79,7 @@ class MicroBatches:
         self._sending = None if peers is None else peers.sending
         self._step = step
         self._norms = norms
+        self._moving = moving
         self._sizing = sizing
         self._takes_whole = loss_scope == "window"
         self._kept: list[nn.Parameter] = []
@@ -147,6 +151,9 @@ class MicroBatches:
             noted = self._accumulated.reported
         self.size = None
         self._see_what_is_written()
+        if not self._moving.has_looked and not self._sizing.is_learning:
+            before = self._at_window if self._whole is not None else self._at_micro_batch
+            self._moving.look(before, self._at_window, self.sizes, self._kept)
         return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {})
 
     def put_back_failed(self) -> None:

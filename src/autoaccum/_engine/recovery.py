@@ -15,6 +15,7 @@ from autoaccum._engine import devices
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._records import MemoryEvent
+from autoaccum._sizing.planner import format_cut
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # Attempts at finding out what the loss runs over; it takes many small steps, and each can fail.
 _TRIES_TO_WEIGH = 4
 _TRIES = 2
+# What BatchNorm says of a single value per channel.
+_REFUSES_ONE = "Expected more than 1 value per channel"
 
 # What to report as failed in these phases if no micro-batch was being processed.
 _WITHOUT_SIZE = {
@@ -73,10 +76,12 @@ class Recovery:
         self._events = events
         self._norms = norms
         self._has_failed = False
+        self._had_failed = False
 
     def begin(self) -> None:
         """Begin a window."""
         self.lacks = []
+        self._had_failed = self._had_failed or self._has_failed
         self._has_failed = False
 
     def put_back_or_raise(self, error: Exception) -> MemoryEvent:
@@ -158,13 +163,20 @@ class Recovery:
         """Explain BatchNorm's rejection of a single value per channel.
 
         Raises:
-            DoesNotFitError: A single sample was used only because more ran out of memory.
+            DoesNotFitError: A single sample was used only because more ran out of memory, in this window or before.
         """
-        if self._has_failed and self._work.size == 1:
-            reason = f"one sample alone is refused: {error}"
-            raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+        refuses_one = self._norms.need_several and _REFUSES_ONE in str(error)
         if window.samples == 1 and self._norms.need_several:
             error.add_note(
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
                 "last_window='drop' leaves a short last window out"
+            )
+        elif self._work.size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
+            reason = f"one sample alone is refused: {error}"
+            raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+        elif self._work.size == 1 and refuses_one:
+            error.add_note(
+                f"autoaccum: the cut {format_cut(self._work.sizes)} of this window leaves a micro-batch of one sample, "
+                "and BatchNorm takes its statistics of more; strategy='balanced', a larger micro_batch, or samples of "
+                "one shape avoid it"
             )

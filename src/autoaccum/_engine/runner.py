@@ -26,6 +26,7 @@ from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.forward_backward import assemble, drop_old_gradients
 from autoaccum._engine.micro_batches import MicroBatches
+from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
@@ -145,7 +146,10 @@ class WindowRunner:
         self._loss_scope = loss_scope
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
-        self._work = MicroBatches(step, sizing, loss_scope=loss_scope, norms=self._norms, peers=self._peers)
+        moving = MovingLayers(step.objective.modules, notices)
+        self._work = MicroBatches(
+            step, sizing, loss_scope=loss_scope, norms=self._norms, moving=moving, peers=self._peers
+        )
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
         self._state = _WindowState(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
