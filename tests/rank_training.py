@@ -388,3 +388,30 @@ def meet(rank, size, port, slow_s):
     ):
         autoaccum.join_ranks("cpu")
     return there[0], time.monotonic()
+
+
+def stopping(rank, size, *, who, event, at):
+    """Train two epochs of four windows, where a callback of one rank asks to stop."""
+
+    class Asks(autoaccum.Callback):
+        times = 0
+
+    def ask(self, *_, **__):
+        self.times += 1
+        if rank == who and self.times == at:
+            raise autoaccum.StopTraining("good enough")
+
+    setattr(Asks, event, ask)
+    model = net()
+    result = autoaccum.fit(
+        model,
+        DataLoader(vectors(), batch_size=7),
+        16,
+        epochs=2,
+        micro_batch=4,
+        shard=True,
+        device="cpu",
+        progress=False,
+        callbacks=[Asks()],
+    )
+    return {"steps": result.steps, "stopped": result.stopped, "parameters": [p.detach() for p in model.parameters()]}

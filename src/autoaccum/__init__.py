@@ -3,7 +3,7 @@
 result = autoaccum.fit(model, loader, target_batch=100)
 """
 
-from autoaccum._callbacks import Callback
+from autoaccum._callbacks import Callback, StopTraining
 from autoaccum._data.batches import Window, windows
 from autoaccum._data.pieces import Split
 from autoaccum._data.splits import Along, ListOfSamples
@@ -71,6 +71,7 @@ __all__ = [
     "StartAgainError",
     "StateDamagedError",
     "StepReport",
+    "StopTraining",
     "TensorBoardLog",
     "Trial",
     "UpdateCompleteError",

@@ -1,6 +1,7 @@
 """The base class of callbacks, which observe a call of `fit`.
 
-Callbacks run on the training thread, between windows. An exception from a callback ends the call and arrives unchanged.
+Callbacks run on the training thread, between windows. An exception from a callback ends the call and arrives unchanged,
+except `StopTraining`, which ends it in order.
 """
 
 from __future__ import annotations
@@ -16,8 +17,28 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 
+class StopTraining(Exception):  # noqa: N818 - a request, not an error
+    """Raised or returned by a method of a callback to end a call of `fit` early.
+
+    Training stops after the current window, or after the epoch's evaluation if that is under way. On several ranks it
+    is enough that one asks, and all stop after the same window, which is the next one if `on_step` asks: ranks tell
+    each other along with a window. The run is then complete: `fit` evaluates and notifies as after `max_steps`, writes
+    a checkpoint, and returns a result whose `stopped` is the reason (docs/long-runs.md).
+
+    Args:
+        reason: The reason, for the result and the progress display.
+    """
+
+    def __init__(self, reason: str = "a callback asked for it") -> None:
+        super().__init__(reason)
+        self.reason = str(reason)
+
+
 class Callback:
-    """Base class of callbacks. Every method does nothing by default; override the ones you need."""
+    """Base class of callbacks. Every method does nothing by default; override the ones you need.
+
+    Any of them may raise or return `StopTraining` to end the training early.
+    """
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Called after `fit` has checked its arguments; a number is None if it is unknown or not set."""

@@ -269,6 +269,7 @@ class FitResult:
         elapsed_s: Duration of the call in seconds.
         resumed_from: Number of windows already completed when this call resumed from a checkpoint; else None.
         checkpoint: Path of the run's newest checkpoint; None without `checkpoint`.
+        stopped: Why a callback has ended the run early (`StopTraining`); None if it ran to its end.
     """
 
     steps: int
@@ -281,6 +282,7 @@ class FitResult:
     elapsed_s: float = 0.0
     resumed_from: int | None = None
     checkpoint: Path | None = None
+    stopped: str | None = None
 
     @property
     def last_loss(self) -> float | None:

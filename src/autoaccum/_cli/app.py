@@ -144,6 +144,7 @@ def _document(recipe: str, result: FitResult, memory_log: _MemoryLog) -> dict[st
         "oom_events": memory_log.events,
         "evaluations": [evaluation_record(evaluation) for evaluation in result.evaluations],
         "resumed_from": result.resumed_from,
+        "stopped": result.stopped,
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
     }
 

@@ -28,10 +28,10 @@ class Outside(Callback):
         self._memory = memory
 
 
-def _passing(event: str) -> Callable[..., None]:
-    def passing(self: Outside, *arguments: Any, **keywords: Any) -> None:
+def _passing(event: str) -> Callable[..., object]:
+    def passing(self: Outside, *arguments: Any, **keywords: Any) -> object:
         with self._memory.lifted():
-            getattr(self._callback, event)(*arguments, **keywords)
+            return getattr(self._callback, event)(*arguments, **keywords)
 
     return passing
 

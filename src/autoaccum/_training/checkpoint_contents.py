@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,21 @@ _NAMED = 3
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """A run that a callback has ended early, which is complete for calls of the same length.
+
+    Attributes:
+        reason: The reason that the callback gave.
+        epochs: The length of the call that was stopped.
+        max_steps: As `epochs`.
+    """
+
+    reason: str
+    epochs: int | None
+    max_steps: int | None
+
+
+@dataclass(frozen=True)
 class Moment:
     """A moment between two windows: where training stands, apart from what the model and the optimizer hold.
 
@@ -53,12 +68,14 @@ class Moment:
         samples: Samples used.
         position: Where the loader stands.
         random: The state of the random generators; None where no checkpoints are asked for.
+        stopped: Set if a callback has ended the run here.
     """
 
     windows: int
     samples: int
     position: Position
     random: RandomStates | None
+    stopped: Stopped | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +151,7 @@ class Contents:
             "target_batch": self._target_batch,
             "windows": moment.windows,
             "samples": moment.samples,
+            "stopped": None if moment.stopped is None else asdict(moment.stopped),
             "modules": [_module_state(module) for module in self._step.objective.modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
@@ -228,7 +246,10 @@ class Contents:
                 start=_on_another_device(position.start, now),
                 before_last=_on_another_device(position.before_last, now),
             )
-        return Moment(content["windows"], content["samples"], position, random)
+        stopped = content.get("stopped")
+        return Moment(
+            content["windows"], content["samples"], position, random, None if stopped is None else Stopped(**stopped)
+        )
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
         """Return how windows were cut; `content` as for `moment`, or its part."""

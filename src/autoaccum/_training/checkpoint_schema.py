@@ -79,6 +79,14 @@ def check(content: Mapping[str, Any], like: RandomStates) -> None:
 def _check_counts(content: Mapping[str, Any]) -> None:
     whole(content["windows"], "windows")
     whole(content["samples"], "samples")
+    stopped = content.get("stopped")
+    if stopped is not None:
+        with _within("stopped"):
+            mapping(stopped, "", {"reason", "epochs", "max_steps"}, exactly=True)
+            need(type(stopped["reason"]) is str, "reason", "is not a text")
+            for name in ("epochs", "max_steps"):
+                if stopped[name] is not None:
+                    whole(stopped[name], name, least=1)
     most = content["windows"] * content["target_batch"]
     need(content["windows"] <= content["samples"] <= most, "samples", "is not what so many windows hold")
 

@@ -431,7 +431,8 @@ def _summary_text(result: FitResult) -> str:
         f", {name} {value:.4g}" for evaluation in result.evaluations[-1:] for name, value in evaluation.metrics.items()
     )
     saved = "" if result.checkpoint is None else f", checkpoint {result.checkpoint}"
+    stopped = "" if result.stopped is None else f", stopped: {result.stopped}"
     return (
         f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')} in {result.elapsed_s:.1f} s, "
-        f"cut {format_cut(result.plan.micro_batches)}, {result.oom_events} oom{last}{metrics}{saved}"
+        f"cut {format_cut(result.plan.micro_batches)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
     )

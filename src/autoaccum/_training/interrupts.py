@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from autoaccum import _oom
 from autoaccum._engine import update_complete
 from autoaccum._system import signals
-from autoaccum._training.one_process import END, SAVE
+from autoaccum._training.one_process import END, SAVE, STOP
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.stopping import StopRequest
 
 
 _E = TypeVar("_E", bound=BaseException)
@@ -41,6 +42,7 @@ class Interrupts:
         checkpoints: Writes checkpoints; None without `checkpoint`.
         world: The processes of this training.
         notices: Reports choices made for the user.
+        request: Whether a callback has asked to stop.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Interrupts:
         checkpoints: CheckpointManager | None,
         world: OneProcess,
         notices: Notices,
+        request: StopRequest,
     ) -> None:
+        self._request = request
         self._progress = progress
         self._lifecycle = lifecycle
         self._checkpoints = checkpoints
@@ -104,19 +108,20 @@ class Interrupts:
     # --- between two windows ------------------------------------------------------------------------------------------
 
     def wishes(self, ahead: int) -> int:
-        """Return what this process requests after a window: bits of `SAVE` and `END`.
+        """Return what this process requests after a window: bits of `SAVE`, `END` and `STOP`.
 
         Args:
             ahead: 0 for the window that was just made, 1 for the one in progress.
         """
+        stop = 0 if self._request.reason is None else STOP
         if self._checkpoints is None:
-            return 0
+            return stop
         is_due = self._world.decides and self._checkpoints.saver.is_due(self._progress.moment.windows + ahead)
         is_due = is_due or self._watch.wished
-        return (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
+        return stop | (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
 
-    def after_window(self) -> None:
-        """Save or end if any process requests it after a window.
+    def after_window(self) -> bool:
+        """Save or end if any process requests it after a window; return whether any requests to stop.
 
         Raises:
             RankFailedError: Another process was asked to end.
@@ -127,6 +132,7 @@ class Interrupts:
         if wishes & END:
             self._end_for_others()
         self._watch.look()
+        return bool(wishes & STOP)
 
     def _end_for_others(self) -> None:
         """End because SIGTERM has reached this process or another one."""

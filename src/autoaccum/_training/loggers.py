@@ -66,7 +66,8 @@ class JSONLinesLog(_OneStepLate):
     - "evaluation": epoch, step, loss, metrics, samples, elapsed_s
     - "checkpoint": step, path
     - "resume": step, epoch, path; steps beyond that one, in the lines before, are void: they are done again
-    - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s
+    - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s, stopped (why a callback has ended the
+      run early, or null)
 
     A number that is NaN or infinite is null. A process that is killed can leave a last line that is cut short; the run
     that goes on begins a line of its own. Events that cannot be written (a full disk) are dropped, with one notice on
@@ -324,6 +325,7 @@ def _end_record(result: FitResult | None) -> dict[str, Any]:
         "samples": result.samples,
         "oom_events": result.oom_events,
         "elapsed_s": result.elapsed_s,
+        "stopped": result.stopped,
     }
 
 

@@ -18,6 +18,7 @@ from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
+from autoaccum._training.stopping import Stoppable, StopRequest
 from autoaccum._training.validation import Validation
 
 if TYPE_CHECKING:
@@ -100,10 +101,11 @@ class Training:
             random=None if saver is None else self._random,
             world=world,
         )
+        self._request = StopRequest()
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
-            [Outside(callback, step.memory) for callback in callbacks],
+            [Stoppable(Outside(callback, step.memory), self._request) for callback in callbacks],
             notices,
             finding=finding,
             fallbacks=fallbacks,
@@ -120,7 +122,7 @@ class Training:
             self._checkpoints = CheckpointManager(
                 saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
             )
-        self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices)
+        self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices, self._request)
         self._validation: Validation | None = None
         if val_loader is not None:
             self._validation = Validation(
@@ -199,6 +201,7 @@ class Training:
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
             checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
+            stopped=self._progress.stopped,
         )
 
     # --- the beginning ------------------------------------------------------------------------------------------------
@@ -234,8 +237,9 @@ class Training:
         kept = self._checkpoints.take_up(path, content)
         self._resumed_from = windows = self._progress.moment.windows
         if kept is not None and self._progress.is_over:
+            stopped = "" if self._progress.stopped is None else f" and it was stopped ({self._progress.stopped})"
             self._notices.say(
-                f"the run in {path.parent} is finished: {windows} steps are done, so there is nothing to "
+                f"the run in {path.parent} is finished: {windows} steps are done{stopped}, so there is nothing to "
                 "do; pass more epochs= or max_steps= to continue it"
             )
         return self._lifecycle.take_up(kept)
@@ -246,6 +250,7 @@ class Training:
         """Train from the present moment to the end."""
         progress = self._progress
         self._world.note_moment(progress.moment.windows)
+        self._stop_if_asked()
         while not progress.is_over:
             window = progress.next_window()
             if progress.has_nothing(window):
@@ -259,7 +264,15 @@ class Training:
                 window = None
                 window = progress.next_window()
             self._end_epoch()
+            self._stop_if_asked()
         self._finiteness.finish()
+
+    def _stop_if_asked(self) -> None:
+        """End the training here if a callback of any process has asked for it."""
+        asked = self._world.of_all("stop", self._request.reason)
+        reason = next((one for one in asked if one is not None), None)
+        if reason is not None:
+            self._progress.stop(reason)
 
     def _step_with(self, window: Window) -> bool:
         """Make the update of a window and do what follows it; return False if the window is left out."""
@@ -272,7 +285,8 @@ class Training:
         self._finiteness.see(report)
         if self._checkpoints is not None:
             self._finiteness.note_new_state()
-        self._interrupts.after_window()
+        if self._interrupts.after_window():
+            self._stop_if_asked()
         return True
 
     def _note(self, report: StepReport) -> None:
@@ -315,6 +329,7 @@ class Training:
             if epoch < position.epoch or (epoch == position.epoch and position.closed)
         ]
         self._finiteness.begin_anew()
+        self._request.reason = None
         self._lifecycle.begin_anew()
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoaccum._training.checkpoint_schedule import Saver
 
 # What a process may request after a window, as bits.
-SAVE, END = 1, 2
+SAVE, END, STOP = 1, 2, 4
 # What a process's loader gives: all samples, its part of every window of them, or samples of its own.
 WHOLE, WINDOWS, OWN = "whole", "windows", "own"
 

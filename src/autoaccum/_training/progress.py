@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum import _oom
 from autoaccum._data.loader_state import Track
 from autoaccum._engine import update_complete
-from autoaccum._training.checkpoint_contents import Moment
+from autoaccum._training.checkpoint_contents import Moment, Stopped
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -89,8 +89,22 @@ class TrainingProgress:
         self._has_begun = False  # whether other processes were asked about this epoch
 
     @property
+    def stopped(self) -> str | None:
+        """Why a callback has ended the run early; None if none has, or if this call's length is another one."""
+        stopped = self.moment.stopped
+        if stopped is None or (stopped.epochs, stopped.max_steps) != (self._data.epochs, self._data.max_steps):
+            return None
+        return stopped.reason
+
+    def stop(self, reason: str) -> None:
+        """End the training at this moment, for a reason."""
+        self.moment = replace(self.moment, stopped=Stopped(reason, self._data.epochs, self._data.max_steps))
+
+    @property
     def is_over(self) -> bool:
         """Whether training has reached its end."""
+        if self.moment.stopped is not None and self.stopped is not None:
+            return True
         windows, position = self.moment.windows, self.moment.position
         if self._data.epochs is not None and position.epoch > self._data.epochs:
             return True
@@ -130,7 +144,7 @@ class TrainingProgress:
         Errors of the loader propagate unchanged; they are never treated as failures of a step.
         """
         windows = self._begin_epoch() if self._windows is None else self._windows
-        if self.moment.windows == self._data.max_steps:
+        if self._ends_here:
             return None
         first, self._first = self._first, None
         if first is None:
@@ -150,6 +164,10 @@ class TrainingProgress:
         self._coming = self._track.after(window)
         part = self._world.part(window)
         return None if self._world.is_to_be_dropped(part) else part
+
+    @property
+    def _ends_here(self) -> bool:
+        return self.moment.windows == self._data.max_steps or self.stopped is not None
 
     def _first_window(self) -> Window:
         windows = self._begin_epoch()
@@ -242,7 +260,7 @@ class TrainingProgress:
                 self._schedule.after_epoch()
         except Exception as error:
             raise update_complete.told(error, self.moment.windows, has_moved=False) from error
-        if self.moment.windows == self._data.max_steps:  # the epoch may have more windows
+        if self._ends_here:  # the epoch may have more windows
             position = replace(position, closed=True)
         else:
             position, self._windows = self._track.at_start(position.epoch + 1), None

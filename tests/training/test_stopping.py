@@ -1,0 +1,157 @@
+"""A callback ends a training early: the run is complete, says why, and goes on only if another length is asked for."""
+
+import io
+import json
+
+import pytest
+import torch
+
+import autoaccum
+from autoaccum._training.console import LineProgress
+from long_runs import EPOCHS, STEPS_PER_EPOCH, Run
+
+
+class Asks(autoaccum.Callback):
+    """Asks to stop at one event, and notes what it is told."""
+
+    def __init__(self, event, answer, at=1):
+        self.told = []
+        self.result = None
+        for name in [name for name in vars(autoaccum.Callback) if name.startswith("on_")]:
+            setattr(self, name, self.hears(name, answer if name == event else lambda: None, at))
+
+    def hears(self, name, answer, at):
+        def heard(*arguments, **keywords):
+            self.told.append(name)
+            self.result = arguments[0] if name == "on_fit_end" else None
+            return answer() if self.told.count(name) == at else None
+
+        return heard
+
+
+def raised():
+    raise autoaccum.StopTraining("good enough")
+
+
+WAYS = {
+    "raised": raised,
+    "returned": lambda: autoaccum.StopTraining("good enough"),
+    "class": lambda: autoaccum.StopTraining,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stop_after_a_window_ends_like_max_steps_there_and_says_why(way):
+    asks, other = Asks("on_step", WAYS[way], at=7), Asks(None, None)
+    run = Run()
+
+    result = run.fit(asks, other)
+    expected = Run(max_steps=7)  # which seeds the generators anew
+    expected.fit()
+
+    assert result.steps == len(result.history) == 7
+    assert result.stopped == ("a callback asked for it" if way == "class" else "good enough")
+    assert run.end == expected.end
+    assert len(result.evaluations) == len(expected.result.evaluations) == 2
+    assert other.told == asks.told
+    assert other.told[-3:] == ["on_epoch_end", "on_evaluation", "on_fit_end"]
+    assert other.result is result
+
+
+@pytest.mark.parametrize(
+    ("event", "steps"),
+    [("on_fit_start", 0), ("on_plan", 0), ("on_epoch_end", STEPS_PER_EPOCH), ("on_evaluation", STEPS_PER_EPOCH)],
+)
+def test_stop_at_other_events_takes_effect_after_what_is_under_way(event, steps):
+    result = Run().fit(Asks(event, raised))
+
+    assert result.steps == steps
+    assert result.stopped == "good enough"
+    assert len(result.evaluations) == (1 if steps else 0)
+
+
+def test_stop_when_memory_runs_out_completes_the_window():
+    class Picky(torch.nn.Linear):
+        def forward(self, inputs):
+            if len(inputs) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(inputs)
+
+    model, asks = Picky(2, 1), Asks("on_oom", raised)
+    batches = [(torch.ones(8, 2), torch.zeros(8, 1))] * 3
+
+    result = autoaccum.fit(model, batches, 8, micro_batch=8, device="cpu", progress=False, callbacks=[asks])
+
+    assert (result.steps, result.samples, result.stopped) == (1, 8, "good enough")
+
+
+def test_run_that_nobody_stops_says_nothing():
+    assert Run(epochs=1).fit(Asks("on_step", lambda: True)).stopped is None
+
+
+def test_stop_from_elsewhere_than_a_callback_is_an_error_like_others():
+    def loss(outputs, batch):
+        raise autoaccum.StopTraining
+
+    with pytest.raises(autoaccum.StopTraining):
+        Run().fit(loss=loss)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_stopped_run_is_complete_for_the_same_call(tmp_path, capsys):
+    Run(checkpoint=tmp_path).fit(Asks("on_step", raised, at=7))
+
+    result = Run(checkpoint=tmp_path, progress="lines").fit()
+
+    assert (result.steps, result.history, result.stopped) == (7, (), "good enough")
+    assert "7 steps are done and it was stopped (good enough), so there is nothing to do" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", ["on_epoch_end", "on_step"])
+def test_call_of_another_length_goes_on_where_the_run_was_stopped(tmp_path, event):
+    undisturbed = Run(scheduler=lambda it: torch.optim.lr_scheduler.StepLR(it, 4, gamma=0.5))
+    undisturbed.fit()
+    at = 1 if event == "on_epoch_end" else STEPS_PER_EPOCH + 2
+    Run(checkpoint=tmp_path, epochs=2).fit(Asks(event, raised, at=at))
+
+    run = Run(checkpoint=tmp_path, epochs=EPOCHS)
+    result = run.fit()
+
+    assert result.resumed_from == (STEPS_PER_EPOCH if event == "on_epoch_end" else at)
+    assert (result.steps, result.stopped) == (EPOCHS * STEPS_PER_EPOCH, None)
+    assert run.end == undisturbed.end
+
+
+def test_run_that_goes_on_and_is_interrupted_is_no_longer_stopped(tmp_path):
+    Run(checkpoint=tmp_path, epochs=2).fit(Asks("on_step", raised, at=2))
+    Run(checkpoint=tmp_path, max_steps=4).fit()
+
+    result = Run(checkpoint=tmp_path, epochs=2).fit()
+
+    assert (result.resumed_from, result.steps, result.stopped) == (4, 2 * STEPS_PER_EPOCH, None)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_progress_and_logs_say_why(tmp_path):
+    out, log = io.StringIO(), tmp_path / "log.jsonl"
+
+    Run(progress=LineProgress(file=out)).fit(Asks("on_step", raised, at=2), autoaccum.JSONLinesLog(log))
+
+    assert out.getvalue().splitlines()[-1].endswith(", stopped: good enough")
+    assert json.loads(log.read_text().splitlines()[-1])["stopped"] == "good enough"
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("event", "at", "steps"), [("on_step", 2, 3), ("on_epoch_end", 1, 4), ("on_step", 4, 4)])
+def test_one_rank_that_asks_stops_all_after_the_same_window(crew, event, at, steps):
+    found = crew.run("rank_training:stopping", size=2, who=1, event=event, at=at)
+
+    assert [(one["steps"], one["stopped"]) for one in found] == [(steps, "good enough")] * 2
+    for one, other in zip(*(one["parameters"] for one in found), strict=True):
+        assert torch.equal(one, other)
