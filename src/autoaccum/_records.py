@@ -269,7 +269,8 @@ class FitResult:
         elapsed_s: Duration of the call in seconds.
         resumed_from: Number of windows already completed when this call resumed from a checkpoint; else None.
         checkpoint: Path of the run's newest checkpoint; None without `checkpoint`.
-        stopped: Why a callback has ended the run early (`StopTraining`); None if it ran to its end.
+        stopped: Why the run ended early: the reason of a callback's `StopTraining`; or, in the `result` of an exception
+            that ended the call, its type ("KeyboardInterrupt"). None if it ran to its end.
     """
 
     steps: int

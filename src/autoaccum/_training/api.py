@@ -209,7 +209,8 @@ def fit(
             "ignore", no checkpoint of non-finite parameters is written, and the last finite one is kept.
 
     Returns:
-        A summary of the run. The model itself is trained in place.
+        A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
+        KeyboardInterrupt at Ctrl-C, has the summary of what is done as its attribute `result`.
 
     Raises:
         InvalidInputError: An argument, a batch or a loss cannot be used.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine import devices
@@ -175,9 +177,26 @@ class Training:
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
                     self._interrupts.run(self._train, self._went_back)
                 result = self._result(started)
+            except BaseException as error:
+                self._leave_result(error, started)
+                raise
             finally:
                 self._end(result)
         return result
+
+    def _leave_result(self, error: BaseException, started: float) -> None:
+        """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C."""
+        if not self._lifecycle.has_begun or hasattr(error, "result"):
+            return
+        # An exception of the user's may take no attribute, and whatever fails here must not hide it.
+        with contextlib.suppress(Exception):
+            result = replace(self._result(started), stopped=type(error).__name__)
+            error.result = result  # type: ignore[attr-defined]
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(
+                f"autoaccum: {self._progress.moment.windows} steps are done; the result so far is this exception's "
+                "attribute 'result' (in a notebook: sys.last_value.result)"
+            )
 
     def _end(self, result: FitResult | None) -> None:
         # A traceback may keep this training alive; the loader's workers must end all the same.

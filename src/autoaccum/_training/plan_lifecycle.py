@@ -111,6 +111,11 @@ class PlanLifecycle:
         self._fastest: Plan | None = None  # once it has been recorded
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there is a runner."""
+        return "current" in vars(self)
+
+    @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
         """All plans, each with the step from which it was in force."""
         return tuple(self._noting.plans) or ((self._progress.moment.windows + 1, self.current.plan),)
