@@ -410,8 +410,19 @@ def stopping(rank, size, *, who, event, at):
         epochs=2,
         micro_batch=4,
         shard=True,
+        val_loader=DataLoader(vectors(10, seed=1), batch_size=5),
+        val_steps=3,
         device="cpu",
         progress=False,
         callbacks=[Asks()],
     )
     return {"steps": result.steps, "stopped": result.stopped, "parameters": [p.detach() for p in model.parameters()]}
+
+
+def evaluated_every(rank, size, *, every):
+    """Train two epochs of four windows and evaluate after every so many windows."""
+    loader = DataLoader(texts(20, seed=5), batch_size=6)
+    return train(
+        rank, size, loss="tokens, found out", target_batch=16, micro_batch=4, shard=True, epochs=2, val_loader=loader,
+        val_steps=every,
+    )  # fmt: skip

@@ -54,6 +54,7 @@ def step_report(step=1, *, loss=0.25, **changes):
         "peak_bytes": 512 * MIB,
         "skipped": False,
         "device_losses": {"loss": scalar},
+        "device_learning_rates": (DeviceScalar(0.5),),
     }
     return StepReport(step=step, **(fields | changes))
 

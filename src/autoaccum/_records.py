@@ -179,10 +179,12 @@ class StepReport:
         loss: Loss of the whole window, the sum of all terms. This and the next two attributes wait for the device when
             first read.
         losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
-        grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm`.
+        grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm` or `track_grad_norm`.
+        learning_rates: The learning rate of the update, by group of the optimizer; None for a group that has none.
         device_losses: The terms of `loss` by name. These and the next two attributes may still be on the device.
         device_grad_norm: As `grad_norm`.
         device_reported: The values that are only reported, by name.
+        device_learning_rates: As `learning_rates`.
     """
 
     step: int
@@ -196,6 +198,7 @@ class StepReport:
     device_grad_norm: DeviceScalar | None = field(default=None, repr=False)
     recomputed_samples: int = 0
     device_reported: Mapping[str, DeviceScalar] = field(default_factory=dict, repr=False)
+    device_learning_rates: tuple[DeviceScalar | None, ...] = field(default=(), repr=False)
 
     @property
     def loss(self) -> float:
@@ -213,8 +216,16 @@ class StepReport:
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the window's gradient before clipping; None without `clip_grad_norm`."""
+        """Norm of the window's gradient before clipping; None without `clip_grad_norm` or `track_grad_norm`."""
         return None if self.device_grad_norm is None else self.device_grad_norm.read()
+
+    @property
+    def learning_rates(self) -> tuple[float | None, ...]:
+        """The learning rate of the update, for each group of the optimizer; None for a group that has none.
+
+        Waits for the device only where the optimizer holds its rates there.
+        """
+        return tuple(None if rate is None else rate.read() for rate in self.device_learning_rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +276,8 @@ class FitResult:
         plans: All plans of the whole run, each with the step from which it was in force.
         oom_events: Number of times memory ran out during training, in the whole run. In the JSON that `autoaccum fit`
             prints, this name holds a list instead, with one entry per event of the call.
-        evaluations: One evaluation per epoch that ended in this call; empty without a `val_loader`.
+        evaluations: One evaluation per epoch that ended in this call, or every `val_steps` windows; empty without a
+            `val_loader`.
         elapsed_s: Duration of the call in seconds.
         resumed_from: Number of windows already completed when this call resumed from a checkpoint; else None.
         checkpoint: Path of the run's newest checkpoint; None without `checkpoint`.

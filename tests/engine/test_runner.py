@@ -51,6 +51,53 @@ def test_report_says_the_loss_before_the_update_and_the_norm_before_clipping():
     assert report.elapsed_s > 0
 
 
+def test_norm_is_tracked_without_clipping_and_changes_nothing():
+    models = [network(), network()]
+
+    tracked = runner_of(models[0], autoaccum.plan(20, 7), track_grad_norm=True).step(samples(20))
+    plain = runner_of(models[1], autoaccum.plan(20, 7)).step(samples(20))
+
+    clipped = runner_of(network(), autoaccum.plan(20, 7), clip_grad_norm=1e-4, track_grad_norm=True).step(samples(20))
+    assert plain.grad_norm is None
+    assert tracked.grad_norm == clipped.grad_norm > 0
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_infinite_norm_that_is_only_tracked_leaves_other_gradients_alone():
+    class TwoParts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.good, self.bad = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+        def forward(self, inputs):
+            return self.good * inputs[:, 0] + self.bad * inputs[:, 1]
+
+    model = TwoParts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    runner = autoaccum.Runner(
+        model, optimizer, autoaccum.plan(4, 4), loss=lambda outputs, batch: outputs, device="cpu", track_grad_norm=True
+    )
+
+    report = runner.step(torch.tensor([1.0, 3e38]).expand(4, 2) * 1.0)
+
+    assert report.grad_norm == float("inf")  # whose square is not a number of float32
+    assert model.good.item() == 0.0
+
+
+def test_report_says_the_learning_rates_of_its_update():
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters(), "lr": torch.tensor(0.25)}]
+    optimizer = torch.optim.Adam(groups)
+    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=optimizer)
+
+    first = runner.step(samples(10))
+    optimizer.param_groups[0]["lr"] = 0.125
+    optimizer.param_groups[1]["lr"].fill_(0.0625)
+    second = runner.step(samples(10))
+
+    assert (first.learning_rates, second.learning_rates) == ((0.5, 0.25), (0.125, 0.0625))
+
+
 def test_hand_made_plan_is_used_as_it_is():
     report = runner_of(network(), autoaccum.Plan(10, (7, 1, 2))).step(samples(10))
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from autoaccum._callbacks import Callback
-from autoaccum._records import Trial
+from autoaccum._records import DeviceScalar, Trial
 from autoaccum._sizing.planner import format_cut
 from autoaccum._training import console as progress_module
 from autoaccum._training.console import LineProgress, RichProgress, progress_for
@@ -177,6 +177,19 @@ def test_a_step_line_tells_loss_speed_cut_peak_and_oom(clock):
     assert file.getvalue() == (
         "autoaccum: epoch 1, step 1: loss 0.25, 50 samples/s, cut 34+33+33, peak 512.0 MiB, 0 oom\n"
     )
+
+
+def test_a_step_line_tells_the_learning_rate_once_it_has_changed(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=2)
+    for step, rate in enumerate((0.5, 0.25, 0.5), 1):
+        shown.on_step(step_report(step, device_learning_rates=(DeviceScalar(rate),)), epoch=1)
+
+    first, second, third = file.getvalue().splitlines()
+    assert "lr" not in first
+    assert "lr 0.25," in second
+    assert "lr 0.5," in third
 
 
 def test_lines_wait_for_the_device_only_for_a_line_that_is_written(clock):

@@ -107,6 +107,7 @@ def test_the_keys_of_each_event_are_the_documented_ones(path, log):
             "peak_bytes": 512 * MIB,
             "grad_norm": None,
             "skipped": False,
+            "learning_rates": [0.5],
         },
         {"event": "oom", "step": 2, "phase": "backward", "size": 34, "message": "CUDA out of memory."},
         {"event": "epoch_end", "epoch": 1},
@@ -127,6 +128,7 @@ def test_the_keys_of_each_event_are_the_documented_ones(path, log):
             "samples": 200,
             "oom_events": 1,
             "elapsed_s": 12.5,
+            "stopped": None,
         },
     ]
 
@@ -248,6 +250,7 @@ def test_tensorboard_gets_the_scalars_that_are_documented(tmp_path):
     assert scalars(tmp_path) == {
         "plan/micro_batch": [(1, 34.0)],
         "train/loss": [(1, 0.5), (2, 0.25)],
+        "train/learning_rate": [(1, 0.5), (2, 0.5)],
         "train/grad_norm": [(1, 2.0)],
         "train/samples_per_s": [(1, 200.0), (2, 200.0)],
         "memory/peak_bytes": [(1, 512.0 * MIB), (2, 512.0 * MIB)],
@@ -282,6 +285,17 @@ def test_tensorboard_gets_several_losses_by_name(tmp_path):
         [(1, 0.5)],
         [(1, 0.25)],
     )
+
+
+def test_tensorboard_gets_the_learning_rate_of_each_group(tmp_path):
+    log = started(TensorBoardLog(tmp_path))
+    rates = (DeviceScalar(0.5), None, DeviceScalar(0.25))
+    log.on_step(step_report(1, device_learning_rates=rates), epoch=1)
+
+    log.on_fit_end(None)
+
+    found = {name: points for name, points in scalars(tmp_path).items() if "learning_rate" in name}
+    assert found == {"train/learning_rate/0": [(1, 0.5)], "train/learning_rate/2": [(1, 0.25)]}
 
 
 def test_without_tensorboard_the_remedy_is_named(monkeypatch, tmp_path):

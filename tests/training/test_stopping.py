@@ -97,6 +97,12 @@ def test_stop_from_elsewhere_than_a_callback_is_an_error_like_others():
         Run().fit(loss=loss)
 
 
+def test_stop_at_an_evaluation_between_two_windows_evaluates_no_second_time():
+    result = Run(val_steps=3).fit(Asks("on_evaluation", raised, at=2))
+
+    assert (result.steps, len(result.evaluations)) == (6, 2)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +154,10 @@ def test_progress_and_logs_say_why(tmp_path):
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("event", "at", "steps"), [("on_step", 2, 3), ("on_epoch_end", 1, 4), ("on_step", 4, 4)])
+@pytest.mark.parametrize(
+    ("event", "at", "steps"),
+    [("on_step", 2, 3), ("on_epoch_end", 1, 4), ("on_step", 4, 4), ("on_evaluation", 1, 3)],
+)
 def test_one_rank_that_asks_stops_all_after_the_same_window(crew, event, at, steps):
     found = crew.run("rank_training:stopping", size=2, who=1, event=event, at=at)
 

@@ -35,9 +35,11 @@ RECIPE = typer.Argument(
 # Python objects, and settings that belong to them. In place of `progress` commands have --quiet.
 IN_RECIPES_ALONE = frozenset(
     {
-        *("model", "loader", "val_loader", "callbacks", "metrics", "forward", "split", "batchnorm", "last_window"),
+        *("model", "loader", "val_loader", "val_steps", "metrics", "callbacks"),
+        *("forward", "split", "batchnorm", "last_window"),
         *("loss", "loss_reduction", "loss_scope"),
-        *("optimizer", "clip_grad_norm", "scheduler", "scheduler_interval", "lr_scaling", "base_batch"),
+        *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "base_batch"),
+        *("clip_grad_norm", "track_grad_norm"),
         *NOT_OF_A_JOB,
     }
 )

@@ -7,6 +7,7 @@ copy of the parameters is kept in host memory.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -193,6 +194,8 @@ class Updates:
     def clip(self, norm: Tensor) -> None:
         """Clip the gradients, given their norm."""
         assert self._clip_grad_norm is not None
+        if self._clip_grad_norm == math.inf:
+            return  # it is only measured; the factor of 1 would cost as much again, and be NaN for an infinite norm
         self._stage.phase = Phase.CLIP
         nn.utils.clip_grads_with_norm_(self._held(), self._clip_grad_norm, norm)
 

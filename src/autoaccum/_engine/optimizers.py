@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_call, check_choice, check_positive_int, shown
+from autoaccum._records import DeviceScalar
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -118,6 +119,18 @@ def scale_learning_rate(
         for name in ("base_lrs", "max_lrs"):  # the second belongs to CyclicLR
             if hasattr(part, name):
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[DeviceScalar | None, ...]:
+    """Return the learning rate of each group, without waiting for the device; None for a group that has none."""
+    return tuple(map(_rate, optimizer.param_groups))
+
+
+def _rate(group: dict[str, Any]) -> DeviceScalar | None:
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        return DeviceScalar(rate.detach().clone())  # schedulers write into it
+    return DeviceScalar(float(rate)) if isinstance(rate, int | float) else None
 
 
 def parts_of_scheduler(scheduler: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
-from autoaccum._engine.forward_backward import assemble, drop_old_gradients
+from autoaccum._engine.forward_backward import assemble, drop_old_gradients, largest_norm
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.outside_limit import Outside, drawn
@@ -101,6 +101,7 @@ class _WindowState:
         is_at_work: Whether a window has begun and not ended.
         is_checked: Whether an earlier window has shown that the loss and the gradients are usable.
         checks_finite: Whether the first loss still has to be checked for being finite.
+        rates: The learning rates of its update, by group.
     """
 
     made_before: int
@@ -109,6 +110,7 @@ class _WindowState:
     is_at_work: bool = False
     is_checked: bool = False
     checks_finite: bool = False
+    rates: tuple[DeviceScalar | None, ...] = ()
 
 
 class WindowRunner:
@@ -313,6 +315,7 @@ class WindowRunner:
     def _update(self, reduced: Reduced) -> Update:
         """Step the optimizer, and move everything that moves with it."""
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
+        self._state.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():
             update = self._peers.commit(reduced)
             self._events.windows = self._state.number
@@ -351,6 +354,7 @@ class WindowRunner:
             recomputed_samples=work.recomputed,
             device_losses={name: DeviceScalar(loss) for name, loss in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
+            device_learning_rates=self._state.rates,
             device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
         )
 
@@ -405,6 +409,7 @@ class Runner(WindowRunner):
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
         clip_grad_norm: As for `fit`.
+        track_grad_norm: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -434,6 +439,7 @@ class Runner(WindowRunner):
         precision: str = "auto",
         memory_limit: float | str | None = None,
         clip_grad_norm: float | None = None,
+        track_grad_norm: bool = False,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
@@ -459,7 +465,7 @@ class Runner(WindowRunner):
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
-            clip_grad_norm=clip_grad_norm,
+            clip_grad_norm=largest_norm(clip_grad_norm, tracked=track_grad_norm),
             notices=notices,
             split=split,
         )

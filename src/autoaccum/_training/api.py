@@ -28,7 +28,7 @@ from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import Fallbacks, check_fallback
 from autoaccum._engine.finiteness import check_on_nan
-from autoaccum._engine.forward_backward import assemble, check_clip
+from autoaccum._engine.forward_backward import assemble, largest_norm
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
@@ -86,10 +86,12 @@ def fit(
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as everywhere in PyTorch
     memory_limit: float | str | None = None,
     clip_grad_norm: float | None = None,
+    track_grad_norm: bool = False,
     last_window: str = "step",
     lr_scaling: str | None = None,
     base_batch: int | None = None,
     val_loader: Iterable[Any] | None = None,
+    val_steps: int | None = None,
     metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     loss_reduction: str | None = None,
@@ -159,13 +161,16 @@ def fit(
             would apply to the compiler as well.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
-        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer; infinity
-            measures the norm without clipping.
+        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
+        track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
+            gradients once more in each update.
         last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
             before the first update, without a trace.
+        val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
+            of the training is evaluated in any case. None: evaluate after each epoch.
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
             objects.
         forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
@@ -231,13 +236,15 @@ def fit(
     """
     started = time.perf_counter()
     _check_cuts(target_batch, last_window, micro_batch, probe, strategy, cache)
-    _check_updates(target_batch, clip_grad_norm, lr_scaling, base_batch, loss_scope, batchnorm, on_nan)
+    _check_updates(target_batch, lr_scaling, base_batch, loss_scope, batchnorm, on_nan)
     epochs, max_steps = _check_length(epochs, max_steps)
     cap = max_micro_batch()
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, metrics, epochs)
+    _check_val_steps(val_steps, loader, val_loader)
     check_callbacks(callbacks)
     check_split(split)
+    norm = largest_norm(clip_grad_norm, tracked=track_grad_norm)
     options = compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     check_seed(seed)
@@ -266,7 +273,7 @@ def fit(
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
-            clip_grad_norm=clip_grad_norm,
+            clip_grad_norm=norm,
             notices=notices,
             split=split,
             is_one_of_several=ranks is not None,
@@ -289,6 +296,8 @@ def fit(
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
+                "track_grad_norm": track_grad_norm,
+                "val_steps": val_steps,
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
@@ -339,6 +348,7 @@ def fit(
                 grows_from=grows_from,
             ),
             val_loader=val_loader,
+            val_steps=val_steps,
             metrics=metrics,
             callbacks=(shown, *callbacks),
             notices=notices,
@@ -411,14 +421,12 @@ def _check_cuts(
 
 def _check_updates(
     target_batch: int,
-    clip_grad_norm: float | None,
     lr_scaling: str | None,
     base_batch: int | None,
     loss_scope: str,
     batchnorm: str,
     on_nan: str,
 ) -> None:
-    check_clip(clip_grad_norm)
     optimizers.check_scaling(lr_scaling, target_batch, base_batch)
     check_loss_scope(loss_scope)
     check_batchnorm(batchnorm)
@@ -447,6 +455,24 @@ def _check_data(loader: Any, val_loader: Any, metrics: Any, epochs: int | None) 
         raise InvalidInputError(
             f"val_loader, a {type(val_loader).__name__}, can be read only once, and {others}; pass a DataLoader or a "
             "list, which can be read every time"
+        )
+
+
+def _check_val_steps(val_steps: int | None, loader: Any, val_loader: Any) -> None:
+    if val_steps is None:
+        return
+    check_positive_int("val_steps", val_steps)
+    if val_loader is None:
+        raise InvalidInputError(f"val_steps={val_steps} needs a val_loader= to evaluate, and there is none; pass both")
+    if can_be_read_once(val_loader):
+        raise InvalidInputError(
+            f"val_loader, a {type(val_loader).__name__}, can be read only once, and val_steps={val_steps} evaluates "
+            "several times; pass a DataLoader or a list, which can be read every time"
+        )
+    if val_loader is loader and not isinstance(loader, list | tuple):
+        raise InvalidInputError(
+            f"val_steps={val_steps} evaluates in the middle of an epoch, and val_loader= is the loader that the "
+            "training is reading then; pass a second one over the same data"
         )
 
 

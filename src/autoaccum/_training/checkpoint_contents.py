@@ -69,6 +69,7 @@ class Moment:
         position: Where the loader stands.
         random: The state of the random generators; None where no checkpoints are asked for.
         stopped: Set if a callback has ended the run here.
+        evaluated: Windows that were done at the last evaluation; None before the first.
     """
 
     windows: int
@@ -76,6 +77,7 @@ class Moment:
     position: Position
     random: RandomStates | None
     stopped: Stopped | None = None
+    evaluated: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class Contents:
             "target_batch": self._target_batch,
             "windows": moment.windows,
             "samples": moment.samples,
+            "evaluated": moment.evaluated,
             "stopped": None if moment.stopped is None else asdict(moment.stopped),
             "modules": [_module_state(module) for module in self._step.objective.modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
@@ -248,7 +251,12 @@ class Contents:
             )
         stopped = content.get("stopped")
         return Moment(
-            content["windows"], content["samples"], position, random, None if stopped is None else Stopped(**stopped)
+            content["windows"],
+            content["samples"],
+            position,
+            random,
+            None if stopped is None else Stopped(**stopped),
+            content.get("evaluated"),
         )
 
     def kept(self, content: Mapping[str, Any]) -> Kept:

@@ -79,6 +79,8 @@ def check(content: Mapping[str, Any], like: RandomStates) -> None:
 def _check_counts(content: Mapping[str, Any]) -> None:
     whole(content["windows"], "windows")
     whole(content["samples"], "samples")
+    if content.get("evaluated") is not None:
+        whole(content["evaluated"], "evaluated")
     stopped = content.get("stopped")
     if stopped is not None:
         with _within("stopped"):

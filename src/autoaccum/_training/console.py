@@ -94,6 +94,9 @@ class _Tally:
         self.peak_bytes: int | None = None
         self.report: StepReport | None = None
         self.saved_step: int | None = None
+        self.ended_epoch = 0
+        self._first_rates: tuple[float | None, ...] | None = None
+        self._rates_change = False
         self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
         self._fitted = 0
         self._resumed_step = 0
@@ -137,6 +140,10 @@ class _Tally:
         steps = "" if self.total_steps is None else f"/{self.total_steps}"
         return f"epoch {self.epoch}{epochs}, step {self.steps}{steps}"
 
+    def after(self, epoch: int, step: int) -> str:
+        """What an evaluation followed: "epoch 2", or "step 20" in the middle of one."""
+        return f"epoch {epoch}" if epoch == self.ended_epoch else f"step {step}"
+
     def trial(self, trial: Trial) -> str:
         """Such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
         if trial.fits:
@@ -147,13 +154,16 @@ class _Tally:
         return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
 
     def figures(self) -> str:
-        """Such as "loss 0.412, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device.
+        """Such as "loss 0.412, lr 0.001, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device.
+
+        The learning rate, of the first group, stands there once any has changed.
 
         Where there are checkpoints, ", saved at step 20" stands behind that.
         """
         assert self.report is not None, "figures are drawn after a step"
         parts = [
             f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
+            *self._rate(self.report.learning_rates),
             f"{_three_digits(self._samples_per_s())} samples/s",
             f"cut {format_cut(self._cut)}",
         ]
@@ -163,6 +173,11 @@ class _Tally:
         if self.saved_step is not None:
             parts.append(f"saved at step {self.saved_step}")
         return ", ".join(parts)
+
+    def _rate(self, rates: tuple[float | None, ...]) -> list[str]:
+        self._first_rates = self._first_rates or rates
+        self._rates_change = self._rates_change or rates != self._first_rates
+        return [f"lr {rates[0]:.3g}"] if self._rates_change and rates and rates[0] is not None else []
 
     def _samples_per_s(self) -> float:
         """Since the clock was restarted; right after that, as it was before."""
@@ -237,13 +252,14 @@ class LineProgress(_Progress):
 
     def on_epoch_end(self, epoch: int) -> None:
         """Write a line: how the epoch ended."""
+        self._tally.ended_epoch = epoch
         if self._tally.report is not None:
             self._write(f"epoch {epoch} done, {self._tally.position.partition(', ')[2]}: {self._tally.figures()}")
         self._restart()
 
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
         """Write a line: the loss and the metrics."""
-        self._write(_evaluation_text(evaluation, epoch))
+        self._write(_evaluation_text(evaluation, self._tally.after(epoch, step)))
         self._restart()
 
     def on_fit_end(self, result: FitResult | None) -> None:
@@ -325,15 +341,16 @@ class RichProgress(_Progress):
         self._tally.oom_events += 1
         self._print(Text(_oom_text(event, step), style="yellow"))
 
-    def on_epoch_end(self, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+    def on_epoch_end(self, epoch: int) -> None:
         """Bring the bar up to date."""
+        self._tally.ended_epoch = epoch
         if self._tally.report is not None:
             self._draw()
         self._tally.restart_clock()
 
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
         """Print the loss and the metrics above the bar."""
-        self._print(Text(_evaluation_text(evaluation, epoch), style="bold"))
+        self._print(Text(_evaluation_text(evaluation, self._tally.after(epoch, step)), style="bold"))
         self._tally.restart_clock()
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
@@ -417,10 +434,10 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _evaluation_text(evaluation: Evaluation, epoch: int) -> str:
+def _evaluation_text(evaluation: Evaluation, after: str) -> str:
     metrics = "".join(f", {name} {value:.4g}" for name, value in evaluation.metrics.items())
     return (
-        f"evaluation after epoch {epoch}: loss {evaluation.loss:.4g}{metrics} "
+        f"evaluation after {after}: loss {evaluation.loss:.4g}{metrics} "
         f"({evaluation.samples} samples, {evaluation.elapsed_s:.1f} s)"
     )
 

@@ -60,7 +60,7 @@ class JSONLinesLog(_OneStepLate):
     - "plan": step (from which it holds), target_batch, micro_batches, micro_batch, accum_steps, probe (null,
       or micro_batch, limit_bytes, fixed_bytes, bytes_per_sample)
     - "step": step, epoch, samples, loss, losses, micro_batches, oom_events (how often memory ran out), elapsed_s,
-      peak_bytes, grad_norm, skipped
+      peak_bytes, grad_norm, skipped, learning_rates (of the update, one for each group of the optimizer)
     - "oom": step, phase, size, message
     - "epoch_end": epoch
     - "evaluation": epoch, step, loss, metrics, samples, elapsed_s
@@ -194,8 +194,9 @@ def _is_cut_short(path: Path) -> bool:
 class TensorBoardLog(_OneStepLate):
     """Writes scalars for TensorBoard. Where training goes on from a checkpoint, what was beyond it is hidden.
 
-    By step: "train/loss" (and "train/loss/NAME" where there are several), "train/grad_norm" where it is
-    known, "train/samples_per_s", "memory/peak_bytes", "memory/oom_events", "plan/micro_batch"; at each
+    By step: "train/loss" (and "train/loss/NAME" where there are several), "train/learning_rate" (or
+    "train/learning_rate/0" and so on, where the optimizer has several groups), "train/grad_norm" where it is known,
+    "train/samples_per_s", "memory/peak_bytes", "memory/oom_events", "plan/micro_batch"; at each
     evaluation "evaluation/loss" and "evaluation/NAME" for each metric.
 
     Args:
@@ -307,6 +308,10 @@ def _step_scalars(report: StepReport) -> dict[str, float]:
     scalars: dict[str, float] = {"train/loss": report.loss}
     if len(report.losses) > 1:
         scalars |= {f"train/loss/{name}": loss for name, loss in report.losses.items()}
+    rates = report.learning_rates
+    for number, rate in enumerate(rates):
+        if rate is not None:
+            scalars["train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{number}"] = rate
     if report.grad_norm is not None:
         scalars["train/grad_norm"] = report.grad_norm
     if report.elapsed_s > 0:

@@ -54,7 +54,8 @@ class Training:
         data: The training data.
         schedule: Steps the learning-rate scheduler.
         finding: Finds the plan by which to cut windows.
-        val_loader: Data to evaluate on after each epoch, if any.
+        val_loader: Data to evaluate on, if any.
+        val_steps: As for `fit`.
         metrics: Metrics for the evaluation.
         callbacks: Callbacks to notify, including the progress display.
         notices: Reports choices made for the user.
@@ -78,6 +79,7 @@ class Training:
         *,
         finding: Finding,
         val_loader: Iterable[Any] | None,
+        val_steps: int | None,
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
         callbacks: Sequence[Callback],
         notices: Notices,
@@ -125,6 +127,7 @@ class Training:
                 saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
             )
         self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices, self._request)
+        self._val_steps = val_steps
         self._validation: Validation | None = None
         if val_loader is not None:
             self._validation = Validation(
@@ -136,10 +139,11 @@ class Training:
                 part=world.part_of_validation(val_loader),
                 ranks=world.ranks,
                 random=self._random,
+                is_between_windows=val_steps is not None,
                 is_kept=saver is not None,
             )
         self._history: list[StepReport] = []
-        self._evaluations: list[tuple[int, Evaluation]] = []
+        self._evaluations: list[tuple[int, int, Evaluation]] = []  # with their epochs and steps
         self._resumed_from: int | None = None
 
     @property
@@ -216,7 +220,7 @@ class Training:
             plan=self._lifecycle.current.plan,
             plans=self._lifecycle.plans,
             oom_events=self._lifecycle.oom_events,
-            evaluations=tuple(evaluation for _, evaluation in self._evaluations),
+            evaluations=tuple(evaluation for *_, evaluation in self._evaluations),
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
             checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
@@ -270,6 +274,8 @@ class Training:
         progress = self._progress
         self._world.note_moment(progress.moment.windows)
         self._stop_if_asked()
+        if not progress.is_over:
+            self._evaluate_if_due()  # where a run was interrupted in that evaluation
         while not progress.is_over:
             window = progress.next_window()
             if progress.has_nothing(window):
@@ -304,6 +310,8 @@ class Training:
         self._finiteness.see(report)
         if self._checkpoints is not None:
             self._finiteness.note_new_state()
+        if self._evaluate_if_due():
+            self._stop_if_asked()
         if self._interrupts.after_window():
             self._stop_if_asked()
         return True
@@ -323,11 +331,29 @@ class Training:
         if not position.closed:
             for callback in self._callbacks:
                 callback.on_epoch_end(position.epoch)
-            evaluation = self._evaluate(position.epoch)
+            if self._val_steps is None or (self._progress.ends_training and not self._is_evaluated):
+                evaluation = self._evaluate(position.epoch)
         with signals.held():
             if evaluation is not None:
-                self._evaluations.append((position.epoch, evaluation))
+                self._evaluations.append((position.epoch, self._progress.moment.windows, evaluation))
             self._progress.end_epoch(evaluation)
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate between two windows if `val_steps` asks for it; return whether there was an evaluation."""
+        moment = self._progress.moment
+        if self._val_steps is None or not moment.windows or moment.windows % self._val_steps or self._is_evaluated:
+            return False
+        evaluation = self._evaluate(moment.position.epoch)
+        assert evaluation is not None
+        with signals.held():
+            self._evaluations.append((moment.position.epoch, moment.windows, evaluation))
+            self._progress.evaluated(evaluation)
+        return True
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether the present moment was evaluated."""
+        return self._progress.moment.evaluated == self._progress.moment.windows
 
     def _evaluate(self, epoch: int) -> Evaluation | None:
         if self._validation is None:
@@ -340,12 +366,11 @@ class Training:
     def _went_back(self) -> None:
         """Discard reports on windows that will be trained again, and continue with the present cut."""
         moment = self._progress.moment
-        position = moment.position
         self._history = [report for report in self._history if report.step <= moment.windows]
         self._evaluations = [
-            (epoch, evaluation)
-            for epoch, evaluation in self._evaluations
-            if epoch < position.epoch or (epoch == position.epoch and position.closed)
+            (epoch, step, evaluation)
+            for epoch, step, evaluation in self._evaluations
+            if step < moment.windows or (step == moment.windows and moment.evaluated == step)
         ]
         self._finiteness.begin_anew()
         self._request.reason = None

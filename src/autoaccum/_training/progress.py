@@ -202,7 +202,7 @@ class TrainingProgress:
             samples: Number of samples in the window, over all processes.
         """
         now = self.moment
-        self._next = Moment(now.windows + 1, now.samples + samples, self._coming, now.random)
+        self._next = Moment(now.windows + 1, now.samples + samples, self._coming, now.random, evaluated=now.evaluated)
 
     def update_made(self, *, skipped: bool) -> None:
         """Advance everything that moves with an update, while interrupts are held back.
@@ -242,6 +242,26 @@ class TrainingProgress:
         if self._random is not None:
             self.moment = replace(self.moment, random=self._random_states())
 
+    @property
+    def ends_training(self) -> bool:
+        """Whether the epoch that ends now is the last one."""
+        epochs = self._data.epochs
+        return self._ends_here or (epochs is not None and self.moment.position.epoch >= epochs)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Advance everything that moves with an evaluation between two windows.
+
+        Raises:
+            UpdateCompleteError: The scheduler failed.
+        """
+        self.is_whole = False
+        try:
+            self._schedule.after_evaluation(evaluation)
+        except Exception as error:
+            raise update_complete.told(error, self.moment.windows, has_moved=False) from error
+        self.moment = replace(self.moment, evaluated=self.moment.windows, random=self._random_states())
+        self.is_whole = True
+
     def end_epoch(self, evaluation: Evaluation | None) -> None:
         """Advance everything that moves after an epoch's last window, or after the last window of all.
 
@@ -264,7 +284,8 @@ class TrainingProgress:
             position = replace(position, closed=True)
         else:
             position, self._windows = self._track.at_start(position.epoch + 1), None
-        self.moment = replace(self.moment, position=position, random=self._random_states())
+        evaluated = self.moment.evaluated if evaluation is None else self.moment.windows
+        self.moment = replace(self.moment, position=position, random=self._random_states(), evaluated=evaluated)
         self.is_whole = True
 
     @contextmanager

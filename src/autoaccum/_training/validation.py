@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._data.loader_state import generators_of
 from autoaccum._data.peeking import can_be_looked_at, counters_kept, left_as_it_was
 from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.outside_limit import drawn
-from autoaccum._snapshot import Mark
+from autoaccum._snapshot import Mark, OwnGenerators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ class Validation:
         part: This process's part of the validation data.
         ranks: The ranks that evaluate together; None for a single process.
         random: The generators to restore afterwards.
+        is_between_windows: Whether evaluations come in the middle of an epoch, whose loader may share generators.
         is_kept: Whether a failing evaluation may be followed by a checkpoint of the state before it.
 
     Raises:
@@ -50,6 +52,7 @@ class Validation:
         part: Iterable[Any],
         ranks: Ranks | None,
         random: RandomState,
+        is_between_windows: bool,
         is_kept: bool,
     ) -> None:
         self._step = step
@@ -57,6 +60,7 @@ class Validation:
         self._part = part
         self._evaluator = Evaluator(step, metrics, on_oom, loss_scope=loss_scope, ranks=ranks)
         self._random = random
+        self._is_between_windows = is_between_windows
         self._is_kept = is_kept
 
     def try_out(self, most: int | None) -> None:
@@ -103,6 +107,7 @@ class Validation:
         # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
         self._random.take()
         before = self._random.taken
+        own = OwnGenerators(generators_of(self._part) if self._is_between_windows else ())
         mark = None
         if self._is_kept:
             mark = Mark(self._step.objective.modules, self._step.memory.device)
@@ -115,6 +120,7 @@ class Validation:
             if mark is not None:
                 mark.put_back()
             raise
+        own.put_back()
         self._random.assume(before)
         self._random.put_back()
         return evaluation

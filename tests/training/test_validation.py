@@ -1,0 +1,154 @@
+"""Evaluations every so many windows: the same training, resumed or not, and schedulers that move with them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+import autoaccum
+from autoaccum.errors import InvalidInputError
+from long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits, stopped_at
+
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+class Evaluated(autoaccum.Callback):
+    """Notes after which windows there was an evaluation, and draws a random number there."""
+
+    def __init__(self):
+        self.steps = []
+        self.epochs = []
+
+    def on_evaluation(self, evaluation, *, epoch, step):
+        torch.rand(1)
+        self.steps.append(step)
+        self.epochs.append(epoch)
+
+
+def plateau(optimizer):
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)  # nothing is ever good enough
+
+
+def shuffled():
+    return DataLoader(Noisy(9), batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4, 6, 8, 10, 12, 14, 15]), (5, [5, 10, 15]), (100, [15])])
+def test_evaluations_come_every_so_many_windows_and_at_the_end(every, steps):
+    told = Evaluated()
+
+    result = Run(val_steps=every).fit(told)
+
+    assert told.steps == steps
+    assert told.epochs == [(step - 1) // STEPS_PER_EPOCH + 1 for step in steps]
+    assert len(result.evaluations) == len(steps)
+
+
+def test_evaluations_leave_the_training_as_it_is():
+    run = Run(val_steps=2)
+    run.fit(val_loader=shuffled())
+    without = Run()
+    without.fit(val_loader=None)
+
+    assert run.end == without.end
+
+
+def test_loader_that_shares_a_generator_with_the_training_is_left_as_it_is():
+    def trained(**options):
+        generator = torch.Generator().manual_seed(5)
+        run = Run(loader=lambda: DataLoader(Noisy(), batch_size=7, shuffle=True, generator=generator))
+        run.fit(val_loader=DataLoader(Noisy(9), batch_size=4, shuffle=True, generator=generator), **options)
+        return [run.samples.windows[step] for step in range(1, STEPS_PER_EPOCH + 1)]
+
+    assert trained(val_steps=2) == trained(val_steps=100)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 6, 10, 14])
+def test_resumed_run_evaluates_at_the_same_windows_and_ends_bit_for_bit_alike(tmp_path, stop):
+    options = {"val_steps": 4, "scheduler": plateau}
+    undisturbed, told = Run(**options), Evaluated()
+    undisturbed.fit(told)
+
+    first, second = Evaluated(), Evaluated()
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, **options).fit(first, StopAt(stop))
+    run = Run(checkpoint=tmp_path, **options)
+    run.fit(second)
+
+    assert first.steps + second.steps == told.steps == [4, 8, 12, 15]
+    assert run.end == undisturbed.end
+    assert undisturbed.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**4)
+
+
+def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
+    class Fails(autoaccum.Callback):
+        def on_evaluation(self, evaluation, *, epoch, step):
+            if step == 8:
+                raise StoppedError
+
+    options = {"val_steps": 4, "scheduler": plateau}
+    undisturbed = Run(**options)
+    undisturbed.fit()
+
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, **options).fit(Fails())
+    run, told = Run(checkpoint=tmp_path, **options), Evaluated()
+    result = run.fit(told, val_steps=4)
+
+    assert result.resumed_from == 8
+    assert told.steps == [8, 12, 15]
+    assert bits(run.optimizer.state_dict()["param_groups"]) == bits(undisturbed.optimizer.state_dict()["param_groups"])
+
+
+def test_checkpoint_after_an_evaluation_holds_what_it_has_moved(tmp_path):
+    run = stopped_at(5, tmp_path, val_steps=5, scheduler=plateau, checkpoint_steps=5)
+    assert run.optimizer.param_groups[0]["lr"] == 0.01  # on_step comes before the evaluation
+
+    told = Evaluated()
+    Run(checkpoint=tmp_path, val_steps=5, scheduler=plateau).fit(told)
+
+    assert told.steps == [5, 10, 15]
+
+
+def test_progress_says_after_which_step(capsys):
+    Run(val_steps=7, progress="lines").fit()
+
+    said = [line.partition(":")[2].strip() for line in capsys.readouterr().err.splitlines() if "evaluation" in line]
+    assert [line.partition(":")[0] for line in said] == [
+        "evaluation after step 7",
+        "evaluation after step 14",
+        "evaluation after epoch 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"val_steps": 0}, "val_steps must be at least 1"),
+        ({"val_steps": 1.5}, "val_steps must be a whole number"),
+        ({"val_steps": 2, "val_loader": None}, "val_steps=2 needs a val_loader="),
+        (
+            {"epochs": 1, "val_steps": 2, "val_loader": iter([])},
+            "can be read only once, and val_steps=2 evaluates several times",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(InvalidInputError, match=said):
+        Run().fit(**options)
+
+
+def test_loader_of_the_training_is_refused_in_the_middle_of_its_epoch():
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
+
+    with pytest.raises(InvalidInputError, match="val_loader= is the loader that the training is reading"):
+        autoaccum.fit(nn.Linear(2, 1), loader, 4, val_loader=loader, val_steps=1, device="cpu", progress=False)
+
+
+def test_ranks_evaluate_at_the_same_windows(crew):
+    found = crew.run("rank_training:evaluated_every", size=2, every=3)
+
+    assert found[0]["evaluations"] == found[1]["evaluations"]
+    assert len(found[0]["evaluations"]) == 3  # of eight windows: after 3, 6 and 8
+    assert all(map(torch.equal, found[0]["parameters"], found[1]["parameters"]))
