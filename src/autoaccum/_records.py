@@ -5,15 +5,19 @@ Nothing here computes on a device. `StepReport` may hold numbers that are still 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum._arguments import check_positive_int, shown
+from autoaccum._system import html_page
+from autoaccum._system.user_files import beside
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from os import PathLike
     from pathlib import Path
 
 
@@ -301,3 +305,57 @@ class FitResult:
     def last_loss(self) -> float | None:
         """The loss of this call's last window; None if the call had no windows to train."""
         return self.history[-1].loss if self.history else None
+
+    def to_html(self) -> str:
+        """Return the result as one self-contained page: the loss by step, the evaluations, the plan.
+
+        Waits for the device if losses are still there.
+        """
+        return html_page.document_of(f"autoaccum.fit: {self._title}", self._repr_html_())
+
+    def save_html(self, path: str | PathLike[str]) -> None:
+        """Write the page to a file; on failure the file is unchanged.
+
+        Raises:
+            InvalidInputError: The folder does not exist, or permission to write there is missing.
+        """
+        page = self.to_html()
+        with beside(path) as unfinished:
+            unfinished.write_text(page, encoding="utf-8")
+
+    @property
+    def _title(self) -> str:
+        return f"{self.steps} steps, {self.samples} samples" + (f", stopped: {self.stopped}" if self.stopped else "")
+
+    def _repr_html_(self) -> str:
+        losses = [(float(report.step), report.loss) for report in self.history]
+        parts = [
+            html_page.header_of("autoaccum.fit", self._title),
+            html_page.curve_of("loss", losses, "step"),
+            html_page.table_of("Run", list(self._facts())),
+        ]
+        if self.evaluations:
+            names = list(dict.fromkeys(name for one in self.evaluations for name in one.metrics))
+            rows = [
+                [str(number), f"{one.loss:.4g}", *(f"{one.metrics.get(name, math.nan):.4g}" for name in names)]
+                for number, one in enumerate(self.evaluations, 1)
+            ]
+            parts.append(html_page.table_of("Evaluations", rows, ["", "loss", *names]))
+        return html_page.article_of("\n".join(parts))
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        sizes = self.plan.micro_batches
+        yield "target batch", f"{self.plan.target_batch} in {len(sizes)} micro-batches of at most {max(sizes)}"
+        yield "time of this call", f"{self.elapsed_s:.1f} s"
+        if self.history and self.elapsed_s > 0:
+            samples = sum(report.samples for report in self.history)
+            yield "speed", f"{samples / self.elapsed_s:.4g} samples/s, evaluations and checkpoints included"
+            yield "last loss", f"{self.history[-1].loss:.4g}"
+        peaks = [report.peak_bytes for report in self.history if report.peak_bytes is not None]
+        if peaks:
+            yield "peak memory", f"{max(peaks) / 2**20:.1f} MiB"
+        yield "out of memory", f"{self.oom_events} times"
+        if self.resumed_from is not None:
+            yield "resumed from", f"step {self.resumed_from}"
+        if self.checkpoint is not None:
+            yield "checkpoint", str(self.checkpoint)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autoaccum._launch.slurm.folder import JobFolder
-from autoaccum._report.files import beside
 from autoaccum._report.oom_view import read_postmortem
 from autoaccum._system import reason_file, safe_files
 from autoaccum._system.environment import REASON_FILE
 from autoaccum._system.notices import Notices
+from autoaccum._system.user_files import beside
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum._training.checkpoint_schedule import Saver
 from autoaccum.errors import CheckpointError, InvalidInputError

@@ -31,12 +31,12 @@ from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
 from autoaccum._report.durations import left_by_slurm, seconds_in
-from autoaccum._report.files import check_place
 from autoaccum._report.oom_view import read_postmortem, show_postmortem
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
+from autoaccum._system.user_files import check_place
 from autoaccum._training.console import LineProgress
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 

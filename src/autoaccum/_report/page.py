@@ -6,7 +6,6 @@ It follows the reader's light or dark setting. Text from the user (names of mode
 from __future__ import annotations
 
 from html import escape
-from importlib import resources
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from autoaccum._report.curves import picture_of
 from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
 from autoaccum._report.svg import COLOURS, svg_of
 from autoaccum._report.wording import are_numbers, notes_of, sections_of, title_of, verdicts_of
+from autoaccum._system.html_page import article_of, document_of, header_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,23 +28,16 @@ _ANSWERS = {FITS: ("fits", "fits"), TIGHT: ("tight", "is tight"), DOES_NOT_FIT: 
 
 def page_of(report: Findings) -> str:
     """Return the report as a complete document."""
-    title = escape(f"Pre-flight report: {title_of(report)}")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n</head>\n<body>\n{fragment_of(report)}\n</body>\n</html>\n"
-    )
+    return document_of(f"Pre-flight report: {title_of(report)}", fragment_of(report))
 
 
 def fragment_of(report: Findings) -> str:
     """Return the report as an element with its own style, for notebooks."""
-    style = resources.files("autoaccum._report").joinpath("page.css").read_text(encoding="utf-8")
-    body = "\n".join(_body(report))
-    return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'
+    return article_of("\n".join(_body(report)))
 
 
 def _body(report: Findings) -> Iterator[str]:
-    yield f'<header><p class="kind">Pre-flight report</p><h1>{escape(title_of(report))}</h1></header>'
+    yield header_of("Pre-flight report", title_of(report))
     yield '<ul class="verdicts">'
     for verdict in verdicts_of(report):
         kind, answer = _ANSWERS[verdict.answer]

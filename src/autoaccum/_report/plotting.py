@@ -9,9 +9,9 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._report.curves import picture_of
-from autoaccum._report.files import beside
 from autoaccum._report.svg import HEIGHT, WIDTH, Label, drawing_of
 from autoaccum._report.wording import title_of
+from autoaccum._system.user_files import beside
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

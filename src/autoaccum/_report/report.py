@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._report import document, page, table
-from autoaccum._report.files import beside
 from autoaccum._report.records import Findings
+from autoaccum._system.user_files import beside
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._launch.job import shared_arguments
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.api import preflight
-from autoaccum._report.files import beside
 from autoaccum._report.loader_speed import first_of
 from autoaccum._report.table import plain_text
+from autoaccum._system.user_files import beside
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:

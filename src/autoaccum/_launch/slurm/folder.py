@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from autoaccum._report.files import beside
 from autoaccum._system import safe_files
+from autoaccum._system.user_files import beside
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 import pytest
 
-from autoaccum._report.files import beside, check_place
+from autoaccum._system.user_files import beside, check_place
 from autoaccum.errors import InvalidInputError
 
 
