@@ -639,6 +639,8 @@ CALLS = {
         {"collate": callable, "weight": or_none(function)},
         {"collate": [lambda _: of_none, lambda _: of_three], "weight": [lambda _: of_three, lambda _: of_none]},
     ),
+    "StopTraining": Call(autoaccum.StopTraining, autoaccum.StopTraining, lambda _: {},
+                         {"reason": lambda value: isinstance(value, str)}),
     "is_oom": Call(autoaccum.is_oom, autoaccum.is_oom, lambda _: {"exception": ValueError()},
                    {"exception": lambda value: isinstance(value, BaseException)}),
     "join_ranks": Call(autoaccum.join_ranks, autoaccum.join_ranks, lambda _: {}, {"device": device},

@@ -27,11 +27,16 @@ class StopTraining(Exception):  # noqa: N818 - a request, not an error
 
     Args:
         reason: The reason, for the result and the progress display.
+
+    Raises:
+        InvalidInputError: The reason is not a string.
     """
 
     def __init__(self, reason: str = "a callback asked for it") -> None:
+        if not isinstance(reason, str):
+            raise InvalidInputError(f"reason={shown(reason)} is not a text; say in a few words why to stop")
         super().__init__(reason)
-        self.reason = str(reason)
+        self.reason = reason
 
 
 class Callback:

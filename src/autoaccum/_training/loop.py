@@ -197,9 +197,9 @@ class Training:
             result = replace(self._result(started), stopped=type(error).__name__)
             error.result = result  # type: ignore[attr-defined]
         if isinstance(error, KeyboardInterrupt):
-            error.add_note(
-                f"autoaccum: {self._progress.moment.windows} steps are done; the result so far is this exception's "
-                "attribute 'result' (in a notebook: sys.last_value.result)"
+            self._notices.say(
+                f"interrupted after step {self._progress.moment.windows}; the result so far is the attribute 'result' "
+                "of the KeyboardInterrupt (in a notebook: sys.last_value.result)"
             )
 
     def _end(self, result: FitResult | None) -> None:
