@@ -109,15 +109,33 @@ def test_nothing_to_train_is_refused_with_the_remedy(modules, notices):
         resolve(None, modules, notices)
 
 
-@pytest.mark.parametrize("wrong", ["adam", 1e-3, lambda parameters: None, lambda parameters: parameters])
+@pytest.mark.parametrize("wrong", ["adam", 1e-3, [], ["adam"], lambda parameters: None, lambda parameters: parameters])
 def test_what_is_no_optimizer_is_refused(wrong, model, notices):
-    with pytest.raises(InvalidInputError, match=r"neither a torch\.optim\.Optimizer nor a function"):
+    with pytest.raises(InvalidInputError, match=r"neither a torch\.optim\.Optimizer, nor a list"):
         resolve(wrong, [model], notices)
 
 
 def test_optimizer_that_evaluates_several_times_is_refused(model, notices):
     with pytest.raises(InvalidInputError, match=r"LBFGS.*first-order"):
         resolve(torch.optim.LBFGS(model.parameters()), [model], notices)
+
+
+def test_optimizer_that_takes_two_gradients_is_refused_by_name(model, notices):
+    class SAM(torch.optim.SGD):
+        def first_step(self, zero_grad=False): ...
+
+        def second_step(self, zero_grad=False): ...
+
+    with pytest.raises(InvalidInputError, match=r"SAM takes two gradients.*use the optimizer that it wraps"):
+        resolve(SAM(model.parameters(), lr=0.1), [model], notices)
+
+
+def test_optimizer_whose_step_requires_a_closure_is_refused_by_name(model, notices):
+    class LineSearch(torch.optim.SGD):
+        def step(self, closure): ...
+
+    with pytest.raises(InvalidInputError, match=r"LineSearch\.step\(\) requires a closure"):
+        resolve(LineSearch(model.parameters(), lr=0.1), [model], notices)
 
 
 # --- learning rate ---------------------------------------------------------------------------------------------------

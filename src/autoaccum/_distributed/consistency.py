@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._engine.dtensor import is_spread
+from autoaccum._engine.optimizer_list import name_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> str:
         }
         for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__name__} {groups}"
+    return f"{name_of(optimizer)} {groups}"
 
 
 def _plain(value: Any) -> Any:

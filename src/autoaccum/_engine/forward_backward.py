@@ -297,7 +297,7 @@ def check_weight(name: str, weight: float | Tensor) -> None:
 def assemble(
     model: nn.Module,
     loss: Loss | Sequence[Loss] | None,
-    optimizer: torch.optim.Optimizer | optimizers.MakesOptimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | optimizers.MakesOptimizer | None,
     *,
     memory: MemoryBackend,
     precision_name: str,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum._arguments import check_call, check_choice, check_positive_int, shown
+from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import DeviceScalar
 from autoaccum.errors import InvalidInputError
 
@@ -19,23 +21,27 @@ if TYPE_CHECKING:
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
-MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer]
+MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 
 _SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
 def resolve(
-    optimizer: torch.optim.Optimizer | MakesOptimizer | None, modules: Iterable[nn.Module], notices: Notices
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None,
+    modules: Iterable[nn.Module],
+    notices: Notices,
 ) -> torch.optim.Optimizer:
     """Return the optimizer to step with.
 
     Args:
-        optimizer: One; a function of the list of trainable parameters that makes one; or None for AdamW(lr=1e-3).
+        optimizer: One; a list of several; a function of the list of trainable parameters that makes one or several; or
+            None for AdamW(lr=1e-3).
         modules: The model, and losses that are modules.
         notices: Reports the choice.
 
     Raises:
-        InvalidInputError: No parameter needs a gradient, or the optimizer holds parameters that are not the model's.
+        InvalidInputError: No parameter needs a gradient, the optimizer holds parameters that are not the model's, or it
+            evaluates the window itself (LBFGS, SAM).
     """
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -47,7 +53,9 @@ def resolve(
     if optimizer is None:
         notices.say("optimizer: AdamW(lr=1e-3) (optimizer=None)")
         return torch.optim.AdamW(trainable, lr=1e-3)
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _called(optimizer, trainable)
+    made = _made(optimizer, trainable)
+    for part in made.parts if isinstance(made, OptimizerList) else [made]:
+        _refuse_one_that_evaluates(part)
     _check(made, set(parameters), trainable)
     return made
 
@@ -140,16 +148,53 @@ def parts_of_scheduler(scheduler: Any) -> list[Any]:
     return [scheduler, *(found for part in parts for found in parts_of_scheduler(part))]
 
 
-def _called(maker: MakesOptimizer, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if callable(maker):
-        check_call("optimizer", maker, "parameters")
-    made = maker(trainable) if callable(maker) else maker
+def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = given
+    if not isinstance(given, torch.optim.Optimizer) and callable(given):
+        check_call("optimizer", given, "parameters")
+        made = given(trainable)
+    if isinstance(made, list | tuple) and made and all(isinstance(part, torch.optim.Optimizer) for part in made):
+        return made[0] if len(made) == 1 else OptimizerList(made)
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidInputError(
-            f"optimizer={shown(maker)} is neither a torch.optim.Optimizer nor a function of the parameters that "
-            "returns one"
+            f"optimizer={shown(given)} is neither a torch.optim.Optimizer, nor a list of them, nor a function of the "
+            "parameters that returns one or several"
         )
     return made
+
+
+def _refuse_one_that_evaluates(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update takes the loss or gradient of the window at several points.
+
+    Raises:
+        InvalidInputError: It is one.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidInputError(
+            "LBFGS evaluates the loss several times an update, which a window cut into micro-batches does not allow; "
+            "use a first-order optimizer"
+        )
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise InvalidInputError(
+            f"{name} takes two gradients of the window for each update (first_step and second_step, as SAM does), and "
+            "an update here is made from one; use the optimizer that it wraps"
+        )
+    if _needs_closure(optimizer):
+        raise InvalidInputError(
+            f"{name}.step() requires a closure that evaluates the loss again, which a window cut into micro-batches "
+            "does not allow; use a first-order optimizer"
+        )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature
+        return False
+    return False
 
 
 def _check(optimizer: torch.optim.Optimizer, known: set[nn.Parameter], trainable: list[nn.Parameter]) -> None:
@@ -160,9 +205,4 @@ def _check(optimizer: torch.optim.Optimizer, known: set[nn.Parameter], trainable
             f"the optimizer holds {len(held)} parameters, {len(foreign)} of them not the model's, and "
             f"{len(held.intersection(trainable))} of the {len(trainable)} that the model trains; make it from this "
             "model's parameters, or pass a function: optimizer=lambda parameters: torch.optim.Adam(parameters, lr=5e-4)"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidInputError(
-            "LBFGS evaluates the loss several times an update, which a window cut into micro-batches does not allow; "
-            "use a first-order optimizer"
         )

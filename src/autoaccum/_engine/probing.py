@@ -13,6 +13,7 @@ from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
 from autoaccum._engine.fallback import ways_left
 from autoaccum._engine.forward_backward import TrainingStep, assemble
+from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.trial import Trials
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._memory import backend_for
@@ -42,7 +43,7 @@ def find_micro_batch(
     batch: Any,
     *,
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None = None,
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     memory_limit: float | str | None = None,
@@ -208,7 +209,7 @@ def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str 
     remedies += ways_left(step.objective.modules, step.memory)
     remedies.append("shorter or smaller inputs")
     if isinstance(step, TrainingStep) and _keeps_two_numbers(step.optimizer):
-        remedies.append(f"an optimizer with less state than {type(step.optimizer).__name__}")
+        remedies.append(f"an optimizer with less state than {name_of(step.optimizer)}")
     if limit_bytes is not None:
         remedies.append("a higher memory_limit")
     neighbours = describe_neighbours(step.memory)

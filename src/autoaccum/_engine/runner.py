@@ -431,7 +431,7 @@ class Runner(WindowRunner):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | MakesOptimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None,
         plan: Plan,
         *,
         loss: Loss | Sequence[Loss] | None = None,
@@ -490,11 +490,14 @@ class Runner(WindowRunner):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, even if created here. Can be set between two windows, to an optimizer or a function."""
+        """The optimizer, even if created here; for several, one that steps all of them.
+
+        Can be set between two windows, to whatever the constructor takes.
+        """
         return self._step.optimizer
 
     @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer | MakesOptimizer) -> None:
+    def optimizer(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer) -> None:
         if optimizer is None or self._state.is_at_work:
             why = "within a window" if self._state.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")

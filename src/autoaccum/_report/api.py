@@ -28,6 +28,7 @@ from autoaccum._data.splits import check_split, is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.forward_backward import assemble
+from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.precision import PRECISIONS, own_half_type
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
@@ -72,7 +73,7 @@ def preflight(
     target_batch: int,
     *,
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None = None,
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     memory_limit: float | str | None = None,
@@ -513,7 +514,7 @@ def _subject(model: nn.Module, optimizer: torch.optim.Optimizer, asked: Asked) -
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        optimizer=type(optimizer).__name__,
+        optimizer=name_of(optimizer),
         target_batch=asked.target_batch,
         strategy=asked.strategy,
         max_micro_batch=asked.most,

@@ -72,7 +72,7 @@ def fit(
     target_batch: int,
     *,
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None = None,
     scheduler: Any = None,
     scheduler_interval: str = "step",
     epochs: int | None = None,
@@ -132,8 +132,8 @@ def fit(
             integer targets and mean squared error for floating-point ones. In a mapping, including one that the model
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
             gradient are summed and detached ones are only reported (docs/recipes.md).
-        optimizer: An optimizer over the model's parameters, or a function of them that returns one. None:
-            AdamW(lr=1e-3).
+        optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
+            if each has its own parameters (docs/recipes.md). None: AdamW(lr=1e-3).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.

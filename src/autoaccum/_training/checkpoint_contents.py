@@ -21,6 +21,7 @@ from autoaccum._data import load_state_rollback
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
+from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import Plan
 from autoaccum._sizing.sizing import Cutting
 from autoaccum._training import checkpoint_schema, checkpoint_trial
@@ -451,8 +452,8 @@ def _named_state(owner: Any) -> dict[str, Any]:
 
 
 def _type_name(owner: Any) -> str:
-    """Return the name of a type, and for a scheduler made of others, theirs too."""
-    parts = getattr(owner, "_schedulers", None)
+    """Return the name of a type, and for a scheduler made of others, or several optimizers, theirs too."""
+    parts = owner.parts if isinstance(owner, OptimizerList) else getattr(owner, "_schedulers", None)
     within = f"({', '.join(map(_type_name, parts))})" if isinstance(parts, list | tuple) else ""
     return f"{type(owner).__name__}{within}"
 

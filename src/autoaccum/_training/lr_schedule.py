@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum._arguments import check_call, check_choice, shown
+from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.optimizers import parts_of_scheduler
 from autoaccum.errors import InvalidInputError
 
@@ -127,7 +128,7 @@ def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
         inner = "" if part is scheduler else f" in it a {type(part).__name__},"
         raise InvalidInputError(
             f"scheduler=, a {type(scheduler).__name__},{inner} moves the learning rates of another optimizer (a "
-            f"{type(other).__name__} of {len(other.param_groups)} groups) than the {type(optimizer).__name__} in use, "
+            f"{type(other).__name__} of {len(other.param_groups)} groups) than the {name_of(optimizer)} in use, "
             "which would stay as they are; make it from the optimizer that is passed as optimizer=, or pass a "
             f"function: {_EXAMPLE}"
         )

@@ -1,0 +1,213 @@
+"""Several optimizers over disjoint parameters make one update together, or none."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+import autoaccum
+from autoaccum._engine.optimizer_list import OptimizerList
+from autoaccum.errors import CheckpointError, InvalidInputError, StateDamagedError
+from helpers import assert_bitwise, batches_of, labelled, state_of
+from long_runs import Run, stopped_at
+
+DATA = labelled(32)
+DATA_OF_ONE = labelled(8)
+
+
+def a_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def parts_of(model):
+    return [
+        torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(model[2].parameters(), lr=0.05),
+    ]
+
+
+def fit(model, optimizer, micro_batch=8, windows=4, **options):
+    return autoaccum.fit(
+        model,
+        batches_of(DATA, *[8] * windows),
+        8,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        micro_batch=micro_batch,
+        device="cpu",
+        progress=False,
+        **options,
+    )
+
+
+def by_hand(model, parts, windows=4):
+    for inputs, targets in batches_of(DATA, *[8] * windows):
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        for part in parts:
+            part.step()
+            part.zero_grad()
+
+
+def test_update_is_that_of_each_optimizer_by_hand():
+    model, expected = a_model(), a_model()
+    by_hand(expected, parts_of(expected))
+
+    fit(model, parts_of(model))
+
+    assert_bitwise(state_of(model), state_of(expected))
+
+
+@pytest.mark.parametrize("given", [tuple, lambda parts: lambda parameters: parts], ids=["tuple", "function"])
+def test_cut_windows_make_the_update_of_the_whole_batch(given):
+    model, expected = a_model(), a_model()
+    by_hand(expected, parts_of(expected))
+
+    fit(model, given(parts_of(model)), micro_batch=3)
+
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_list_of_one_is_that_one():
+    model = a_model()
+    part = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    runner = autoaccum.Runner(model, [part], autoaccum.plan(8, 8), device="cpu")
+
+    assert runner.optimizer is part
+
+
+def test_scheduler_moves_all_or_the_one_that_it_was_made_from():
+    both, one = a_model(), a_model()
+    of_both, of_one = parts_of(both), parts_of(one)
+
+    fit(both, of_both, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5))
+    result = fit(one, of_one, scheduler=ExponentialLR(of_one[1], 0.5))
+
+    assert [part.param_groups[0]["lr"] for part in of_both] == [0.1 / 16, 0.05 / 16]
+    assert [part.param_groups[0]["lr"] for part in of_one] == [0.1, 0.05 / 16]
+    assert result.history[1].learning_rates == (0.1, 0.025)
+
+
+def test_memory_that_runs_out_in_the_second_of_the_first_steps_undoes_the_first():
+    model, expected = a_model(), a_model()
+    fit(expected, parts_of(expected))
+    parts, failures = parts_of(model), [1]
+
+    def lack(*_):
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    parts[1].register_step_pre_hook(lack)
+    result = fit(model, parts)
+
+    assert result.oom_events == 1
+    assert_bitwise(state_of(model), state_of(expected))
+
+
+def test_failure_between_two_later_steps_is_damage():
+    model = a_model()
+    parts, steps = parts_of(model), []
+
+    def fail(*_):
+        steps.append(1)
+        if len(steps) == 3:
+            raise ZeroDivisionError
+
+    parts[1].register_step_pre_hook(fail)
+    with pytest.raises(StateDamagedError):
+        fit(model, parts)
+
+
+def test_group_that_is_added_to_one_of_them_is_stepped():
+    model = a_model()
+    parts = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD([model[2].weight], lr=0.1)]
+    runner = autoaccum.Runner(model, parts, autoaccum.plan(8, 4), loss=nn.CrossEntropyLoss(), device="cpu")
+    before = model[2].bias.clone()
+    runner.step(DATA_OF_ONE)
+    assert torch.equal(model[2].bias, before)
+
+    parts[1].add_param_group({"params": [model[2].bias]})
+    runner.step(DATA_OF_ONE)
+
+    assert not torch.equal(model[2].bias, before)
+
+
+def test_what_looks_before_training_takes_several_too():
+    model = a_model()
+    parts = parts_of(model)
+    before = copy.deepcopy([part.state_dict() for part in parts])
+
+    found = autoaccum.find_micro_batch(model, DATA_OF_ONE, loss=nn.CrossEntropyLoss(), optimizer=parts, device="cpu")
+    report = autoaccum.preflight(
+        model, DATA_OF_ONE, 8, loss=nn.CrossEntropyLoss(), optimizer=parts, device="cpu", gpus=["l4"]
+    )
+
+    assert found.micro_batch == 8
+    assert report.subject.optimizer == "SGD and Adam"
+    assert [part.state_dict() for part in parts] == before
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def several(parameters):
+    return OptimizerList([torch.optim.SGD(parameters[:2], lr=0.01, momentum=0.9), torch.optim.Adam(parameters[2:])])
+
+
+def in_other_order(parameters):
+    return OptimizerList([torch.optim.Adam(parameters[:2], lr=0.01), torch.optim.SGD(parameters[2:], momentum=0.9)])
+
+
+@pytest.mark.parametrize("stop", [1, 7])
+def test_resumed_run_ends_bit_for_bit_alike(tmp_path, stop):
+    scheduler = {"scheduler": lambda optimizer: StepLR(optimizer, 4, gamma=0.5), "optimizer": several}
+    undisturbed = Run(**scheduler)
+    undisturbed.fit()
+
+    stopped_at(stop, tmp_path, **scheduler)
+    run = Run(checkpoint=tmp_path, **scheduler)
+    parts = list(run.optimizer.parts)
+    run.fit()
+
+    assert run.end == undisturbed.end
+    assert run.optimizer.parts == parts
+    assert all(part.state is run.optimizer.state for part in parts)
+
+
+def test_checkpoint_of_other_optimizers_is_refused(tmp_path):
+    stopped_at(2, tmp_path, optimizer=several)
+
+    with pytest.raises(CheckpointError, match=r"another optimizer: OptimizerList\(SGD, Adam\) there and"):
+        Run(checkpoint=tmp_path, optimizer=in_other_order).fit()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_parameter_in_two_of_them_is_refused():
+    model = a_model()
+    parts = [*parts_of(model), torch.optim.SGD([model[0].weight], lr=0.1)]
+
+    with pytest.raises(InvalidInputError, match=r"1 parameters are in more than one of the 3 optimizers \(the SGD"):
+        fit(model, parts)
+
+
+def test_one_that_evaluates_the_window_itself_is_refused_in_a_list_too():
+    model = a_model()
+
+    with pytest.raises(InvalidInputError, match="LBFGS evaluates"):
+        fit(model, [parts_of(model)[0], torch.optim.LBFGS(model[2].parameters())])
+
+
+def test_group_and_closure_for_all_together_are_refused():
+    both = OptimizerList(parts_of(a_model()))
+
+    with pytest.raises(InvalidInputError, match="call add_param_group of the one"):
+        both.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(InvalidInputError, match="closure="):
+        both.step(lambda: None)
