@@ -240,8 +240,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     cap = max_micro_batch()
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
-    _check_data(loader, val_loader, metrics, epochs)
-    _check_val_steps(val_steps, loader, val_loader)
+    _check_data(loader, val_loader, val_steps, metrics, epochs)
     check_callbacks(callbacks)
     check_split(split)
     norm = largest_norm(clip_grad_norm, tracked=track_grad_norm)
@@ -442,9 +441,10 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
     return (1 if epochs is None else epochs), None
 
 
-def _check_data(loader: Any, val_loader: Any, metrics: Any, epochs: int | None) -> None:
+def _check_data(loader: Any, val_loader: Any, val_steps: int | None, metrics: Any, epochs: int | None) -> None:
     check_iterable("loader", loader)
     check_metrics(metrics)
+    _check_val_steps(val_steps, loader, val_loader)
     if val_loader is None:
         if metrics is not None:
             raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
