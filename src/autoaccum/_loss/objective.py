@@ -31,6 +31,7 @@ from autoaccum._loss.observation import Run
 from autoaccum._loss.reduction_inference import Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
+from autoaccum._loss.whole_batch import call_with
 from autoaccum._snapshot import evaluation_mode
 from autoaccum.errors import InvalidInputError
 
@@ -555,7 +556,7 @@ class Objective:
             if self._loss is None or self._accepted is None:
                 return model(**batch)
             return model(**{name: value for name, value in batch.items() if name in self._accepted})
-        return model(batch)
+        return call_with(model, batch)
 
 
 def _said_by(loss_reduction: str | None, split: Split | None) -> Weighting | None:
