@@ -279,7 +279,8 @@ class Host(MemoryBackend):
             _mkl.hold_buffers()
         self.release()
         if holes is not None:
-            holes.take()
+            with signals.held():  # a block that is not noted yet would never be freed
+                holes.take()
         self._data_then, _ = _held()
         self._anonymous_then = _anonymous()
         self.reset_peak()
