@@ -45,6 +45,16 @@ def test_evaluations_come_every_so_many_windows_and_at_the_end(every, steps):
     assert len(result.evaluations) == len(steps)
 
 
+def test_end_is_evaluated_also_where_the_loader_has_nothing_more():
+    told = Evaluated()
+
+    Run(val_steps=2, epochs=None, max_steps=100, loader=lambda: iter(list(DataLoader(Noisy(), batch_size=12)))).fit(
+        told
+    )
+
+    assert (told.steps, told.epochs) == ([2, 4, 5], [1, 1, 1])
+
+
 def test_evaluations_leave_the_training_as_it_is():
     run = Run(val_steps=2)
     run.fit(val_loader=shuffled())

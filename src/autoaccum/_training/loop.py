@@ -283,6 +283,8 @@ class Training:
                     f"the loader gave nothing in epoch {progress.moment.position.epoch}, so training ends there; a "
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
+                if self._val_steps is not None and progress.moment.windows and not self._is_evaluated:
+                    self._evaluate_here(progress.moment.position.epoch - 1)
                 break
             while window is not None and self._step_with(window):
                 # Release the window before loading the next one, so that memory holds only one of them.
@@ -343,12 +345,16 @@ class Training:
         moment = self._progress.moment
         if self._val_steps is None or not moment.windows or moment.windows % self._val_steps or self._is_evaluated:
             return False
-        evaluation = self._evaluate(moment.position.epoch)
+        self._evaluate_here(moment.position.epoch)
+        return True
+
+    def _evaluate_here(self, epoch: int) -> None:
+        """Evaluate between two windows."""
+        evaluation = self._evaluate(epoch)
         assert evaluation is not None
         with signals.held():
-            self._evaluations.append((moment.position.epoch, moment.windows, evaluation))
+            self._evaluations.append((epoch, self._progress.moment.windows, evaluation))
             self._progress.evaluated(evaluation)
-        return True
 
     @property
     def _is_evaluated(self) -> bool:
