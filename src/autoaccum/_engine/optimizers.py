@@ -136,9 +136,10 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[DeviceScalar | Non
 
 def _rate(group: dict[str, Any]) -> DeviceScalar | None:
     rate = group.get("lr")
-    if isinstance(rate, torch.Tensor):
-        return DeviceScalar(rate.detach().clone())  # schedulers write into it
-    return DeviceScalar(float(rate)) if isinstance(rate, int | float) else None
+    if rate is None:
+        return None
+    # Schedulers write into a rate that is a tensor.
+    return DeviceScalar(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate)
 
 
 def parts_of_scheduler(scheduler: Any) -> list[Any]:

@@ -25,6 +25,9 @@ class StepLimit:
         memory: The memory backend.
         limit_bytes: The limit, as the backend counts; None for none other than the device's own capacity.
 
+    Attributes:
+        enforces: Whether `in_force` does anything.
+
     Raises:
         InvalidInputError: The limit cannot be set.
         DoesNotFitError: Memory ran out while preparing for the limit.
@@ -33,8 +36,8 @@ class StepLimit:
     def __init__(self, memory: MemoryBackend, limit_bytes: int | None) -> None:
         self._memory = memory
         self._limit_bytes = limit_bytes
-        self._enforces = limit_bytes is not None or memory.has_own_limit
-        if not self._enforces:
+        self.enforces = limit_bytes is not None or memory.has_own_limit
+        if not self.enforces:
             return
         counting = ExitStack()
         # Without atexit: at the end of the process there is nothing to give back.
@@ -49,6 +52,6 @@ class StepLimit:
         Raises:
             InvalidInputError: On entry: another limit is in force, and this runner has one of its own.
         """
-        if not self._enforces or (self._limit_bytes is None and self._memory.is_limited):
+        if not self.enforces or (self._limit_bytes is None and self._memory.is_limited):
             return nullcontext()
         return self._memory.enforced(self._limit_bytes)
