@@ -77,7 +77,7 @@ ARGUMENTS = [
     ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan must be a positive number"),
     ({"lr_scaling": "cubic", "base_batch": 4}, "lr_scaling='cubic' is unknown; choose 'linear' or 'sqrt'"),
     ({"lr_scaling": "linear"}, "lr_scaling='linear' needs base_batch"),
-    ({"optimizer": "adam"}, "optimizer='adam' is neither a torch.optim.Optimizer nor a function of the parameters"),
+    ({"optimizer": "adam"}, "optimizer='adam' is neither a torch.optim.Optimizer, nor a list of them"),
     ({"optimizer": over_another_model}, "2 of them not the model's"),
     ({"scheduler": 0.1}, "scheduler=0.1 has no step(), nor is it a function"),
     ({"scheduler_interval": "batch"}, "scheduler_interval='batch' is unknown; choose 'step' or 'epoch'"),
