@@ -325,14 +325,19 @@ def test_mean_over_concatenated_targets_is_weighed_by_them(loss):
     assert far(cut, updated(loss, concatenated, data, micro_batch=11)) <= FAR
 
 
-def test_collator_that_draws_is_counted_as_it_trains():
+def pair_of(outputs, targets):
+    return functional.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), pair_of], ids=["torch.nn", "pair"])
+def test_collator_that_draws_is_counted_as_it_trains(loss):
     def masked(samples):
         inputs, targets = concatenated(samples)
         return inputs, torch.where(torch.rand(len(targets)) < 0.5, targets, -100)
 
     data = split_training.rows(12)
     torch.manual_seed(3)
-    cut = updated(nn.CrossEntropyLoss(), masked, data, micro_batch=4)
+    cut = updated(loss, masked, data, micro_batch=4)
 
     torch.manual_seed(3)
     model = split_training.net()

@@ -32,7 +32,7 @@ from autoaccum._loss.reduction_inference import Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._loss.whole_batch import call_with
-from autoaccum._snapshot import evaluation_mode
+from autoaccum._snapshot import RandomState, evaluation_mode
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -432,8 +432,15 @@ class Objective:
         Raises:
             InvalidInputError: A loss returned a pair that is not (sum, weight).
         """
-        if not self._settler.is_settled:
+        if self._settler.is_settled:
+            return
+        random = RandomState(torch.device("cpu"))
+        random.take()
+        try:
             self._settler.settle(window, sizes, Run(self, place, mark, autocast))
+        finally:
+            if not window.is_nested:
+                random.put_back()  # looking at targets collates samples, which may draw
 
     def read_settings(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next.

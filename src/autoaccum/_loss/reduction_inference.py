@@ -21,6 +21,7 @@ from autoaccum._loss.nonlinear_terms import rest_of
 from autoaccum._loss.observation import Attempt, Run, Way
 from autoaccum._loss.reduction_candidates import Question, question_of, telling_split
 from autoaccum._loss.weighting import Over, Weighting
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -227,7 +228,7 @@ class Settler:
             return chosen
         if over is not None:
             if over is Over.PAIR:
-                self._check_pairs(name, observed if complete else ())
+                self._check_pairs(name, observed if complete else (), attempt)
             return Weighting(over)
         if not complete:
             return self._said or self._unknown(name, attempt)
@@ -242,8 +243,13 @@ class Settler:
             return self._said
         return self._compared(name, question, attempt)
 
-    def _check_pairs(self, name: str, observed: Sequence[Observed]) -> None:
-        seen = [one.check_pair(name) for one in observed]
+    def _check_pairs(self, name: str, observed: Sequence[Observed], attempt: Attempt) -> None:
+        try:
+            seen = [one.check_pair(name) for one in observed]
+        except InvalidInputError:
+            if unknown_loss.randomness(name, attempt) is None:
+                raise
+            seen = [True]  # a collator that draws what counts: no two calls agree, so nothing can be checked
         if any(seen):
             self._unchecked.discard(name)
         else:
