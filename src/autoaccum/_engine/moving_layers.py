@@ -102,6 +102,7 @@ class MovingLayers:
         self._modules = list(modules)
         self._notices = notices
         self.has_looked = False
+        self._has_lacked = False
 
     def look(self, before: Mark, at_window: Mark, sizes: Sequence[int], written: Iterable[nn.Parameter]) -> None:
         """Look at a window whose forward passes are done, and report what moved.
@@ -111,15 +112,20 @@ class MovingLayers:
             at_window: Taken before the window.
             sizes: Sizes of the window's micro-batches.
             written: Parameters that the model itself writes in its forward pass.
+
+        Raises:
+            torch.OutOfMemoryError: Memory ran out for the first time.
         """
         if self.has_looked or len(sizes) < 2:  # noqa: PLR2004 - several
             return
         try:
             found = self._find(before, at_window, sizes[-1])
         except Exception as error:
-            if not _oom.is_oom(error):
+            # At first, the caller frees memory, and tells that it ran out; after that, a later window has another look.
+            if not _oom.is_oom(error) or not self._has_lacked:
+                self._has_lacked = True
                 raise
-            _oom.let_go(error)  # a look is not worth a failure; the next window has another
+            _oom.let_go(error)
             return
         self.has_looked = True
         self._name_parameters(found, written)

@@ -90,6 +90,9 @@ class Bends:
         Args:
             attempt: The samples, and their losses.
             known: The weighting of each loss.
+
+        Raises:
+            torch.OutOfMemoryError: Memory ran out for the first time.
         """
         is_known = bool(known) and all(how.over not in (Over.OPAQUE, Over.WEIGHED) for how in known.values())
         is_training = torch.is_grad_enabled() and attempt.run.objective.may_look
@@ -99,10 +102,12 @@ class Bends:
         try:
             found = _measured(attempt, known)
         except Exception as error:
-            if _oom.is_device_lost(error):
+            lacks = _lacks(error)
+            # At first, the caller has to free memory, and tells that it ran out.
+            if _oom.is_device_lost(error) or (lacks and self._tries == _TRIES - 1):
                 raise
             # A later window may have the memory for it; a model that cannot be run this way is not asked again.
-            if not (_oom.is_oom(error) or _oom.is_too_large(error)):
+            if not lacks:
                 self._tries = 0
             _oom.let_go(error)
             return
@@ -126,6 +131,10 @@ class Bends:
         )
 
 
+def _lacks(error: Exception) -> bool:
+    return _oom.is_oom(error) or _oom.is_too_large(error)
+
+
 def _measured(attempt: Attempt, known: Mapping[str, Weighting]) -> Deviation | None:
     run = attempt.run
     one, other = (rows[:_LOOKED_AT] for rows in attempt.splits[0])
@@ -134,7 +143,7 @@ def _measured(attempt: Attempt, known: Mapping[str, Weighting]) -> Deviation | N
         try:
             return deviation(run, attempt.sample, [one, other], attempt.way, known, copies=True)
         except Exception as error:
-            if _oom.is_device_lost(error):
+            if _oom.is_device_lost(error) or _lacks(error):
                 raise
             _oom.let_go(error)  # a model with types of its own
     return deviation(run, attempt.sample, [one, other], attempt.way, known, copies=False)
