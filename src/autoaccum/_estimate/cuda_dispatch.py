@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoaccum._estimate import cuda_kernels, cudnn_kernels
+from autoaccum._estimate.card_answers import CardAnswers
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from
 
@@ -141,9 +142,14 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def without_driver() -> Iterator[None]:
-    """Let fakes take CUDA's paths even where PyTorch checks the driver, or the build, for CUDA."""
+def without_driver(answers: CardAnswers | None = None) -> Iterator[None]:
+    """Let fakes take CUDA's paths even where PyTorch checks the driver, or the build, for CUDA.
+
+    Args:
+        answers: What the model is told of the card if it asks; None for any card with TF32.
+    """
     with (
+        (answers or CardAnswers()).given(),
         _casting_without_driver(),
         cudnn_kernels.layouts_without_driver(),
         _recomputing_without_engine(),
@@ -183,13 +189,12 @@ def _recomputing_without_engine() -> Iterator[None]:
 @contextmanager
 def _casting_without_driver() -> Iterator[None]:
     """Let `torch.autocast("cuda")` inside a model, or in a checkpoint's second pass, cast without CUDA."""
-    asked = torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported
+    asked = torch.cuda.amp.common.amp_definitely_not_available
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *_, **__: True
     try:
         yield
     finally:
-        torch.cuda.amp.common.amp_definitely_not_available, torch.cuda.is_bf16_supported = asked
+        torch.cuda.amp.common.amp_definitely_not_available = asked
 
 
 _CONVOLUTIONS: dict[Any, Callable[..., Workspace | None]] = {

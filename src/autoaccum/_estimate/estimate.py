@@ -16,18 +16,13 @@ import gc
 import logging
 import warnings
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count, repeated
@@ -36,16 +31,17 @@ from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
 from autoaccum._estimate import cudnn_recurrent
+from autoaccum._estimate.card_answers import CardAnswers
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace
-from autoaccum._estimate.fake import NoFakesError, Stage, batch_like, built_for_real, built_on_meta
+from autoaccum._estimate.fake import Stage, batch_like, built_for_real, built_on_meta
 from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
 from autoaccum._estimate.step_sizes import TracedSizes, extrapolated
+from autoaccum._estimate.stuck import why_stuck
 from autoaccum._estimate.trace import Traced
 from autoaccum._estimate.uncertainty import margin_for
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
-from autoaccum._oom import first_line
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 
@@ -112,6 +108,7 @@ def trace_step(
     weights: torch.dtype | None = None,
     tensor_float: bool = True,
     split: Split | None = None,
+    card: Card | None = None,
 ) -> Traced:
     """Trace a training step at a few sizes, without the device.
 
@@ -136,6 +133,8 @@ def trace_step(
             `model.to(torch.bfloat16)` on model and loss. None keeps their types.
         tensor_float: With kind="cuda", whether the card computes float32 with Tensor Cores (TF32, from Ampere on).
         split: As for `fit`.
+        card: With kind="cuda", the card whose capability, name and memory the model is told if it asks; None for any.
+            `Traced.holds_for` says for which others the trace holds.
 
     Raises:
         InvalidInputError: An argument cannot be used, or the step cannot be traced.
@@ -167,12 +166,13 @@ def trace_step(
         weights,
         tensor_float,
         split,
+        CardAnswers(card, tensor_float=tensor_float),
     )
     try:
         step_of = TracedSizes(_OnFakes(job), min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
         return replace(job.traced(step_of, asked, notices.texts), rough_of=step_of.rough)
     except Exception as error:
-        reason = _why_stuck(error)
+        reason = why_stuck(error)
         if reason is None:
             raise
         if any(parameter.is_meta for parameter in made.parameters()):
@@ -194,7 +194,7 @@ def estimate_step(
         model: As for `trace_step`.
         batch: As for `trace_step`.
         card: The card; None for the CPU.
-        options: As for `trace_step`, except `kind` and `tensor_float`.
+        options: As for `trace_step`, except `kind`, `tensor_float` and `card`.
 
     Raises:
         InvalidInputError: As for `trace_step`.
@@ -203,7 +203,7 @@ def estimate_step(
         options["precision"] = "bf16" if card.bf16 else "fp16"
     if card is None:
         return trace_step(model, batch, kind="cpu", **options).estimate()
-    return trace_step(model, batch, kind="cuda", tensor_float=card.tensor_float, **options).estimate(card)
+    return trace_step(model, batch, kind="cuda", tensor_float=card.tensor_float, card=card, **options).estimate(card)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +223,7 @@ class _Job:
     weights: torch.dtype | None = None
     tensor_float: bool = True
     split: Split | None = None
+    answers: CardAnswers = field(default_factory=CardAnswers)
 
     def for_real(self) -> tuple[Timeline, Timeline]:
         """Run the step on copies on the CPU, at two small sizes."""
@@ -282,7 +283,8 @@ class _Job:
         if self.kind == "cuda":
             margin = margin_for(self.model.modules(), own_half_type(self.model) or self.precision, real_step=real_step)
             assumed, share = (*assumed, margin.basis), margin.share
-        return Traced(step_of, tuple(sizes), self.kind, real_step, (*notes, *assumed), share)
+        told = {} if real_step else self.answers.told
+        return Traced(step_of, tuple(sizes), self.kind, real_step, (*notes, *assumed), share, told=told)
 
     def _notes(self) -> tuple[str, ...]:
         """Return the assumptions."""
@@ -343,32 +345,12 @@ class _OnFakes:
                     clip_grad_norm=job.clip_grad_norm,
                     workspace_of=partial(cuda_workspace, tensor_float=job.tensor_float) if cuda else cpu_workspace,
                     transfers=cuda,
+                    answers=job.answers,
                 )
 
     def __call__(self, size: int) -> Timeline:
         with _undisturbed(), self._mode, self._job.adapted(self._step):
             return self._rehearsal.run(batch_like(self._job.batch, size, self._device, self._job.split), size)
-
-
-def _why_stuck(error: Exception) -> str | None:
-    """Return why the step could not be traced on fakes; None for other errors."""
-    unformed = "; register one with torch.library.register_fake"
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return f"the model branches on values, with {error.func}"
-    if isinstance(error, UnsupportedOperatorException):
-        return f"the operator {error.func} has no fake implementation{unformed}"
-    # For custom operators of torch.library, only the message says so.
-    if isinstance(error, RuntimeError) and "no fake impl" in str(error):
-        return f"a custom operator has no fake implementation ({first_line(error)}){unformed}"
-    reads = isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error)
-    if reads or isinstance(error, NoFakesError):
-        return "the model reads values, with .numpy()" if reads else str(error)
-    # The same holds for operators that need CUDA, whose messages differ by build and machine, and for autograd's
-    # engine, which needs the driver's context if a model calls torch.autograd.grad.
-    asks = "CUDA" in str(error) or "hasPrimaryContext" in str(error)
-    if isinstance(error, RuntimeError | AssertionError) and not torch.cuda.is_available() and asks:
-        return f"an operator needs a CUDA driver, and there is none here ({first_line(error)})"
-    return None
 
 
 @contextmanager

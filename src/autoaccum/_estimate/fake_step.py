@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._estimate.allocation_trace import Storage, Timeline
+    from autoaccum._estimate.card_answers import CardAnswers
     from autoaccum._estimate.cpu_kernels import Workspace
     from autoaccum._loss.objective import Source
     from autoaccum._loss.terms import Term
@@ -77,6 +78,7 @@ class Rehearsal:
         clip_grad_norm: As for `fit`.
         workspace_of: Returns kernels' workspaces; None to leave them out.
         transfers: Whether the next micro-batch is transferred to the device during the step.
+        answers: What the model is told of the card if it asks.
     """
 
     def __init__(
@@ -87,12 +89,14 @@ class Rehearsal:
         clip_grad_norm: float | None,
         workspace_of: Callable[..., Workspace | None] | None,
         transfers: bool,
+        answers: CardAnswers | None = None,
     ) -> None:
         self._step = step
         self._device = device
         self._clip_grad_norm = clip_grad_norm
         self._workspace_of = workspace_of
         self._transfers = transfers
+        self._answers = answers
         self._update: tuple[list[int], list[Storage]] | None = None
         self._trainable = [parameter for parameter in step.parameters if parameter.requires_grad]
         self._make_state()
@@ -127,7 +131,8 @@ class Rehearsal:
         ledger.enter("forward")
         step.stage.phase = Phase.FORWARD
         is_cuda = self._device.type == "cuda"
-        with without_driver() if is_cuda else nullcontext(), CudaCalls() if is_cuda else nullcontext(), ledger:
+        there = without_driver(self._answers) if is_cuda else nullcontext()
+        with there, CudaCalls() if is_cuda else nullcontext(), ledger:
             step.accumulate(batch, size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")

@@ -43,6 +43,17 @@ _CONTEXT_OF_CARD_MIB = {"rtx-4090": 512, "a100-40gb": 512, "a100-80gb": 512}
 # https://github.com/pinokiofactory/flux-webui/issues/11.
 DISPLAY_MIB = (368, 897)
 _WITHOUT_BF16 = ("pascal", "volta", "turing")
+# Compute capabilities by architecture, and the cards that differ: https://developer.nvidia.com/cuda-gpus
+_CAPABILITY = {
+    "pascal": (6, 0),
+    "volta": (7, 0),
+    "turing": (7, 5),
+    "ampere": (8, 6),
+    "ada": (8, 9),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+}
+_CAPABILITY_OF_CARD = {"a30": (8, 0), "a100-40gb": (8, 0), "a100-80gb": (8, 0), "rtx-5090": (12, 0)}
 _SUGGESTED = 3
 
 
@@ -58,6 +69,7 @@ class Card:
         source: The origin of the numbers.
         basis: How `total_bytes` is known: read from a card, or derived from its nominal size.
         display_bytes: The part that a display uses.
+        capability: Its compute capability; for a card that is not in the table, the lowest with its types.
     """
 
     name: str
@@ -67,6 +79,12 @@ class Card:
     source: str
     basis: str = ""
     display_bytes: int = 0
+    capability: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        """Fill in the capability where it is unknown."""
+        if self.capability == (0, 0):
+            object.__setattr__(self, "capability", (8, 0) if self.bf16 else (7, 0))
 
     @property
     def has_outputs(self) -> bool:
@@ -175,6 +193,7 @@ def _card(
         bf16=architecture not in _WITHOUT_BF16,
         source=page if page.startswith("https") else f"https://www.nvidia.com/en-us/{page}",
         basis=basis,
+        capability=_CAPABILITY_OF_CARD.get(name, _CAPABILITY[architecture]),
     )
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoaccum._estimate.allocation_trace import Category
+from autoaccum._estimate.card_answers import properties_of
 from autoaccum._estimate.cuda_allocator import Served, serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
 from autoaccum._sizing.footprint import Estimate, Footprint
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
@@ -35,6 +36,7 @@ class Traced:
         real_step: Whether real tensors had to be used.
         notes: The assumptions, each a sentence.
         uncertainty: A step on a card may take this share more than predicted.
+        told: What the model asked of the card, and was told.
     """
 
     step_of: Callable[[int], Timeline]
@@ -44,6 +46,12 @@ class Traced:
     notes: tuple[str, ...] = ()
     uncertainty: float = 0.0
     rough_of: Callable[[int], Timeline | None] = lambda _: None
+    told: Mapping[str, object] = field(default_factory=dict)
+
+    def holds_for(self, card: Card) -> bool:
+        """Whether another card, which computes float32 alike, would have told the model the same."""
+        known = properties_of(card)
+        return all(known[name] == answer for name, answer in self.told.items())
 
     def changed(self, change: Callable[[Timeline], Timeline]) -> Traced:
         """Return the step with a change made to the timeline of each size."""

@@ -349,18 +349,23 @@ def _predicted(
     on_rank: Callable[[Timeline], Timeline],
     **what: Any,
 ) -> tuple[Predicted, ...]:
-    """Trace the step once for each precision the cards would use, with and without TF32."""
-    traced: dict[tuple[str, bool], Traced] = {}
+    """Trace the step once for each precision the cards would use, with and without TF32.
+
+    Cards of which the model asks what they answer differently each have a trace of their own.
+    """
+    traced: dict[tuple[str, bool], list[Traced]] = {}
     predicted = []
     for card in cards:
         name = _precision_on(card, model, precision)
         on_part(f"predicting for {card.name} in {name}")
-        kind = name, card.tensor_float
-        if kind not in traced:
-            options = what | {"precision": name, "tensor_float": card.tensor_float}
+        known = traced.setdefault((name, card.tensor_float), [])
+        fitting = next((one for one in known if one.holds_for(card)), None)
+        if fitting is None:
+            options = what | {"precision": name, "tensor_float": card.tensor_float, "card": card}
             step = trace_step(model, asked.batch, kind="cuda", most=asked.most, **options)
-            traced[kind] = step.changed(on_rank)
-        predicted.append(predict(asked, card, name, traced[kind].estimate(card)))
+            fitting = step.changed(on_rank)
+            known.append(fitting)
+        predicted.append(predict(asked, card, name, fitting.estimate(card)))
     return tuple(predicted)
 
 

@@ -223,8 +223,9 @@ class Remedies:
             "kind": self._place.kind,
             "sizes": sorted({1, self._asked.most}),
             "tensor_float": self._place.half,
+            "card": self._place.card,
         }
-        if not changed or changed == {"tensor_float": self._place.half}:
+        if not changed:
             if self._unchanged is None:
                 self._unchanged = self._trace(**options)
             return self._unchanged
@@ -331,7 +332,7 @@ class Remedies:
         """Find the smallest card that does not need many micro-batches, among those asked about if one is there."""
         if self._place.card is None or self._place.unlimited_bytes is not None:
             return None
-        traced: dict[bool, Traced] = {}
+        traced = {self._place.half: [self._traced()]}
         enough = -(-self._asked.target_batch // MANY_MICRO_BATCHES)
         for cards, which in ((self._cards, ", the smallest asked about that suffices"), (known_cards(), "")):
             for card in sorted(cards, key=lambda one: one.free_bytes):
@@ -339,9 +340,12 @@ class Remedies:
                     continue
                 if self._place.precision == "bf16" and not card.bf16:
                     continue
-                if card.tensor_float not in traced:
-                    traced[card.tensor_float] = self._traced(tensor_float=card.tensor_float)
-                estimate = traced[card.tensor_float].estimate(card)
+                known = traced.setdefault(card.tensor_float, [])
+                fitting = next((one for one in known if one.holds_for(card)), None)
+                if fitting is None:
+                    fitting = self._traced(tensor_float=card.tensor_float, card=card)
+                    known.append(fitting)
+                estimate = fitting.estimate(card)
                 if estimate.fits(enough, estimate.safe_bytes(card.free_bytes)):
                     place = replace(self._place, card=card, room_bytes=card.free_bytes)
                     return _Change("a larger card", f"such as {card.name}{which}", "the card", estimate, place)
