@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from autoaccum._estimate.allocation_trace import Category
-from autoaccum._estimate.cpu_kernels import Workspace
 from autoaccum._estimate.tracer import Ledger
+from autoaccum._estimate.workspace import Workspace
 
 FLOATS = 4
 

@@ -13,25 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoaccum._estimate import cpu_recurrent
+from autoaccum._estimate.workspace import Workspace
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """The memory one call of an operator allocates and frees, excluding its results.
-
-    Attributes:
-        steps: Sizes held at the same time and freed before the results are allocated, one group after another.
-        beside: Sizes held from the first step until the results exist.
-    """
-
-    steps: tuple[tuple[int, ...], ...] = ()
-    beside: tuple[int, ...] = ()
 
 
 # Floats per vector register, by which oneDNN blocks channels.
@@ -200,6 +190,8 @@ def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
 _RULES: dict[Any, Callable[[Sequence[Any], Any], Workspace | None]] = {
     _aten.convolution.default: convolution,
     _aten.convolution_backward.default: convolution_backward,
+    _aten.mkldnn_rnn_layer.default: cpu_recurrent.forward,
+    _aten.mkldnn_rnn_layer_backward.default: cpu_recurrent.backward,
 }
 
 

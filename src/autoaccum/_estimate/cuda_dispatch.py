@@ -24,7 +24,7 @@ from autoaccum._estimate.fake_backward import backward, backward_from
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from autoaccum._estimate.cpu_kernels import Workspace
+    from autoaccum._estimate.workspace import Workspace
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._estimate.cpu_kernels import Workspace
+from autoaccum._estimate.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoaccum._estimate import cpu_recurrent
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
 from autoaccum._memory._storages import StorageMode, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from autoaccum._estimate.cpu_kernels import Workspace
+    from autoaccum._estimate.workspace import Workspace
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -164,9 +165,10 @@ def _strided(tensor: Tensor) -> Iterator[Tensor]:
 def quick_fake(func: Any, args: Sequence[Any]) -> Any:
     """Return an operator's fake results directly; None if the operator itself must run.
 
-    PyTorch's fakes run these operators' decompositions, tens of operators for each new shape. Skipping them cut the
+    PyTorch's fakes of batch norm run decompositions, tens of operators for each new shape. Skipping them cut the
     first estimate of ResNet-101 for a card from 2.6 s to 1.9 s (`benchmarks/estimate_speed.py`, 2 cores). The results
-    have the same shapes, types and strides, as `tests/estimate/test_tracer_quick_fakes.py` verifies.
+    have the same shapes, types and strides, as `tests/estimate/test_tracer_quick_fakes.py` verifies. PyTorch's fake of
+    an LSTM on the CPU keeps no workspace, and the real one does.
     """
     rule = _QUICK.get(func)
     return None if rule is None else rule(args)
@@ -194,4 +196,5 @@ def _batch_norm_backward(args: Sequence[Any]) -> tuple[Tensor | None, ...] | Non
 _QUICK: dict[Any, Callable[[Sequence[Any]], Any]] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten.mkldnn_rnn_layer.default: cpu_recurrent.layer,
 }
