@@ -68,6 +68,18 @@ def test_convolution_takes_what_its_rule_says(name, dtype, direction):
     assert told(run) == pytest.approx(real, rel=0.03, abs=512 * 1024)
 
 
+@pytest.mark.parametrize("direction", [forward_of, backward_of])
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_convolution_over_time_takes_what_its_rule_says(kernel, samples, direction):
+    source, weight = torch.randn(samples, 64, 8, 14, 14), torch.randn(64, 64, kernel, kernel, kernel)
+    run = direction(source, weight, [1] * 3, [kernel // 2] * 3, [1] * 3, False, [0] * 3, 1)
+    run()
+
+    # With one sample, or filters of 1 x 1 x 1, PyTorch does not ask oneDNN.
+    assert told(run) == pytest.approx(highest(changes(run)[0]), rel=0.03, abs=512 * 1024)
+
+
 @pytest.mark.skipif(torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN convolves in bf16 on this processor")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("direction", [forward_of, backward_of])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._estimate import cpu_recurrent
+from autoaccum._estimate import cpu_dilated, cpu_recurrent
 from autoaccum._estimate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ _LANES = {"AVX512": 16, "AVX2": 8}
 _PLAIN_CHANNELS = 4
 _SMALL_KERNEL = 3
 _MKLDNN = ("Mkldnn", "MkldnnTranspose", "MkldnnEmpty")
-_UNFOLDED = "Slow2d"
+# Multiplied as columns: types that oneDNN does not support, and three-dimensional convolutions of single samples.
+_UNFOLDED = ("Slow2d", "Slow3d")
+# The same, one sample after another: dilated convolutions of single samples.
+_ONE_BY_ONE = ("SlowDilated2d", "SlowDilated3d")
 
 
 def _lanes() -> int:
@@ -123,7 +126,7 @@ def _columns(source: Tensor, weight: Tensor, result: Tensor, stride: Sequence[in
 
 
 def _unfolded(args: Sequence[Any], result: Any) -> Workspace:
-    """If oneDNN does not support a type (bf16 without AVX-512), PyTorch multiplies columns, group by group."""
+    """Where PyTorch does not call oneDNN (bf16 without AVX-512), it multiplies columns, group by group."""
     source, weight, _, stride, padding, _, _, _, groups = args
     columns = _columns(source, weight, result, stride, padding)
     if groups > 1:
@@ -147,7 +150,9 @@ def convolution(args: Sequence[Any], result: Any) -> Workspace | None:
     """A convolution converts its arguments to oneDNN's blocked layout, and its result back."""
     source, weight, _, stride, _, _, transposed, _, groups = args
     backend = _backend(args)
-    if backend == _UNFOLDED:
+    if backend in _ONE_BY_ONE:
+        return Workspace(beside=(_columns(source, weight, result, args[3], args[4]) // source.shape[0],))
+    if backend in _UNFOLDED:
         return _unfolded(args, result)
     if backend not in _MKLDNN:
         return None
@@ -164,7 +169,10 @@ def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
     backend = _backend(
         (source, weight, None, stride, padding, dilation, transposed, output_padding, groups, bias_sizes)
     )
-    if backend == _UNFOLDED:
+    if backend in _ONE_BY_ONE:
+        columns = _columns(source, weight, gradient, stride, padding) // source.shape[0]
+        return Workspace(steps=((source.nbytes if mask[0] else 0, weight.nbytes if mask[1] else 0, columns),))
+    if backend in _UNFOLDED:
         return _unfolded_backward(args)
     if backend not in _MKLDNN:
         return None
@@ -173,11 +181,16 @@ def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
     if not gradient.is_contiguous():  # channels last
         return Workspace(steps=((made, of.wide_weight, weight.nbytes, weight.nbytes, of.weight_scratch),))
     steps: list[tuple[int, ...]] = []
-    if mask[0]:
+    geometry = cpu_dilated.Geometry(source, weight, gradient, stride, padding, dilation)
+    if mask[0] and (columns := geometry.columns_for_source()):
+        steps += [(source.nbytes, columns), (source.nbytes, source.nbytes)]
+    elif mask[0]:
         # One more with strides: the result is copied when converted back to the plain layout.
         again = (source.nbytes,) if _is_strided(stride) else ()
         steps += [(of.result, of.weight, of.source, of.backward_scratch), (of.source, source.nbytes, *again)]
-    if mask[1]:
+    if mask[1] and (columns := geometry.columns_for_weight()):
+        steps += [(made, weight.nbytes, columns), (made, weight.nbytes, weight.nbytes)]
+    elif mask[1]:
         if of.is_small_groups:
             steps.append((made, of.weight, of.weight_scratch))
         else:
