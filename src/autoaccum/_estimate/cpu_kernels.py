@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._estimate import cpu_dilated, cpu_recurrent
+from autoaccum._estimate import cpu_columns, cpu_recurrent
 from autoaccum._estimate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def convolution_backward(args: Sequence[Any], _result: Any) -> Workspace | None:
     if not gradient.is_contiguous():  # channels last
         return Workspace(steps=((made, of.wide_weight, weight.nbytes, weight.nbytes, of.weight_scratch),))
     steps: list[tuple[int, ...]] = []
-    geometry = cpu_dilated.Geometry(source, weight, gradient, stride, padding, dilation)
+    geometry = cpu_columns.Geometry(source, weight, gradient, stride, padding, dilation)
     if mask[0] and (columns := geometry.columns_for_source()):
         steps += [(source.nbytes, columns), (source.nbytes, source.nbytes)]
     elif mask[0]:

@@ -1,9 +1,10 @@
-"""When oneDNN multiplies columns in a dilated convolution's backward pass on the CPU, and what that takes.
+"""When oneDNN multiplies columns in a convolution's backward pass on the CPU, and what that takes.
 
-Its vectorized kernels unroll over pixels, and refuse dilated filters that reach too far beyond. Then it unfolds samples
-into columns: a buffer for each thread, and sums of weights. The conditions are those of `init_conf` in oneDNN's
-src/cpu/x64/jit_avx512_common_conv_kernel.cpp and src/cpu/gemm_convolution_utils.cpp, compared with ONEDNN_VERBOSE=1 and
-with the bytes allocated, on AVX-512. AVX2 has fewer registers and may refuse more; there, the prediction may be short.
+Its vectorized kernels unroll over pixels, and refuse filters that reach too far beyond: dilated ones, and deep ones
+where steps are few. Then it unfolds samples into columns: a buffer for each thread, and sums of weights. The conditions
+follow `init_conf` in oneDNN's src/cpu/x64/jit_avx512_common_conv_kernel.cpp and src/cpu/gemm_convolution_utils.cpp as far
+as they were compared with ONEDNN_VERBOSE=1 and with the bytes allocated, on AVX-512. AVX2 has fewer registers and may
+refuse more; there, the prediction may be short.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _WHOLE_ROW = 28
 # With fewer pixels for each thread, each thread takes samples of its own.
 _FEW_PIXELS = 256
 _SUMS = 4
+# Dimensions of a weight over time, and the depth of filters for which steps that are too few were measured.
+_OVER_TIME, _DEEP = 5, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class Geometry:
 
     @property
     def _is_dilated(self) -> bool:
-        return self.source.dtype == torch.float32 and any(step > 1 for step in self.dilation)
+        # Convolutions over time are left out: none was measured.
+        plain = self.source.dtype == torch.float32 and self.weight.dim() < _OVER_TIME
+        return plain and any(step > 1 for step in self.dilation)
 
     @property
     def _reach(self) -> tuple[int, ...]:
@@ -49,9 +54,23 @@ class Geometry:
         return tuple((size - 1) * step for size, step in zip(self.weight.shape[2:], self.dilation, strict=False))
 
     @property
+    def _reaches_beyond(self) -> bool:
+        return any(reach >= size for reach, size in zip(self._reach, self.source.shape[2:], strict=False))
+
+    @property
+    def _is_shallow(self) -> bool:
+        """Whether filters of depth three meet at most two steps, as in the last layers of networks over time."""
+        return (
+            self.source.dtype == torch.float32
+            and self.weight.dim() == _OVER_TIME
+            and self.weight.shape[2] == _DEEP
+            and self._reach[0] >= self.source.shape[2]
+        )
+
+    @property
     def _columns(self) -> int:
-        """The bytes of one sample unfolded."""
-        pixels = self.gradient.shape[2:].numel()
+        """The bytes of one sample unfolded; of one step of it where there is a depth."""
+        pixels = self.gradient.shape[-2:].numel()
         return self.source.shape[1] * self.weight.shape[2:].numel() * pixels * self.source.element_size()
 
     def columns_for_source(self) -> int:
@@ -70,9 +89,8 @@ class Geometry:
 
     def columns_for_weight(self) -> int:
         """Return the bytes of columns and sums for the gradient of the weight; 0 if it needs none."""
-        pixels = self.source.shape[2:]
-        if not self._is_dilated or all(reach < size for reach, size in zip(self._reach, pixels, strict=False)):
+        if not (self._is_shallow or (self._is_dilated and self._reaches_beyond)):
             return 0
         threads = torch.get_num_threads()
-        each = threads if self.gradient.shape[2:].numel() < _FEW_PIXELS * threads else 1
+        each = threads if self.gradient.shape[-2:].numel() < _FEW_PIXELS * threads else 1
         return each * (self._columns + _SUMS * self.weight.nbytes)

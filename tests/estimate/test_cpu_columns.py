@@ -33,7 +33,30 @@ CONVOLUTIONS = {
 def test_dilated_convolution_takes_what_its_rule_says(name, mask):
     samples, inputs, outputs, pixels, dilation = CONVOLUTIONS[name]
     source, weight = torch.randn(samples, inputs, pixels, pixels), torch.randn(outputs, inputs, 3, 3)
-    options = [1, 1], [dilation] * 2, [dilation] * 2, False, [0, 0], 1
+
+    check(source, weight, mask, ([1, 1], [dilation] * 2, [dilation] * 2, False, [0, 0], 1))
+
+
+# Steps, pixels and filter of a convolution over time. The weight's gradient is made of columns in the first three.
+OVER_TIME = {
+    "one step": ((1, 4, 4), (3, 3, 3)),
+    "two steps": ((2, 8, 8), (3, 3, 3)),
+    "steps alone": ((2, 8, 8), (3, 1, 1)),
+    "many steps": ((4, 8, 8), (3, 3, 3)),
+    "pixels alone": ((1, 8, 8), (1, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("mask", [[True, False, False], [False, True, False]], ids=str)
+@pytest.mark.parametrize("name", OVER_TIME)
+def test_convolution_over_few_steps_takes_what_its_rule_says(name, mask):
+    form, kernel = OVER_TIME[name]
+    source, weight = torch.randn(2, 64, *form), torch.randn(64, 64, *kernel)
+
+    check(source, weight, mask, ([1] * 3, [size // 2 for size in kernel], [1] * 3, False, [0] * 3, 1))
+
+
+def check(source, weight, mask, options):
     gradient = torch.randn_like(aten.convolution(source, weight, None, *options))
 
     def run():
