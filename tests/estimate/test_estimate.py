@@ -573,6 +573,26 @@ def test_making_a_model_leaves_random_state_as_it_was():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+class Warps(nn.Module):
+    """Reads pixels at learned places, as optical flow does; on a card by cuDNN's own operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        rows = torch.linspace(-1, 1, 24, device=x.device)
+        grid = torch.stack(torch.meshgrid(rows, rows[:16], indexing="ij"), -1).expand(len(x), -1, -1, -1)
+        return nn.functional.grid_sample(x, grid * self.scale, align_corners=True).mean((2, 3))
+
+
+def test_pixels_read_at_learned_places_need_no_real_step_on_a_card():
+    on_card, on_cpu = (estimate_step(Warps(), batch_of((10, 32, 32)), card=card) for card in (CARD, None))
+
+    assert not on_card.real_step
+    assert on_card.footprints[-1].activations_bytes == on_cpu.footprints[-1].activations_bytes
+
+
 @pytest.mark.parametrize("name", ["vit_b_32", "swin_t"])
 def test_stock_vision_transformers_need_no_real_step(name):
     models = pytest.importorskip("torchvision").models

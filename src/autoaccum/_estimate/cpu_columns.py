@@ -2,9 +2,9 @@
 
 Its vectorized kernels unroll over pixels, and refuse filters that reach too far beyond: dilated ones, and deep ones
 where steps are few. Then it unfolds samples into columns: a buffer for each thread, and sums of weights. The conditions
-follow `init_conf` in oneDNN's src/cpu/x64/jit_avx512_common_conv_kernel.cpp and src/cpu/gemm_convolution_utils.cpp as far
-as they were compared with ONEDNN_VERBOSE=1 and with the bytes allocated, on AVX-512. AVX2 has fewer registers and may
-refuse more; there, the prediction may be short.
+follow `init_conf` in oneDNN's src/cpu/x64/jit_avx512_common_conv_kernel.cpp and src/cpu/gemm_convolution_utils.cpp as
+far as they were compared with ONEDNN_VERBOSE=1 and with the bytes allocated, on AVX-512. AVX2 has fewer registers and
+may refuse more; there, the prediction may be short.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def quick_fake(func: Any, args: Sequence[Any]) -> Any:
     PyTorch's fakes of batch norm run decompositions, tens of operators for each new shape. Skipping them cut the
     first estimate of ResNet-101 for a card from 2.6 s to 1.9 s (`benchmarks/estimate_speed.py`, 2 cores). The results
     have the same shapes, types and strides, as `tests/estimate/test_tracer_quick_fakes.py` verifies. PyTorch's fake of
-    an LSTM on the CPU keeps no workspace, and the real one does.
+    an LSTM on the CPU keeps no workspace, and the real one does; cuDNN's grid sampler has no fake.
     """
     rule = _QUICK.get(func)
     return None if rule is None else rule(args)
@@ -193,8 +193,22 @@ def _batch_norm_backward(args: Sequence[Any]) -> tuple[Tensor | None, ...] | Non
     return tuple(torch.empty_like(one) if is_asked else None for one, is_asked in zip(alike, mask, strict=True))
 
 
+def _grid_sampler(args: Sequence[Any]) -> Tensor:
+    """Return the pixels that a grid asks for; PyTorch has no fake of cuDNN's operator."""
+    source, grid = args[:2]
+    sampled: Tensor = source.new_empty(*source.shape[:2], *grid.shape[1:3])
+    return sampled
+
+
+def _grid_sampler_backward(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of pixels and grid."""
+    return torch.empty_like(args[0]), torch.empty_like(args[1])
+
+
 _QUICK: dict[Any, Callable[[Sequence[Any]], Any]] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.mkldnn_rnn_layer.default: cpu_recurrent.layer,
+    _aten.cudnn_grid_sampler.default: _grid_sampler,
+    _aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
 }
