@@ -132,6 +132,10 @@ published: $(foreach version,4.45.0 4.48.1 4.51.3,$(VENV)-published-$(version)/.
 	$(VENV)-published-4.45.0/bin/python benchmarks/allocated.py --sources text --out benchmarks/results/allocated.json
 	$(VENV)-published-4.48.1/bin/python benchmarks/allocated.py --out benchmarks/results/allocated.json
 
+.PHONY: architectures
+architectures: $(VENV)/.for-development  ## predict every architecture of transformers and torchvision for a card (some half an hour; goes on where it was)
+	$(BIN)/python benchmarks/architectures.py --out benchmarks/results/architectures.json --page docs/architectures.md
+
 .PHONY: scaling
 scaling: $(VENV)/.for-development  ## measure what several ranks cost and gain, and foresee it for many (some 15 minutes)
 	$(BIN)/python benchmarks/scaling.py
