@@ -134,7 +134,7 @@ published: $(foreach version,4.45.0 4.48.1 4.51.3,$(VENV)-published-$(version)/.
 
 .PHONY: architectures
 architectures: $(VENV)/.for-development  ## predict every architecture of transformers and torchvision for a card (some half an hour; goes on where it was)
-	$(BIN)/python benchmarks/architectures.py --out benchmarks/results/architectures.json --page docs/architectures.md
+	$(BIN)/python benchmarks/architectures.py --out benchmarks/results/architectures.json --page docs/predicted-models.md
 
 .PHONY: scaling
 scaling: $(VENV)/.for-development  ## measure what several ranks cost and gain, and foresee it for many (some 15 minutes)

@@ -1,6 +1,6 @@
 """Predicts a training step of every architecture of transformers and torchvision for a card, on a machine without one.
 
-    python benchmarks/architectures.py [--only mixtral resnet18] [--again] [--out FILE] [--page docs/architectures.md]
+    python benchmarks/architectures.py [--only mixtral resnet18] [--again] [--out FILE] [--page docs/predicted-models.md]
 
 Each model is made in a small configuration on the meta device and predicted in a process of its own, under a limit of
 memory and of time. The answer is how it went: on fake tensors; by a real step, and why; or not at all, and why. An

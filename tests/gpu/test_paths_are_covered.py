@@ -46,6 +46,8 @@ ELSEWHERE = {
     "_estimate/gpus.py": "a table of cards (tests/estimate/test_gpus.py)",
     "_cli/report.py": "asks only whether there is a card",
     "_estimate/cuda_dispatch.py": "rules about cards, for fakes (benchmarks/gpu_estimates.py)",
+    "_estimate/card_answers.py": "stands in for a card (tests/estimate/test_card_answers.py)",
+    "_estimate/stuck.py": "asks only whether there is a card",
     "_estimate/cudnn_kernels.py": "as _estimate/cuda_dispatch.py",
     "_estimate/estimate.py": "as _estimate/cuda_dispatch.py",
     "_launch/slurm/task.py": "chooses one of several cards (tests/launch/test_slurm_task.py stands in for them)",
