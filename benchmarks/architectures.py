@@ -1,6 +1,6 @@
 """Predicts a training step of every architecture of transformers and torchvision for a card, on a machine without one.
 
-    python benchmarks/architectures.py [--only mixtral resnet18] [--again] [--out FILE] [--page docs/predicted-models.md]
+    python benchmarks/architectures.py [--only mixtral resnet18] [--again not] [--out FILE] [--page docs/FILE.md]
 
 Each model is made in a small configuration on the meta device and predicted in a process of its own, under a limit of
 memory and of time. The answer is how it went: on fake tensors; by a real step, and why; or not at all, and why. An
@@ -185,7 +185,7 @@ def of_torchvision(group, name):
         return lambda: models.get_model(name, **without), batch, flow
     labels = torch.zeros(SAMPLES, dtype=torch.long)
     if group == "video":
-        frames = 16 if name.startswith(("mvit", "swin3d")) else 8
+        frames = 16 if name.startswith(("mvit", "swin3d", "s3d")) else 8
         batch, loss = (torch.rand(SAMPLES, 3, frames, 224, 224), labels), {}
     else:
         pixels = 299 if name == "inception_v3" else 224
@@ -247,14 +247,14 @@ def predicted(library, group, architecture, name):
         try:
             estimate = estimate_step(make, batch, card=card_named(CARD), precision="auto", sizes=[2], **options)
         except Exception as error:  # noqa: BLE001 - as above
-            why = runs_for_real(make, batch, options) if way == "narrow" else said(error)
+            why = runs_for_real(make, batch, options) if way.startswith("narrow") else said(error)
             failed[way] = (NOT, said(error)) if why is None else (UNMADE, said(error))
             continue
         if estimate.real_step:
             return {"how": REAL, "why": estimate.notes[0].partition(": ")[2], "configuration": way}
         return {"how": FAKES, "peak_bytes": estimate.footprints[-1].peak_bytes, "configuration": way}
     # A step that fails on fakes only says most.
-    way, (how, why) = next(((way, one) for way, one in failed.items() if one[0] == NOT), next(iter(failed.items())))
+    way, (how, why) = next(((way, one) for way, one in failed.items() if one[0] == NOT), [*failed.items()][-1])
     return {"how": how if library == "transformers" else NOT, "why": why, "configuration": way}
 
 
