@@ -323,6 +323,7 @@ def main():
     if options.out and options.out.exists():
         results["rows"] = json.loads(options.out.read_text())["rows"]
     known = {(row["library"], row["class"], row["architecture"]): row for row in results["rows"]}
+    answers = dict(known)  # the former ones stay until there are others
     if options.again is not None:
         again = {(one[0], one[3], one[2]) for one in chosen}
         known = {
@@ -336,8 +337,8 @@ def main():
     order = {(one[0], one[3], one[2]): number for number, one in enumerate(every)}
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool, contextlib.suppress(KeyboardInterrupt):
         for number, row in enumerate(pool.map(asked, missing), start=1):
-            known[row["library"], row["class"], row["architecture"]] = row
-            results["rows"] = [known[key] for key in sorted(known, key=lambda key: order.get(key, len(order)))]
+            answers[row["library"], row["class"], row["architecture"]] = row
+            results["rows"] = [answers[key] for key in sorted(answers, key=lambda key: order.get(key, len(order)))]
             keep(options.out, results)
             what = f"{row['architecture']} {row['class']}: {row['how']} {row.get('why', '')[:150]}"
             print(f"{number}/{len(missing)} {what}", file=sys.stderr, flush=True)
