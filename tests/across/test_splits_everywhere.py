@@ -33,6 +33,34 @@ def loader():
     return DataLoader(split_training.rows(), batch_size=7, collate_fn=list)
 
 
+def updated(loss, collate, data, *, micro_batch, weight=None, **options):
+    """The parameters after one update from all of some samples, by fit in micro-batches of some size."""
+    model = split_training.net()
+    autoaccum.fit(
+        model,
+        [data],
+        len(data),
+        loss=loss,
+        optimizer=sgd,
+        split=autoaccum.ListOfSamples(collate, weight=weight),
+        micro_batch=micro_batch,
+        device="cpu",
+        progress=False,
+        **options,
+    )
+    return [p.detach() for p in model.parameters()]
+
+
+def updated_by_hand(loss, batch):
+    """The parameters after the same update without autoaccum."""
+    model = split_training.net()
+    optimizer = sgd(model.parameters())
+    inputs, targets = batch
+    loss(model(inputs), targets).backward()
+    optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
 def test_fit_makes_the_updates_of_whole_windows():
     made = split_training.train(0, 1, target_batch=TARGET, micro_batch=3, epochs=2)
 
@@ -172,35 +200,26 @@ def test_report_refuses_a_length_for_samples_of_any_form():
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-def test_reduction_is_inferred_from_samples_of_a_list():
-    """Without a weight: a mean over samples is recognised by running the model on parts of a list."""
+def first_rows(samples):
+    """The first row of each sample, stacked."""
+    return torch.stack([inputs[0] for inputs, _ in samples]), torch.stack([targets[0] for _, targets in samples])
 
-    def collate(samples):
-        return torch.stack([inputs[0] for inputs, _ in samples]), torch.stack([targets[0] for _, targets in samples])
 
-    def loss(outputs, targets):
-        return functional.cross_entropy(outputs, targets)
+def root(outputs, targets):
+    return functional.mse_loss(outputs[:, 0], targets.double()).sqrt()
 
-    model, data = split_training.net(), split_training.rows()
-    autoaccum.fit(
-        model,
-        DataLoader(data, batch_size=7, collate_fn=list),
-        TARGET,
-        loss=loss,
-        optimizer=sgd,
-        split=autoaccum.ListOfSamples(collate),
-        micro_batch=3,
-        max_steps=1,
-        device="cpu",
-        progress=False,
-    )
 
-    whole = split_training.net()
-    optimizer = sgd(whole.parameters())
-    inputs, targets = collate(data[:TARGET])
-    loss(whole(inputs), targets).backward()
-    optimizer.step()
-    assert far([p.detach() for p in model.parameters()], [p.detach() for p in whole.parameters()]) <= FAR
+@pytest.mark.parametrize(
+    ("loss", "scope"),
+    [(functional.cross_entropy, "micro_batch"), (root, "window")],
+    ids=["inferred by running the model on parts of a list", "over the window"],
+)
+def test_loss_takes_samples_of_a_list(loss, scope):
+    data = split_training.rows(TARGET)
+
+    cut = updated(loss, first_rows, data, micro_batch=3, loss_scope=scope)
+
+    assert far(cut, updated_by_hand(loss, first_rows(data))) <= FAR
 
 
 def test_torch_loss_and_pairs_keep_their_own_weights():
@@ -244,36 +263,6 @@ class Transposed(nn.Module):
         return outputs.transpose(1, 2)
 
 
-def test_loss_over_the_window_takes_samples_of_a_list():
-    def collate(samples):
-        return torch.stack([inputs[0] for inputs, _ in samples]), torch.stack([targets[0] for _, targets in samples])
-
-    def root(outputs, targets):
-        return functional.mse_loss(outputs[:, 0], targets.double()).sqrt()
-
-    model, data = split_training.net(), split_training.rows()
-    autoaccum.fit(
-        model,
-        DataLoader(data, batch_size=7, collate_fn=list),
-        TARGET,
-        loss=root,
-        loss_scope="window",
-        optimizer=sgd,
-        split=autoaccum.ListOfSamples(collate),
-        micro_batch=3,
-        max_steps=1,
-        device="cpu",
-        progress=False,
-    )
-
-    whole = split_training.net()
-    optimizer = sgd(whole.parameters())
-    inputs, targets = collate(data[:TARGET])
-    root(whole(inputs), targets).backward()
-    optimizer.step()
-    assert far([p.detach() for p in model.parameters()], [p.detach() for p in whole.parameters()]) <= FAR
-
-
 def test_loss_over_the_window_refuses_what_does_not_run_along_the_first_dimension():
     with pytest.raises(InvalidInputError, match=r"loss_scope='window'.*split=Along\(1\)"):
         autoaccum.fit(
@@ -294,24 +283,6 @@ def test_loss_over_the_window_refuses_what_does_not_run_along_the_first_dimensio
 def concatenated(samples):
     inputs, targets = zip(*samples, strict=True)
     return torch.cat(inputs), torch.cat(targets)
-
-
-def updated(loss, collate, data, *, micro_batch, weight=None, **options):
-    """The parameters after one update from all of some samples, by fit in micro-batches of some size."""
-    model = split_training.net()
-    autoaccum.fit(
-        model,
-        [data],
-        len(data),
-        loss=loss,
-        optimizer=sgd,
-        split=autoaccum.ListOfSamples(collate, weight=weight),
-        micro_batch=micro_batch,
-        device="cpu",
-        progress=False,
-        **options,
-    )
-    return [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -340,13 +311,9 @@ def test_collator_that_draws_is_counted_as_it_trains(loss):
     cut = updated(loss, masked, data, micro_batch=4)
 
     torch.manual_seed(3)
-    model = split_training.net()
-    optimizer = sgd(model.parameters())
     parts = [masked(data[start : start + 4]) for start in (0, 4, 8)]
-    inputs, targets = (torch.cat(both) for both in zip(*parts, strict=True))
-    nn.CrossEntropyLoss()(model(inputs), targets).backward()
-    optimizer.step()
-    assert far(cut, [p.detach() for p in model.parameters()]) <= FAR
+    whole = [torch.cat(both) for both in zip(*parts, strict=True)]
+    assert far(cut, updated_by_hand(functional.cross_entropy, whole)) <= FAR
 
 
 @pytest.mark.parametrize(
