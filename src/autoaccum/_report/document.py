@@ -72,7 +72,7 @@ def _measured(measured: Measured) -> dict[str, Any]:
 def _predicted(predicted: Predicted) -> dict[str, Any]:
     estimate = predicted.estimate
     return {
-        "card": asdict(predicted.card),
+        "card": asdict(predicted.card) | {"capability": list(predicted.card.capability)},
         "precision": predicted.precision,
         "fits": predicted.plan is not None,
         "verdict": predicted.verdict,
