@@ -75,13 +75,13 @@ def test_memory_that_ran_out_leaves_no_tensor_alive(case, points):
     assert tally.injected > points // 2
 
 
-@pytest.mark.parametrize("lines", [10, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lines", [20, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [RICH, Case("several losses", "fp32", "SGD, loop", sizes=(6, 6))], ids=str)
 def test_interrupt_between_any_two_lines_leaves_the_window_undone_or_done(case, lines):
     tally = Sweep(case).run(Budget(**vars(NOTHING) | {"lines": lines}))
 
     assert tally.mismatches == []
-    assert tally.finished > lines // 16
+    assert tally.finished > lines // 40
     assert tally.refused > lines
 
 
