@@ -282,6 +282,14 @@ def test_objects_are_moved_to_the_device():
     assert record.name == "a"
 
 
+def test_what_is_collated_is_moved_to_the_device_also_from_samples_without_tensors():
+    window = Window([[1, 2, 3]], autoaccum.ListOfSamples(torch.tensor))
+
+    (batch,) = Transfer(torch.device("meta")).feed(window, [3])
+
+    assert batch.device.type == "meta"
+
+
 def test_object_that_cannot_be_moved_is_named():
     with pytest.raises(InvalidInputError, match=r"holds a Stubborn.*method to\(device\)"):
         Transfer(torch.device("meta")).place(Stubborn())

@@ -200,8 +200,8 @@ class Window(Sequence[Any]):
         return sum(span.piece.weight(span.start, span.stop) for span in self._between(start, stop))
 
     def is_on(self, device: torch.device) -> bool:
-        """Whether every micro-batch is on a device already."""
-        return all(tensor.device == device for tensor in self.tensors())
+        """Whether every micro-batch is on a device already; of what a split makes, it is not known beforehand."""
+        return self.is_nested and all(tensor.device == device for tensor in self.tensors())
 
     def joined(self) -> Any:
         """The window as one batch if its pieces can be joined and cut again by default, else the window itself."""

@@ -435,7 +435,8 @@ class Objective:
         if self._settler.is_settled:
             return
         random = RandomState(torch.device("cpu"))
-        random.take()
+        if not window.is_nested:
+            random.take()
         try:
             self._settler.settle(window, sizes, Run(self, place, mark, autocast))
         finally:
