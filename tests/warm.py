@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,8 +38,10 @@ def python():
 
 
 def _start():
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
-    address = f"{folder.name}/socket"
+    # Not TemporaryDirectory: from Python 3.13 a worker of a loader that is forked clears what is registered at exit, and
+    # with it the last reference to the folder, which then goes in all processes.
+    folder = tempfile.mkdtemp(prefix="warm-")
+    address = f"{folder}/socket"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -53,7 +56,7 @@ def _start():
     def end():
         origin.stdin.close()  # by which it ends, however this process does
         origin.wait()
-        folder.cleanup()
+        shutil.rmtree(folder)
 
     atexit.register(end)
     return address
