@@ -38,8 +38,8 @@ def python():
 
 
 def _start():
-    # Not TemporaryDirectory: from Python 3.13 a worker of a loader that is forked clears what is registered at exit, and
-    # with it the last reference to the folder, which then goes in all processes.
+    # Not TemporaryDirectory: from Python 3.13 a loader's forked worker clears what is registered at exit, and with it
+    # the last reference to the folder, which would then be removed for all processes.
     folder = tempfile.mkdtemp(prefix="warm-")
     address = f"{folder}/socket"
     listener = socket.socket(socket.AF_UNIX)

@@ -101,6 +101,8 @@ def test_dimensions_that_are_none_are_refused(dims):
     ("dims", "batch", "message"),
     [
         (1, (torch.zeros(3, 5), torch.zeros(5)), r"shape \(5,\) has no dimension 1.*Along\(\(1, 0\)\)"),
+        ((1, 0, 0), (torch.zeros(3, 5), torch.zeros(5)), r"gives 3 dimensions for a tuple of 2"),
+        ({"a": (0, 0)}, {"a": [torch.zeros(5)]}, r"gives 2 dimensions for a list of 1"),
         ((1,), (torch.zeros(3, 5), torch.zeros(5)), r"says nothing of the batch's entry 1"),
         ({"a": 1}, {"a": torch.zeros(3, 5), "b": torch.zeros(5)}, r"says nothing of the batch's entry b"),
         (((1, 0), 0), (torch.zeros(3, 5), torch.zeros(5)), r"nests deeper than the batch at 0"),

@@ -270,3 +270,20 @@ def test_loss_that_fails_in_evaluation_mode_alone_is_told_when_it_has_run():
         runner.step({"inputs": BATCH[0], "labels": BATCH[1]})
 
     assert sum("could not be inferred in evaluation mode" in text for text in texts.texts) == 1
+
+
+def test_split_without_a_weight_is_told_of_it():
+    def collate(samples):
+        rows, lengths = zip(*samples, strict=True)
+        return {"rows": torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])}
+
+    class Mean(nn.Linear):
+        def forward(self, rows):
+            return super().forward(rows).square().mean()
+
+    samples = [(torch.randn(9, 4), 1 + n % 7) for n in range(N)]
+    split = autoaccum.ListOfSamples(collate)
+
+    (text,) = said(None, model=Mean(4, 3), batch=samples, split=split)
+
+    assert "mean over tokens, boxes or the like, give the split weight(batch), which counts them" in text

@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from autoaccum._arguments import check_choice, check_iterable, check_positive_int, shown
+from autoaccum._arguments import check_choice, check_positive_int, shown
+from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
 from autoaccum._data.pieces import Span, WholePiece
@@ -254,8 +255,8 @@ def windows(
         InvalidInputError: An argument or a batch is not valid.
     """
     check_windows(target_batch, last_window)
-    check_iterable("loader", loader)
     check_split(split)
+    check_loader("loader", loader, split)
     cut = stream(loader, target_batch, last_window=last_window, split=ByDefault() if split is None else split)
     return (window if window.carries_counts() else window.joined() for window in cut)
 

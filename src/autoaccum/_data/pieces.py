@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,7 +22,7 @@ from autoaccum._data.reading import Reading, refuse_flattened
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import optree
 
@@ -404,7 +404,23 @@ def _dims_of(batch: Any, leaves: Sequence[Any], dims: Dims) -> list[int | None]:
     """Return the dimension along which samples run for each leaf."""
     if isinstance(dims, int):
         return [dims if getattr(leaf, "ndim", 1) else None for leaf in leaves]
+    _refuse_surplus(dims, batch, dims)
     return [_dim_at(dims, path) for path in paths_of(batch)]
+
+
+def _refuse_surplus(dims: Dims, batch: Any, of_all: Dims) -> None:
+    """Reject dimensions for a longer sequence than the batch has: they may be meant for others of its entries."""
+    if isinstance(dims, list | tuple) and isinstance(batch, list | tuple):
+        if len(dims) > len(batch):
+            raise InvalidInputError(
+                f"split=Along({of_all!r}) gives {len(dims)} dimensions for a {type(batch).__name__} of {len(batch)}; "
+                "give one for each entry, or None for what all samples share"
+            )
+        for one, entry in zip(dims, batch, strict=False):
+            _refuse_surplus(one, entry, of_all)
+    elif isinstance(dims, Mapping) and isinstance(batch, Mapping):
+        for name in dims.keys() & batch.keys():
+            _refuse_surplus(dims[name], batch[name], of_all)
 
 
 def _dim_at(dims: Dims, path: Sequence[Any]) -> int | None:

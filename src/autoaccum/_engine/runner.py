@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum import _oom
-from autoaccum._arguments import check_iterable, shown
+from autoaccum._arguments import shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import as_window
+from autoaccum._data.loader_checks import check_loader
 from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
@@ -549,7 +550,7 @@ class Runner(WindowRunner):
             InvalidInputError: The loader yields nothing, or the model returns no loss in evaluation mode.
             DoesNotFitError: Not even one sample at a time fits.
         """
-        check_iterable("loader", loader)
+        check_loader("loader", loader, self._step.objective.split)
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step, loss_scope=self._loss_scope)
         memory = self._step.memory

@@ -2,7 +2,9 @@
 
 Whether a batch is time-first cannot be told by its shape. A recurrent or attention module with `batch_first=False`
 takes (T, N, F): where the first dimension of what it gets is the number of samples, and the second is not, batches were
-cut along time, or the module attends over samples.
+cut along time, or the module attends over samples. Only where the second is a multiple of the samples may it hold them,
+as in attention along the columns of images (height, samples by width), and the first be as long by chance: a
+micro-batch of another size tells, or many of one size.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 _KINDS = (nn.RNNBase, nn.MultiheadAttention)
 _DIMS = 3  # (T, N, F)
+# Calls with one number of samples after which no other is waited for.
+_WAITED_FOR = 64
+# Passes of one size after which no other is waited for.
+_WAITED_FOR = 32
 
 
 class TimeFirst:
@@ -41,6 +47,7 @@ class TimeFirst:
             for name, module in root.named_modules()
             if isinstance(module, _KINDS) and not module.batch_first
         ]
+        self._suspected: list[int] = []  # the samples of calls that may be such by chance
         is_compiled = any(one._compiled_call_impl is not None for root in modules for one in root.modules())
         self.is_done = is_compiled or not self._watched
 
@@ -64,8 +71,13 @@ class TimeFirst:
         given = args[0] if args else kwargs.get("input", kwargs.get("query"))
         if self.is_done or not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
             return
+        is_equal = given.shape[0] == samples
+        if is_equal and given.shape[1] % samples == 0 and set(self._suspected) <= {samples}:
+            self._suspected.append(samples)
+            if len(self._suspected) < _WAITED_FOR:
+                return
         self.is_done = True
-        if given.shape[0] == samples:
+        if is_equal:
             self._notices.say(
                 f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape "
                 f"{tuple(given.shape)}, so it takes the {samples} samples of a micro-batch for time steps; if batches "

@@ -23,6 +23,11 @@ def advice(name: str, attempt: Attempt) -> str:
         return (
             f"Its term {names} is no mean over the samples, and is taken for each micro-batch. {window_scope(attempt)}"
         )
+    if not attempt.sample.is_nested:
+        return (
+            "If it is a mean over tokens, boxes or the like, give the split weight(batch), which counts them. "
+            f"{window_scope(attempt)}"
+        )
     if attempt.way.outputs is None:
         others = (
             "Class weights are exact as a (sum, weight) pair. A term that is no mean over the samples (a router's "

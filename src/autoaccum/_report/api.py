@@ -18,12 +18,12 @@ from autoaccum._arguments import (
     check_call,
     check_choice,
     check_function,
-    check_iterable,
     check_positive_int,
     check_positive_number,
     shown,
 )
 from autoaccum._data.batches import count
+from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.splits import check_split, is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
@@ -155,7 +155,7 @@ def preflight(
     group = ManyRanks(ranks, target_batch, fsdp, overlap)
     most = group.share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     check_choice("precision", precision, PRECISIONS)
-    _check_ways(measure, loader, on_trial, on_part)
+    _check_ways(measure, loader, split, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
     batch, lengths = _at_length(batch, loader, length, split)
     cards = _cards(gpus, device_memory, display)
@@ -240,7 +240,6 @@ def _at_length(
     batch: Any, loader: Iterable[Any] | None, length: int | Mapping[str, int] | None, split: Split | None
 ) -> tuple[Any, Lengths | None]:
     """Return the batch at the length that the report holds for, and the lengths seen; None without sequences."""
-    check_split(split)
     count(batch, split)
     if is_first(split):
         further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
@@ -266,11 +265,12 @@ def _about_room(
         )
 
 
-def _check_ways(measure: object, loader: object, on_trial: object, on_part: object) -> None:
+def _check_ways(measure: object, loader: object, split: Split | None, on_trial: object, on_part: object) -> None:
     if measure is not None:
         check_bool("measure", measure)
+    check_split(split)
     if loader is not None:
-        check_iterable("loader", loader)
+        check_loader("loader", loader, split)
     check_function("on_trial", on_trial, "trial")
     check_function("on_part", on_part, "text")
 

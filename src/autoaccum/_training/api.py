@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_bool, check_iterable, check_positive_int, check_whole_number
+from autoaccum._arguments import check_bool, check_positive_int, check_whole_number
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import check_windows
+from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.peeking import can_be_read_once
 from autoaccum._data.splits import check_split
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -240,9 +241,9 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     cap = max_micro_batch()
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
-    _check_data(loader, val_loader, val_steps, metrics, epochs)
-    check_callbacks(callbacks)
     check_split(split)
+    _check_data(loader, val_loader, split, val_steps, metrics, epochs)
+    check_callbacks(callbacks)
     norm = largest_norm(clip_grad_norm, tracked=track_grad_norm)
     options = compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
@@ -441,15 +442,17 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
     return (1 if epochs is None else epochs), None
 
 
-def _check_data(loader: Any, val_loader: Any, val_steps: int | None, metrics: Any, epochs: int | None) -> None:
-    check_iterable("loader", loader)
+def _check_data(
+    loader: Any, val_loader: Any, split: Split | None, val_steps: int | None, metrics: Any, epochs: int | None
+) -> None:
+    check_loader("loader", loader, split)
     check_metrics(metrics)
     _check_val_steps(val_steps, loader, val_loader)
     if val_loader is None:
         if metrics is not None:
             raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
         return
-    check_iterable("val_loader", val_loader)
+    check_loader("val_loader", val_loader, split)
     if can_be_read_once(val_loader) and (val_loader is loader or (epochs or 1) > 1):
         others = "the training reads it too" if val_loader is loader else f"epochs={epochs} evaluate {epochs} times"
         raise InvalidInputError(

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._data.loader_checks import unlike_batch_size
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
@@ -242,11 +243,19 @@ class Training:
                 self._validation.try_out(self._finding.most_asked)
             first = self._progress.first_part()
             drop_old_gradients(self._step, self._notices)
+            self._say_what_counts(first)
             begins_with, probed = self._lifecycle.find(first)
         self._schedule.begin()
         if self._checkpoints is not None:
             self._schedule.check_that_it_can_be_kept()
         return (begins_with, probed) if found is None else (self._resume(*found), None)
+
+    def _say_what_counts(self, first: Window) -> None:
+        """Report a loader whose first batch counts as another number of samples than it was made of."""
+        if first.spans:
+            split = self._step.objective.split
+            if (text := unlike_batch_size(self._world.loader, first.spans[0].piece, split)) is not None:
+                self._notices.say(text)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
         if self._checkpoints is not None:

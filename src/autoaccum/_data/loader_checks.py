@@ -1,0 +1,62 @@
+"""Compares a DataLoader's settings with how its batches are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import TYPE_CHECKING
+
+from torch.utils.data import DataLoader, default_collate
+
+from autoaccum._arguments import check_iterable
+from autoaccum._data.splits import ListOfSamples, is_default
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from autoaccum._data.pieces import Piece, Split
+
+
+def check_loader(name: str, loader: object, split: Split | None) -> None:
+    """Check that a loader can be iterated over, and leaves it to the split to collate.
+
+    Args:
+        name: The argument that the loader was passed as.
+        loader: The loader.
+        split: As for `fit`.
+
+    Raises:
+        InvalidInputError: It cannot, or collates the samples that the split would collate.
+    """
+    check_iterable(name, loader)
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not isinstance(split, ListOfSamples):
+        return
+    if loader.collate_fn in (default_collate, split.collate):
+        collator = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
+        raise InvalidInputError(
+            f"split={split!r} collates lists of samples, but {name} collates them already, with {collator}; pass "
+            "collate_fn=list to the DataLoader"
+        )
+
+
+def unlike_batch_size(loader: object, first: Piece, split: Split | None) -> str | None:
+    """Return how the samples counted in a loader's first batch differ from its `batch_size`; None if they do not.
+
+    Args:
+        loader: The loader.
+        first: Its first batch.
+        split: As for `fit`; one that was given says what a sample is.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or not is_default(split):
+        return None
+    counted, made = first.samples, loader.batch_size
+    if counted == made or (counted < made and not _fills_a_batch(loader)):
+        return None
+    return (
+        f"the loader makes batches of {made} (batch_size), and its first one counts as {counted} sample"
+        f"{'s' if counted > 1 else ''} by the first dimension of its tensors; if those are no samples (time steps, a "
+        "row of several sequences), pass split="
+    )
+
+
+def _fills_a_batch(loader: DataLoader[object]) -> bool:
+    sampler: Iterable[object] = loader.sampler
+    return isinstance(sampler, Sized) and len(sampler) >= (loader.batch_size or 1)
