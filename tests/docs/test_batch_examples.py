@@ -23,7 +23,9 @@ def job_of(name):
     torch.set_default_dtype(torch.float64)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch_geometric compiles functions when it is imported
+            # torch_geometric compiles functions and reads annotations when it is imported.
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "Failing to pass a value to the 'type_params'", DeprecationWarning)
             return load_recipe(f"{FOLDER / name}.py:job")
     finally:
         torch.set_default_dtype(before)
