@@ -146,15 +146,15 @@ def test_measuring_leaves_no_trace():
     assert all(map(torch.equal, seen[0], seen[1]))  # nothing of the first window's measurement is in its gradient
 
 
-def test_loss_of_outputs_is_compared_in_float64_and_needs_no_gradient():
+def test_loss_of_outputs_is_compared_in_float64_by_its_value_and_once_by_its_gradient():
     passes = []
     model = nn.Linear(4, 3)
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     batch = torch.randn(N, 4), torch.arange(N) % 3
 
-    assert told(model, batch, loss=functional.cross_entropy) == []
+    assert told(model, batch, loss=functional.cross_entropy, windows=3) == []
 
-    assert sum(passes) == 2  # the two micro-batches
+    assert sum(passes) == 3 + 3 * 2  # a few samples and their two parts, and each window's two micro-batches
 
 
 def test_hidden_term_of_a_loss_of_outputs_shows_in_float64_and_its_gradient_is_measured():
@@ -239,3 +239,118 @@ def test_router_of_transformers_is_named(kind, coefficient):
     (text,) = told(model, {"input_ids": TOKENS, "labels": TOKENS})
 
     assert "its term 'aux_loss' is" in text
+
+
+# --- what has the value of a mean, and another gradient ---------------------------------------------------------------
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+PAIR = X, torch.arange(16) % 3
+
+
+def balanced(outputs, targets):
+    """A term that is scaled to the size of another, as losses are often balanced."""
+    own, other = functional.cross_entropy(outputs, targets), outputs.square().mean()
+    return own + other * (own / other).detach()
+
+
+def divided(outputs, targets):
+    value = functional.cross_entropy(outputs, targets)
+    return value / value.detach()
+
+
+class UnitGradient(torch.autograd.Function):
+    """Divides the gradient by its norm."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+class BetweenSamples(nn.Sequential):
+    """Attends between the samples of a micro-batch."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, inputs):
+        inside = self[1](self[0](inputs))
+        return self[2](inside + (inside @ inside.T).softmax(-1) @ inside)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def said_of(model, loss, batch=PAIR, micro_batch=8, **options):
+    notices = Notices(silent=True)
+    runner = autoaccum.Runner(
+        model,
+        None,
+        autoaccum.plan(16, micro_batch),
+        loss=loss,
+        notices=notices,
+        device=CPU,
+        precision="fp32",
+        **options,
+    )
+    runner.step(batch)
+    return [text for text in notices.texts if text.startswith("loss ")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        balanced,
+        divided,
+        lambda outputs, targets: functional.cross_entropy(UnitGradient.apply(outputs), targets),
+    ],
+    ids=["balanced", "divided by itself", "unit gradient"],
+)
+def test_gradient_that_is_not_that_of_the_value_is_told_of(loss, dtype):
+    (text,) = said_of(linear().to(dtype), loss, (X.to(dtype), PAIR[1]))
+
+    assert "not a mean or a sum over the samples" in text
+    assert "loss_scope='window'" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), functional.cross_entropy, None], ids=["module", "function", "default"]
+)
+def test_model_that_mixes_samples_is_told_of_whatever_the_loss(loss, dtype):
+    said = said_of(BetweenSamples().to(dtype), loss, (X.to(dtype), PAIR[1]))
+
+    assert sum("the model's outputs for a sample depend on the other samples" in text for text in said) == 1
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), functional.cross_entropy, None], ids=["module", "function", "default"]
+)
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_nothing_is_said_of_an_ordinary_classifier(loss, micro_batch):
+    model = linear()
+    model.insert(1, nn.BatchNorm1d(8))
+
+    assert [text for text in said_of(model, loss, micro_batch=micro_batch) if "off" in text] == []
+
+
+def test_memory_that_is_short_for_a_reduction_known_beforehand_is_no_event():
+    class Tight(nn.Linear):
+        def forward(self, inputs):
+            if inputs.dtype is torch.float64:
+                raise torch.OutOfMemoryError("told to")
+            return super().forward(inputs)
+
+    notices, plan = Notices(silent=True), autoaccum.plan(16, 8)
+    runner = autoaccum.Runner(
+        Tight(6, 3), None, plan, loss=nn.CrossEntropyLoss(), notices=notices, device=CPU, precision="fp32"
+    )
+
+    assert [runner.step(PAIR).oom_events for _ in range(4)] == [0, 0, 0, 0]

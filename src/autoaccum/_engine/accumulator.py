@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autoaccum._data.batches import as_window
 from autoaccum._engine.batchnorm import BatchNorms
+from autoaccum._engine.gradient_hooks import no_gradient
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.recovery import Recovery
@@ -17,7 +18,6 @@ from autoaccum._loss.reported import means
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._system import signals
-from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from autoaccum._engine.events import Events
@@ -100,7 +100,7 @@ class Accumulator:
         """
         window = as_window(batch, self._step.objective.split)
         step, work, recovery = self._step, self._work, self._recovery
-        step.objective.read_settings()
+        step.objective.begin_window()
         if step.parameters_changed():
             self._norms.search()
             work.take_stock()
@@ -144,7 +144,7 @@ class Accumulator:
         """Multiply the gradient by the correction that single micro-batches lack, and divide out a scaler's factor."""
         gradients = [parameter.grad for parameter in self._step.parameters if parameter.grad is not None]
         if not gradients:
-            raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
+            raise no_gradient(self._step.parameters)
         scaler, factor = self._step.precision.scaler, given.correction
         if scaler is not None:
             factor = factor / scaler.get_scale()

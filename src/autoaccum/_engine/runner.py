@@ -26,6 +26,7 @@ from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.forward_backward import assemble, drop_old_gradients, largest_norm
+from autoaccum._engine.gradient_hooks import no_gradient, tell_of_hooks
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.outside_limit import Outside, drawn
@@ -102,6 +103,7 @@ class _WindowState:
         is_at_work: Whether a window has begun and not ended.
         is_checked: Whether an earlier window has shown that the loss and the gradients are usable.
         checks_finite: Whether the first loss still has to be checked for being finite.
+        has_told_of_hooks: Whether a window of several micro-batches has looked for hooks on gradients.
         rates: The learning rates of its update, by group.
     """
 
@@ -111,6 +113,7 @@ class _WindowState:
     is_at_work: bool = False
     is_checked: bool = False
     checks_finite: bool = False
+    has_told_of_hooks: bool = False
     rates: tuple[DeviceScalar | None, ...] = ()
 
 
@@ -276,7 +279,7 @@ class WindowRunner:
     def _begin(self, part: Window) -> None:
         """Prepare for a window: check its parameters, drop old gradients, and choose its cut."""
         step = self._step
-        step.objective.read_settings()
+        step.objective.begin_window()
         if step.parameters_changed():
             self._peers.check_parameters()
             self._norms.search()
@@ -309,8 +312,11 @@ class WindowRunner:
             if self._state.checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():
-                raise InvalidInputError("the backward pass left no gradient on any parameter of the model")
+                raise no_gradient(self._step.parameters)
             self._state.is_checked, self._state.checks_finite = True, False
+        if not self._state.has_told_of_hooks and len(self._work.sizes) > 1:
+            self._state.has_told_of_hooks = True
+            tell_of_hooks(self._step.parameters, self._notices)
         self._moves.prepare(samples)
 
     def _update(self, reduced: Reduced) -> Update:

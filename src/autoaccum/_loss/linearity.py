@@ -1,8 +1,9 @@
 """Measures how far the gradient of a few samples is from that of their parts together.
 
 A term of a loss that is not a mean or a sum over the samples (a router's load-balancing loss) can be invisible in the
-loss's value, which it hardly changes near its minimum, and yet bend the gradient. The comparison runs in float64 where
-the parameters are few enough for a copy, and otherwise in the model's own precision.
+loss's value, which it hardly changes near its minimum, and yet bend the gradient. So can a model whose outputs for one
+sample depend on the others, and a gradient that is detached, clipped or scaled by a norm. The comparison runs in
+float64 where the parameters are few enough for a copy, and otherwise in the model's own precision.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from autoaccum import _oom
+from autoaccum._data.splits import FIRST
 from autoaccum._loss.counting import target_tensors
 from autoaccum._loss.nonlinear_terms import bent_entries
 from autoaccum._loss.unknown_loss import randomness, window_scope
 from autoaccum._loss.weighting import Over, Weighting, in_full, shares
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,8 +55,7 @@ _IN_TENSOR_FLOAT = _Noise(2e-2, 1e-3)
 _IN_HALF = _Noise(5e-2, 1e-2)
 
 
-# Samples of each of two parts, which fit where a micro-batch fits; and windows in which memory may be lacking for them.
-_LOOKED_AT = 2
+# Windows in which memory may be lacking.
 _TRIES = 3
 _ROUGHLY = 0.1  # errors that are given without decimals
 _BY_SAMPLES = Weighting(Over.SAMPLES)
@@ -84,12 +86,18 @@ class Bends:
         self._tell = say
         self._tries = _TRIES
 
-    def look(self, attempt: Attempt, known: Mapping[str, Weighting]) -> None:
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to compare."""
+        return not self._tries
+
+    def look(self, attempt: Attempt, known: Mapping[str, Weighting], rows: int) -> None:
         """Compare the gradient of a few samples with that of their parts, if that has not been done.
 
         Args:
-            attempt: The samples, and their losses.
+            attempt: The samples; their losses, too, if they were asked for.
             known: The weighting of each loss.
+            rows: The most samples of each of two parts.
 
         Raises:
             torch.OutOfMemoryError: Memory ran out for the first time.
@@ -100,11 +108,11 @@ class Bends:
             return
         self._tries -= 1
         try:
-            found = _measured(attempt, known)
+            found = _measured(attempt, known, rows)
         except Exception as error:
             lacks = _lacks(error)
-            # At first, the caller has to free memory, and tells that it ran out.
-            if _oom.is_device_lost(error) or (lacks and self._tries == _TRIES - 1):
+            # At first, the caller has to free memory, and tells that it ran out, unless nothing was asked.
+            if _oom.is_device_lost(error) or (lacks and self._tries == _TRIES - 1 and attempt.observed):
                 raise
             # A later window may have the memory for it; a model that cannot be run this way is not asked again.
             if not lacks:
@@ -112,7 +120,11 @@ class Bends:
             _oom.let_go(error)
             return
         self._tries = 0
-        if found is not None and all(randomness(name, attempt) is None for name in known):
+        if found is None:
+            return
+        if not attempt.observed:
+            attempt = attempt._replace(observed=attempt.more(attempt.splits[:1]))
+        if attempt.observed and all(randomness(name, attempt) is None for name in known):
             self._say(found, attempt, known.values())
 
     def give_up(self) -> None:
@@ -120,14 +132,24 @@ class Bends:
         self._tries = 0
 
     def _say(self, found: Deviation, attempt: Attempt, known: Iterable[Weighting]) -> None:
+        names = ", ".join(map(repr, attempt.observed[0].whole))
+        measured = (
+            f"in parts of {' and '.join(map(str, found.samples))} samples, the gradient of {found.parameter!r} is "
+            f"{_percent(found.error)} off. Larger micro-batches make that smaller"
+        )
+        if _mixes_samples(attempt):
+            self._tell(
+                f"loss {names}: the model's outputs for a sample depend on the other samples in its micro-batch "
+                "(attention between samples, a batch's own statistics), so the gradient is not that of the whole "
+                f"batch: {measured}"
+            )
+            return
         bent = bent_entries(attempt, known, is_certain=True)
         what = f"its term {' + '.join(map(repr, bent))} is" if bent else "it has a term that is"
-        names = ", ".join(map(repr, attempt.observed[0].whole))
         self._tell(
-            f"loss {names}: {what} not a mean or a sum over the samples (as a router's load-balancing loss is not), so "
-            f"it is taken for each micro-batch by itself: in parts of {' and '.join(map(str, found.samples))} samples, "
-            f"the gradient of {found.parameter!r} is {_percent(found.error)} off. Larger micro-batches make that "
-            f"smaller. {window_scope(attempt)}"
+            f"loss {names}: {what} not a mean or a sum over the samples (as a router's load-balancing loss, a term "
+            "scaled by another or a gradient divided by its norm is not), so it is taken for each micro-batch by "
+            f"itself: {measured}. {window_scope(attempt)}"
         )
 
 
@@ -135,9 +157,9 @@ def _lacks(error: Exception) -> bool:
     return _oom.is_oom(error) or _oom.is_too_large(error)
 
 
-def _measured(attempt: Attempt, known: Mapping[str, Weighting]) -> Deviation | None:
+def _measured(attempt: Attempt, known: Mapping[str, Weighting], most: int) -> Deviation | None:
     run = attempt.run
-    one, other = (rows[:_LOOKED_AT] for rows in attempt.splits[0])
+    one, other = (rows[:most] for rows in attempt.splits[0])
     copies = not attempt.way.casts and may_be_copied(run.objective.modules)
     if copies:
         try:
@@ -147,6 +169,26 @@ def _measured(attempt: Attempt, known: Mapping[str, Weighting]) -> Deviation | N
                 raise
             _oom.let_go(error)  # a model with types of its own
     return deviation(run, attempt.sample, [one, other], attempt.way, known, copies=False)
+
+
+def _mixes_samples(attempt: Attempt) -> bool:
+    """Whether outputs of some samples change with the others that they are run with."""
+    run, way = attempt.run, attempt.way
+    if not run.objective.takes_outputs and run.objective.weighting_by_default is None:
+        return False
+    one, other = attempt.splits[0]
+    try:
+        with run.without_trace(), torch.no_grad():
+            whole, part = (FIRST.piece(run.outputs(rows, attempt.sample, way)) for rows in ([*one, *other], one))
+    except InvalidInputError:
+        return False  # outputs that do not run along the samples
+    if (whole.samples, part.samples) != (len(one) + len(other), len(one)):
+        return False
+    return not all(
+        torch.allclose(together[: len(one)], alone, rtol=_IN_SINGLE.own, atol=_IN_SINGLE.own * float(alone.abs().max()))
+        for together, alone in zip(whole.tensors(), part.tensors(), strict=True)
+        if alone.is_floating_point() and alone.numel()
+    )
 
 
 def _percent(error: float) -> str:

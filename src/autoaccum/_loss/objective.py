@@ -158,7 +158,7 @@ class Objective:
         self._loss_reduction = loss_reduction
         self._settings: tuple[Any, ...] | None = None
         self._class_weights: Tensor | None = None
-        self.read_settings()
+        self._read_settings()
 
     @property
     def loss(self) -> Loss | Sequence[Loss] | None:
@@ -432,7 +432,8 @@ class Objective:
         Raises:
             InvalidInputError: A loss returned a pair that is not (sum, weight).
         """
-        if self._settler.is_settled:
+        settler = self._settler
+        if settler.is_settled and (len(sizes) == 1 or (settler.has_compared and not settler.compares_again)):
             return
         random = RandomState(torch.device("cpu"))
         if not window.is_nested:
@@ -443,8 +444,17 @@ class Objective:
             if not window.is_nested:
                 random.put_back()  # looking at targets collates samples, which may draw
 
-    def read_settings(self) -> None:
-        """Read the settings of a `torch.nn` loss, which may change from one window to the next.
+    def begin_window(self) -> None:
+        """Read the settings of a `torch.nn` loss, which may change from one window to the next, and count windows.
+
+        Raises:
+            InvalidInputError: As for `_read_settings`.
+        """
+        self._settler.begin_window()
+        self._read_settings()
+
+    def _read_settings(self) -> None:
+        """Read the settings of a `torch.nn` loss.
 
         Raises:
             InvalidInputError: They contradict `loss_reduction`.

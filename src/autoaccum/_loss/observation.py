@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 # The rows of the parts that a few samples are split into; a single part if there is only one sample.
 Rows = list[list[int]]
 
+# What autograd says of a gradient that is asked for where none are recorded.
+_NEEDS_A_GRAPH = "does not require grad"
 # The most elements of outputs in all splits.
 _ELEMENTS = 2**25
 _HALF = (torch.float16, torch.bfloat16)
@@ -239,7 +242,18 @@ class Run:
             way: How the objective is run.
             seed: Seeds every generator that is restored afterwards; None leaves them as they are.
         """
-        with self.without_trace(), torch.no_grad():
+        try:
+            with torch.no_grad():
+                return self._observe(sample, splits, way, seed)
+        except RuntimeError as error:
+            if _NEEDS_A_GRAPH not in str(error):
+                raise
+            _oom.let_go(error)
+        with torch.enable_grad():  # a penalty on a gradient of the model
+            return self._observe(sample, splits, way, seed)
+
+    def _observe(self, sample: Window, splits: Sequence[Rows], way: Way, seed: int | None) -> list[Observed]:
+        with self.without_trace():
             if seed is not None:
                 self._mark.random.seed(seed)
             if self.in_effect(way, sample).outputs is None:
@@ -266,11 +280,19 @@ class Run:
         self, rows: Sequence[int], sample: Window, way: Way, *, convert: Callable[[Tensor], Tensor] | None = None
     ) -> list[Term]:
         """Run model and loss on some rows of a sample, whose tensors may be converted before."""
-        batch = self._place(copied(sample.chosen(rows).cut(0, len(rows))))
+        batch = self._rows(rows, sample)
         batch = batch if convert is None else map_tensors(convert, batch)
         with self._autocast() if way.casts else nullcontext():
             found = [self.objective.terms(source, batch, len(rows))[0] for source in self.objective.sources]
         return [term for terms in found for term in terms]
+
+    def outputs(self, rows: Sequence[int], sample: Window, way: Way) -> Any:
+        """Run the model on some rows of a sample."""
+        with self._autocast() if way.casts else nullcontext():
+            return self.objective.outputs(self._rows(rows, sample))
+
+    def _rows(self, rows: Sequence[int], sample: Window) -> Any:
+        return self._place(copied(sample.chosen(rows).cut(0, len(rows))))
 
     @property
     def is_in_half(self) -> bool:
@@ -315,7 +337,7 @@ def _sorted(terms: Iterable[Term]) -> tuple[dict[str, Term], dict[str, Term]]:
     """Return the terms that are trained on and those that are only reported, by name."""
     found: tuple[dict[str, Term], dict[str, Term]] = ({}, {})
     for term in terms:
-        found[term.is_reported][term.name] = term
+        found[term.is_reported][term.name] = replace(term, value=term.value.detach())
     return found
 
 

@@ -144,13 +144,11 @@ class Question:
     Attributes:
         candidates: The weightings consistent with all splits so far, the likelier first; empty if none fits.
         in_vain: The number of attempts without progress; those in half precision count several times.
-        is_exact: Whether all splits were compared to within the rounding of float64, where no term can hide.
     """
 
     def __init__(self) -> None:
         self.candidates = [Weighting(Over.SAMPLES), Weighting(Over.SUM)]
         self.in_vain = 0
-        self.is_exact = True
         self._splits: list[Split] = []
         self._off: dict[Weighting, list[float]] = {how: [] for how in self.candidates}
         self._watched: dict[str, _Values] = {}
@@ -170,6 +168,11 @@ class Question:
     def is_untouched(self) -> bool:
         """Whether there has been no split yet."""
         return not self._splits
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the best candidate is an unusual one that a single split supports, as small counts may by chance."""
+        return len(self._splits) == 1 and bool(self.candidates) and _is_special(self.best)
 
     @property
     def is_closed(self) -> bool:
@@ -209,7 +212,6 @@ class Question:
     def learn(self, splits: Sequence[Split]) -> None:
         """Exclude the candidates that do not reproduce these losses."""
         before = len(self.candidates)
-        self.is_exact = self.is_exact and all(split.rounding is _ROUNDING[torch.float64] for split in splits)
         for how in self.candidates:
             self._off[how] += [split.misfit(how) for split in splits]
         self._splits += splits
@@ -232,7 +234,6 @@ class Question:
         ]
         self._off = {how: [split.misfit(how) for split in self._splits] for how in self._off}
         self.candidates = sorted(self._off, key=lambda how: _LIKELIER_FIRST.index(how.over))
-        self.is_exact = False
         self._leave_out()
 
     def _take_up(self, hows: Sequence[Weighting]) -> None:

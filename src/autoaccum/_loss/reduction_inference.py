@@ -20,6 +20,8 @@ from autoaccum._loss.linearity import Bends
 from autoaccum._loss.nonlinear_terms import rest_of
 from autoaccum._loss.observation import Attempt, Run, Way
 from autoaccum._loss.reduction_candidates import Question, question_of, telling_split
+from autoaccum._loss.unknown_loss import randomness
+from autoaccum._loss.unusual_samples import unusual_samples
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum.errors import InvalidInputError
 
@@ -43,6 +45,12 @@ _LACKS = 3
 # where a micro-batch fits with its gradients.
 _LEAST = 3
 _MOST = 16
+# Samples of each of two parts whose gradients are compared: of a reduction that is known beforehand, a fourth of those
+# that fit at once, since the comparison may run in float64.
+_COMPARED = 2
+_OF_THOSE_THAT_FIT = 4
+# Other samples that an unusual candidate is tried on.
+_CONFIRMATIONS = 4
 # The number of splits if each costs only the loss and no forward pass.
 _SPLITS = 8
 # The number of candidates for the first split, which decides most, and for each of the others.
@@ -90,8 +98,10 @@ class Settler:
         self._lacks = 0  # times in a row that memory has run out
         self.doubts: list[str] = []
         self._bends = Bends(self._doubt)
-        self._is_exact = True  # whether every comparison was so exact that no term can hide
         self._numbers = DifferingNumbers(notices)
+        self._windows = self._compared_in = 0
+        self._inferred: set[str] = set()  # losses whose reduction was inferred, and is compared again
+        self._contradicted: set[str] = set()  # losses that a later window has contradicted, which is said once
 
     @property
     def knowledge(self) -> dict[str, tuple[Weighting, int]]:
@@ -122,13 +132,55 @@ class Settler:
             InvalidInputError: The loss returned a pair that is not (sum, weight).
             torch.OutOfMemoryError: Memory ran out, and had not in the previous attempt.
         """
-        if self.has_questions:
-            self._ask_all(window, sizes, run)
+        if self.compares_again and max(window.groups()) > 1 and len(sizes) > 1 and self._ways:
+            self._compare_again(window, run)
+        asked = self._ask_all(window, sizes, run) if self.has_questions else None
+        self._look_whether_it_bends(asked, window, sizes, run)
         if Over.OPAQUE in [how.over for how in self.known.values()]:
             self._look_for_voids(window, sizes, run)
         self._numbers.look(window, {how.divisor for how in self.known.values()})
         is_known = Over.OPAQUE not in [how.over for how in self.known.values()]
         self.is_settled = is_known and not self.has_questions and not self._numbers.may_differ
+
+    def begin_window(self) -> None:
+        """Note that a window begins."""
+        self._windows += 1
+
+    @property
+    def compares_again(self) -> bool:
+        """Whether inferred reductions are to be compared with the present window: after 1, 3, 7, 15, ... others."""
+        number = self._windows
+        return bool(self._inferred) and number > max(self._compared_in, 1) and not number & (number - 1)
+
+    def _compare_again(self, window: Window, run: Run) -> None:
+        """Ask again what a loss runs over if the present window contradicts what earlier ones have shown.
+
+        Losses may come to run over something else: with targets that did not occur before, or as they fall.
+        """
+        self._compared_in = self._windows
+        inferred, self._inferred = self._inferred, set()
+        chance = random.Random(self._windows)  # noqa: S311 - no secret, and the same in every run
+        sample, splits = unusual_samples(window, _MOST, chance)
+        attempt = Attempt(sample, splits, [], window, run, run.in_effect(self._ways[0], sample))
+        attempt = attempt._replace(observed=attempt.more(splits))
+        for name in inferred:
+            how = self.known.get(name)
+            if how is None or how.over is Over.OPAQUE or how.divisor is not None:
+                continue
+            splits_of = attempt.splits_of(name)
+            if all(split.misfit(how) < math.inf for split in splits_of) or randomness(name, attempt) is not None:
+                self._inferred.add(name)
+                continue
+            self._doubt(
+                f"loss {name!r}: earlier windows showed {how.description}, which window {self._windows} contradicts (a "
+                "count that changes with the targets, or samples chosen by their loss), so gradients may have differed "
+                "from those of whole batches, and it is inferred again. loss_scope='window' is exact for any "
+                "deterministic function of per-sample outputs, as are (sum, weight) pairs"
+            )
+            self._contradicted.add(name)
+            self.forget(name)
+            self._questions[name] = question_of(window)
+            self._questions[name].learn(splits_of)
 
     def say_put_off(self) -> None:
         """Say why the losses could not be run, now that they have run in training: before, it could be the error."""
@@ -136,7 +188,8 @@ class Settler:
             self._notices.say(self.put_off)
             self.put_off = None
 
-    def _ask_all(self, window: Window, sizes: Sequence[int], run: Run) -> None:
+    def _ask_all(self, window: Window, sizes: Sequence[int], run: Run) -> Attempt | None:
+        """Ask as long as it tells something; return the last attempt, if there was one."""
         chance, in_vain, last = None, 0, None
         while self._ways and in_vain < _AT_ONCE and (question := self._next_question(window, sizes, run)) is not None:
             chance = chance or random.Random(window.samples)  # noqa: S311 - no secret, and the same in every run
@@ -145,8 +198,29 @@ class Settler:
             in_vain += len(question.candidates) == before
         if chance is not None:
             self._say_what_cannot_be_told()
-        if last is not None and last.can_be_split and not self._is_exact:
-            self._bends.look(last, {name: self._checked(name) for name in self.known})
+        return last
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether gradients of a few samples and of their parts were compared, or cannot be."""
+        return self._bends.is_done
+
+    def _look_whether_it_bends(self, asked: Attempt | None, window: Window, sizes: Sequence[int], run: Run) -> None:
+        """Compare the gradient of a few samples with that of their parts, once, in a window that is cut."""
+        if self._bends.is_done or len(sizes) == 1:
+            return
+        rows = _COMPARED
+        if asked is None:
+            # A reduction that is known beforehand was not tried, nor was the memory for it; and a collator that is
+            # called once for each micro-batch may keep a state of its own.
+            rows = min(rows, max(sizes) // _OF_THOSE_THAT_FIT)
+            if not rows or not window.is_nested or self.has_questions or max(window.groups()) == 1:
+                return
+            sample, splits = _telling(question_of(window), window, _LEAST + 1, random.Random(window.samples))  # noqa: S311
+            way = run.in_effect(self._ways[0] if self._ways else Way(None, casts=False), sample)
+            asked = Attempt(sample, splits, [], window, run, way)
+        if asked.can_be_split:
+            self._bends.look(asked, {name: self._checked(name) for name in self.known}, rows)
 
     def _checked(self, name: str) -> Weighting:
         """Return the weighting that a loss is checked for."""
@@ -234,7 +308,6 @@ class Settler:
             return self._said or self._unknown(name, attempt)
         question = self._questions.setdefault(name, question_of(attempt.window))
         question.learn(attempt.splits_of(name))
-        self._is_exact = self._is_exact and question.is_exact
         if self._said is not None and self._said.over is Over.WEIGHED:
             del self._questions[name]
             return self._said
@@ -256,6 +329,8 @@ class Settler:
             self._unchecked.add(name)
 
     def _compared(self, name: str, question: Question, attempt: Attempt) -> Weighting:
+        if question.is_doubtful:
+            self._confirm(name, question, attempt)
         self._ruled_out[name] = question.ruled_out
         if not question.candidates:
             return self._without_bent(name, attempt) or self._unknown(name, attempt)
@@ -275,7 +350,19 @@ class Settler:
             self._notices.say(f"loss {name!r} is {how.description} (inferred from a few samples)")
         if question.is_closed:
             del self._questions[name]
+        if name not in self._contradicted:
+            self._inferred.add(name)
         return how
+
+    def _confirm(self, name: str, question: Question, attempt: Attempt) -> None:
+        """Try an unusual candidate on other samples: small counts agree by chance."""
+        for number in range(_CONFIRMATIONS):
+            if not question.candidates:
+                return
+            chance = random.Random(number)  # noqa: S311 - no secret, and the same in every run
+            sample, splits = unusual_samples(attempt.window, max(_LEAST, attempt.sample.samples), chance)
+            other = attempt._replace(sample=sample, splits=splits)
+            question.learn(other._replace(observed=other.more(splits)).splits_of(name))
 
     def _check_said(self, name: str, question: Question, said: Weighting, attempt: Attempt) -> None:
         """Say if a loss is not what `loss_reduction` says."""
