@@ -28,7 +28,7 @@ import small_models
 from bench import keep
 
 CARD = "h100-80gb"
-LIMIT_BYTES, LIMIT_S, PROCESSES = 8 * 2**30, 150, 2
+LIMIT_BYTES, LIMIT_S, PROCESSES = 8 * 2**30, 300, 2
 PRELOADED = [
     "torch._dynamo",
     "torchvision.models",
