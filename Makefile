@@ -132,8 +132,13 @@ published: $(foreach version,4.45.0 4.48.1 4.51.3,$(VENV)-published-$(version)/.
 	$(VENV)-published-4.45.0/bin/python benchmarks/allocated.py --sources text --out benchmarks/results/allocated.json
 	$(VENV)-published-4.48.1/bin/python benchmarks/allocated.py --out benchmarks/results/allocated.json
 
+# timm has the backbones of some of transformers' models.
+$(VENV)/.for-architectures: $(VENV)/.for-development
+	$(call install,$(VENV)) timm
+	touch $@
+
 .PHONY: architectures
-architectures: $(VENV)/.for-development  ## predict every architecture of transformers and torchvision for a card (some half an hour; goes on where it was)
+architectures: $(VENV)/.for-architectures  ## predict every architecture of transformers and torchvision for a card (some half an hour; goes on where it was)
 	$(BIN)/python benchmarks/architectures.py --out benchmarks/results/architectures.json --page docs/predicted-models.md
 
 .PHONY: scaling

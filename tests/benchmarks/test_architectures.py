@@ -19,6 +19,10 @@ SAMPLE = [
     ("transformers", "causal", "qwen3_moe", "Qwen3MoeForCausalLM"),
     ("transformers", "causal", "llama", "LlamaForCausalLM"),
     ("transformers", "causal", "mamba", "MambaForCausalLM"),
+    # A hybrid, a batch of codebooks, and layers that are dropped at random.
+    ("transformers", "causal", "bamba", "BambaForCausalLM"),
+    ("transformers", "causal", "musicgen", "MusicgenForCausalLM"),
+    ("transformers", "sequence to sequence", "m2m_100", "M2M100ForConditionalGeneration"),
     ("transformers", "encoder", "bert", "BertForMaskedLM"),
     ("transformers", "sequence to sequence", "t5", "T5ForConditionalGeneration"),
     ("transformers", "image", "vit", "ViTForImageClassification"),
@@ -34,6 +38,13 @@ def test_architecture_is_predicted_for_a_card_without_a_driver(one):
     assert answer["peak_bytes"] > 0
 
 
+def test_architecture_that_is_refused_in_bf16_is_predicted_in_fp32():
+    answer = architectures.predicted("transformers", "encoder", "yoso", "YosoForMaskedLM")
+
+    assert answer["how"] == architectures.FP32
+    assert "expected scalar type" in answer["why"]
+
+
 def test_causes_that_differ_in_numbers_alone_are_one():
     rows = [
         {"library": "transformers", "group": "causal", "architecture": name, "class": name, "how": "not", "why": why}
@@ -42,5 +53,5 @@ def test_causes_that_differ_in_numbers_alone_are_one():
 
     text = architectures.markdown(rows)
 
-    assert "| transformers, causal | 0 | 0 | 3 | 0 |" in text
+    assert "| transformers, causal | 0 | 0 | 0 | 3 | 0 |" in text
     assert "| no kernel for … heads | a, b |" in text

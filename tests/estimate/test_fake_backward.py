@@ -161,3 +161,67 @@ def test_loosened_loss_is_itself_where_to_begin():
     backward(loosened(model(torch.ones(2, 6)).sum()))
 
     assert torch.equal(model.weight.grad, torch.full((1, 6), 2.0))
+
+
+@pytest.mark.parametrize("materializes", [None, True, False])
+def test_function_gets_zeros_or_none_for_unused_outputs_as_from_the_engine(materializes):
+    given = []
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if materializes is not None:
+                ctx.set_materialize_grads(materializes)
+            return x * 1, x * 2
+
+        @staticmethod
+        def backward(ctx, unused, used):
+            given.append(unused)
+            return used * 2
+
+    x = torch.randn(4, requires_grad=True)
+
+    Two.apply(x)[1].sum().backward()
+    with without_driver():
+        backward(Two.apply(x)[1].sum())
+
+    by_engine, ours = given
+    assert (ours is None) == (by_engine is None) == (materializes is False)
+    assert torch.equal(x.grad, torch.full((4,), 4.0))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"), reason="PyTorch is too old for it"
+)
+@pytest.mark.parametrize("declared", [torch.float64, torch.float16, None])
+def test_function_gets_gradients_in_the_type_that_it_declared(declared):
+    given = []
+
+    class Cast(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_output_grad_dtype(declared)
+            return x.half()
+
+        @staticmethod
+        def backward(ctx, grad):
+            given.append(grad.dtype)
+            return grad.float()
+
+    class Widened(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.float()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    x = torch.randn(4, requires_grad=True)
+
+    Widened.apply(Cast.apply(x)).sum().backward()
+    with without_driver():
+        backward(Widened.apply(Cast.apply(x)).sum())
+
+    by_engine, ours = given
+    assert ours == by_engine == (declared or torch.float32)

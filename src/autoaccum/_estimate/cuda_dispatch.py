@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autoaccum._estimate import cuda_kernels, cudnn_kernels
 from autoaccum._estimate.card_answers import CardAnswers
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
-from autoaccum._estimate.fake_backward import backward, backward_from
+from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,6 +154,7 @@ def without_driver(answers: CardAnswers | None = None) -> Iterator[None]:
         cudnn_kernels.layouts_without_driver(),
         _recomputing_without_engine(),
         _attending_inside_functions(),
+        functions_heard(),
     ):
         yield
 

@@ -30,7 +30,7 @@ from autoaccum._data.nesting import copied, map_tensors, tensors_in
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
-from autoaccum._estimate import cudnn_recurrent
+from autoaccum._estimate import cudnn_recurrent, layer_drop
 from autoaccum._estimate.card_answers import CardAnswers
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace
@@ -253,6 +253,7 @@ class _Job:
         notices = Notices(silent=True)
         stage = Stage(device, real=real, weights=self.weights)
         model = stage.copied(self.model)
+        layer_drop.keep_every_layer(model)
         if self.weights is not None:
             model.register_forward_pre_hook(partial(_cast, self.weights), with_kwargs=True)
         loss = stage.copied(self.loss) if isinstance(self.loss, nn.Module) else self.loss
@@ -297,6 +298,8 @@ class _Job:
         if lengths:
             told = f"sequences have the length of the batch passed: {', '.join(map(str, sorted(lengths)))}"
             notes.append(told + _OF_LENGTHS if self.kind == "cuda" else told)
+        if layer_drop.drops_layers(self.model):
+            notes.append(layer_drop.NOTE)
         if self.kind == "cuda" and any(isinstance(part, _CONVOLUTIONS) for part in self.model.modules()):
             notes.append(_OF_CUDNN)
             if torch.backends.cudnn.benchmark:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ _REFERENCES = 3
 _arrivals = itertools.count()
 # Ids of backward passes; the engine numbers its own from 0.
 _passes = itertools.count(2**32)
+# The second is of newer versions.
+_DECLARATIONS = ("set_materialize_grads", "set_output_grad_dtype")
 # For each node, the gradients received by each of its inputs.
 _Buffers = dict[Any, list[Tensor | None]]
 
@@ -42,6 +45,32 @@ def loosened(value: Tensor) -> Tensor:
     loose = value.detach().requires_grad_()
     loose._goes_on = ((value.grad_fn, value.output_nr),)  # type: ignore[attr-defined]
     return loose
+
+
+@contextmanager
+def functions_heard() -> Iterator[None]:
+    """Record what a `torch.autograd.Function` declares of its gradients in its forward pass.
+
+    Its node does not give it back: PyTorch's attributes for it can only be written, or are emptied after the pass.
+    """
+    asked = {name: getattr(FunctionCtx, name) for name in _DECLARATIONS if hasattr(FunctionCtx, name)}
+
+    def materializes(context: Any, value: bool) -> None:
+        context._takes_none = not value
+        asked["set_materialize_grads"](context, value)
+
+    def types(context: Any, *dtypes: torch.dtype | None) -> None:
+        context._gradient_types = dtypes
+        asked["set_output_grad_dtype"](context, *dtypes)
+
+    for name, heard in zip(_DECLARATIONS, (materializes, types), strict=True):
+        if name in asked:
+            setattr(FunctionCtx, name, heard)
+    try:
+        yield
+    finally:
+        for name, method in asked.items():
+            setattr(FunctionCtx, name, method)
 
 
 def backward(root: Tensor) -> None:
@@ -150,13 +179,11 @@ def _called(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
         _accumulate(node.variable, gradients[0])
         return []
     if hasattr(node, "needs_input_grad"):  # a torch.autograd.Function
-        metadata = node._input_metadata
-        whole = [
-            torch.zeros(about.shape, dtype=about.dtype, device=about.device) if gradient is None else gradient
-            for about, gradient in zip(metadata, gradients, strict=True)
-        ]
+        whole = gradients if getattr(node, "_takes_none", False) else _with_zeros(node._input_metadata, gradients)
         del gradients
-        made = node.apply(*whole)
+        # A list, where the function lets go of gradients on the way.
+        boxed = getattr(node._forward_cls, "boxed_grads_call", False)
+        made = node.apply_boxed(whole) if boxed else node.apply(*whole)
         made = made if isinstance(made, tuple) else (made,)
         # It returns a result for every argument, but only tensors have an edge.
         wanted = iter([value for value, needed in zip(made, node.needs_input_grad, strict=False) if needed])
@@ -167,14 +194,23 @@ def _called(node: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
     return list(made) if isinstance(made, tuple) else [made]
 
 
+def _with_zeros(metadata: Any, gradients: list[Tensor | None]) -> list[Tensor]:
+    return [
+        torch.zeros(about.shape, dtype=about.dtype, device=about.device) if gradient is None else gradient
+        for about, gradient in zip(metadata, gradients, strict=True)
+    ]
+
+
 def _collect(buffers: _Buffers, node: Any, slot: int, gradient: Tensor) -> None:
     metadata = node._input_metadata
     about = metadata[slot]
     # Undo the forward pass's broadcasts and casts.
     if gradient.shape != torch.Size(about.shape):
         gradient = gradient.sum_to_size(about.shape)
-    if gradient.dtype != about.dtype:
-        gradient = gradient.to(about.dtype)
+    declared = getattr(node, "_gradient_types", None)
+    dtype = about.dtype if declared is None else declared[slot]
+    if dtype is not None and gradient.dtype != dtype:
+        gradient = gradient.to(dtype)
     buffer = buffers.setdefault(node, [None] * len(metadata))
     present = buffer[slot]
     if present is None:
