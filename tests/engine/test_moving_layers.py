@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import deque
 
 import pytest
 import torch
@@ -128,9 +129,52 @@ def test_modules_of_a_loss_are_named_too():
     assert text.startswith("moving average or codebook: Loss (embed_avg)")
 
 
-@pytest.mark.parametrize("layer", [Counts(), KeepsNothing(), nn.BatchNorm1d(WIDTH).eval(), nn.Dropout()])
-def test_counters_and_what_stays_the_same_are_not_spoken_of(layer):
+@pytest.mark.parametrize("layer", [KeepsNothing(), nn.BatchNorm1d(WIDTH).eval(), nn.Dropout()])
+def test_what_stays_the_same_is_not_spoken_of(layer):
     assert said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)) == []
+
+
+def test_counters_are_named_as_such():
+    (text,) = said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts()))
+
+    assert text.startswith("counters: 1 (")
+    assert "annealing" in text
+
+
+class Keeps(nn.Module):
+    """Keeps something in a plain attribute, and something that is made once."""
+
+    def __init__(self, name, start, move):
+        super().__init__()
+        self.name, self.move = name, move
+        setattr(self, name, start)
+        self.cached = None
+
+    def forward(self, inputs):
+        if self.cached is None:
+            self.cached = inputs.detach()
+        setattr(self, self.name, self.move(getattr(self, self.name), inputs.detach()))
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "move", "kind"),
+    [
+        ("norm", 10.0, lambda norm, inputs: 0.9 * norm + 0.1 * len(inputs), "layers with state"),
+        ("queue", torch.zeros(4, WIDTH), lambda queue, inputs: torch.cat([queue, inputs])[-4:], "queue"),
+        ("bank", deque(maxlen=3), lambda bank, inputs: bank.append(inputs) or bank, "queue"),
+        ("step", 0, lambda step, inputs: step + 1, "counters"),
+        ("seen", [], lambda seen, inputs: [*seen, inputs], "layers with state"),
+    ],
+)
+def test_what_moves_in_plain_attributes_is_named(name, start, move, kind):
+    (text,) = said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeps(name, start, move)))
+
+    assert text.startswith(f"{kind}: 1 ({name})")
+
+
+def test_plain_attributes_that_stay_or_are_made_once_are_not_spoken_of():
+    assert said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeps("scale", 2.0, lambda scale, inputs: scale))) == []
 
 
 def test_whole_window_moves_once_and_nothing_is_said():

@@ -298,6 +298,8 @@ class MicroBatches:
         stage.phase = Phase.SET_ASIDE
         if self._done:
             self._at_micro_batch.take()
+            if not self._moving.has_looked:
+                self._moving.note()
         self._moved = True
         self._enter(size)
         stage.phase = Phase.TRANSFER

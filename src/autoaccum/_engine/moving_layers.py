@@ -1,8 +1,8 @@
 """Finds layers that move on every forward pass, and so more often in a window that is cut than in a whole batch.
 
 Spectral norm, the queue and the momentum encoder of MoCo, codebooks and other moving averages change their buffers (or
-parameters without a gradient) in `forward`. No cut can preserve that; it is reported once, with what to do. BatchNorm
-has a module of its own (`_engine/batchnorm.py`).
+parameters without a gradient) in `forward`; others keep numbers, tensors or lists in plain attributes. No cut can
+preserve that; it is reported once, with what to do. BatchNorm has a module of its own (`_engine/batchnorm.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from autoaccum import _oom
+from autoaccum._engine.plain_state import PlainState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _DOCS = "docs/moving-layers.md"
 # The most modules, and buffers of each, that are named in a message.
 _NAMED = 3
+# The counter of normalisation layers, which only momentum=None reads.
+_OF_NORMS = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ _ENCODER = _Kind(
     "for the whole batch's gradient, move them once an update, from a callback's on_step; or set their momentum m to "
     "m ** (1 / number of micro-batches)",
 )
+_COUNTER = _Kind(
+    "counters",
+    "what forward() computes from them (annealing, a warm-up) runs ahead by as much",
+    "count updates, from a callback's on_step, if anything depends on the count",
+)
 _OTHER = _Kind(
     "layers with state",
     "what they hold afterwards, and what later micro-batches compute from it, is not the whole batch's",
@@ -103,6 +111,11 @@ class MovingLayers:
         self._notices = notices
         self.has_looked = False
         self._has_lacked = False
+        self._noted: PlainState | None = None
+
+    def note(self) -> None:
+        """Note plain attributes before a micro-batch that is not the first, which may make what is kept ever after."""
+        self._noted = PlainState(self._parts())
 
     def look(self, before: Mark, at_window: Mark, sizes: Sequence[int], written: Iterable[nn.Parameter]) -> None:
         """Look at a window whose forward passes are done, and report what moved.
@@ -129,25 +142,38 @@ class MovingLayers:
             return
         self.has_looked = True
         self._name_parameters(found, written)
+        self._name_attributes(found)
         for kind, layers in found.items():
             self._say(kind, layers.layers, len(sizes))
 
     def _find(self, before: Mark, at_window: Mark, size: int) -> dict[_Kind, _Found]:
-        parts = [
-            (_path(number, name, module), part)
-            for number, module in enumerate(self._modules)
-            for name, part in module.named_modules()
-        ]
+        parts = self._parts()
         empty = at_window.empty_ones()
         found: dict[_Kind, _Found] = {}
         for number, changes in before.changes().items():
             path, part = parts[number]
             # What is empty before each window collects its samples, as the remedies say.
             moved = {name: pair for name, pair in changes.items() if (number, name) not in empty}
-            if isinstance(part, _BatchNorm) or all(_is_count(*pair, size) for pair in moved.values()):
+            if isinstance(part, _BatchNorm) or not moved.keys() - {_OF_NORMS}:
                 continue
-            found.setdefault(_kind_of(part, moved), _Found()).layers[path] = list(moved)
+            are_counts = all(_is_count(*pair, size) for pair in moved.values())
+            found.setdefault(_COUNTER if are_counts else _kind_of(part, moved), _Found()).layers[path] = list(moved)
         return found
+
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        return [
+            (_path(number, name, module), part)
+            for number, module in enumerate(self._modules)
+            for name, part in module.named_modules()
+        ]
+
+    def _name_attributes(self, found: dict[_Kind, _Found]) -> None:
+        changed = [] if self._noted is None else self._noted.changed()
+        self._noted = None
+        for path, part, names in changed:
+            are_counts = all(isinstance(getattr(part, name, None), int) for name in names)
+            layers = found.setdefault(_COUNTER if are_counts else _kind_of(part, names), _Found()).layers
+            layers[path] = [*layers.get(path, ()), *names]
 
     def _name_parameters(self, found: dict[_Kind, _Found], written: Iterable[nn.Parameter]) -> None:
         frozen = {parameter for parameter in written if not parameter.requires_grad}
