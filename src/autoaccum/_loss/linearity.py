@@ -98,9 +98,6 @@ class Bends:
             attempt: The samples; their losses, too, if they were asked for.
             known: The weighting of each loss.
             rows: The most samples of each of two parts.
-
-        Raises:
-            torch.OutOfMemoryError: Memory ran out for the first time.
         """
         is_known = bool(known) and all(how.over not in (Over.OPAQUE, Over.WEIGHED) for how in known.values())
         is_training = torch.is_grad_enabled() and attempt.run.objective.may_look
@@ -110,12 +107,10 @@ class Bends:
         try:
             found = _measured(attempt, known, rows)
         except Exception as error:
-            lacks = _lacks(error)
-            # At first, the caller has to free memory, and tells that it ran out, unless nothing was asked.
-            if _oom.is_device_lost(error) or (lacks and self._tries == _TRIES - 1 and attempt.observed):
+            if _oom.is_device_lost(error):
                 raise
             # A later window may have the memory for it; a model that cannot be run this way is not asked again.
-            if not lacks:
+            if not _lacks(error):
                 self._tries = 0
             _oom.let_go(error)
             return

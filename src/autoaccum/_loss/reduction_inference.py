@@ -216,9 +216,9 @@ class Settler:
             rows = min(rows, max(sizes) // _OF_THOSE_THAT_FIT)
             if not rows or not window.is_nested or self.has_questions or max(window.groups()) == 1:
                 return
-            sample, splits = _telling(question_of(window), window, _LEAST + 1, random.Random(window.samples))  # noqa: S311
+            sample, split = _some(window, 2 * rows, random.Random(window.samples))  # noqa: S311 - no secret
             way = run.in_effect(self._ways[0] if self._ways else Way(None, casts=False), sample)
-            asked = Attempt(sample, splits, [], window, run, way)
+            asked = Attempt(sample, [split], [], window, run, way)
         if asked.can_be_split:
             self._bends.look(asked, {name: self._checked(name) for name in self.known}, rows)
 
@@ -475,6 +475,16 @@ def _telling(question: Question, window: Window, size: int, chance: random.Rando
     sample = window.chosen(start + row for row in rows)
     further = [telling_split(weights[:, rows], best, size, chance, draws=_FURTHER_DRAWS) for _ in range(_SPLITS - 1)]
     return sample, [[list(range(len(split[0]))), list(range(len(split[0]), len(rows)))], *further]
+
+
+def _some(window: Window, most: int, chance: random.Random) -> tuple[Window, Rows]:
+    """Choose some samples that can be joined, and split them into halves."""
+    groups = window.groups()
+    largest = max(range(len(groups)), key=groups.__getitem__)
+    start, samples = sum(groups[:largest]), groups[largest]
+    rows = chance.sample(range(samples), min(samples, most))
+    split = [list(range(len(rows) // 2)), list(range(len(rows) // 2, len(rows)))]
+    return window.chosen(start + row for row in rows), split
 
 
 def _all_count(named_targets: dict[str, Tensor]) -> bool:
