@@ -47,18 +47,19 @@ _LLAMA = {
 
 
 def runs():
-    """Yield the runs of the installed version of transformers, those once that differ in learning rates alone."""
+    """Yield the runs of the installed version of transformers; those of one method and of equal numbers once."""
     at_hand = importlib.metadata.version("transformers")
     seen = set()
     with RUNS.open() as lines:
         for line in csv.DictReader(lines):
-            which = line["adapter"], line["peak_bytes"]
+            method = json.loads(line["adapter"]).get("peft_type", "full")
+            which = method, line["trainable"], line["peak_bytes"]
             if line["transformers"] == at_hand and line["run"] != FITTED_TO and which not in seen:
                 seen.add(which)
                 yield {
                     **line,
                     "source": "peft",
-                    "of": json.loads(line["adapter"]).get("peft_type", "full"),
+                    "of": method,
                     "card": CARD_NAME,
                     "real_bytes": int(line["peak_bytes"]),
                 }

@@ -72,6 +72,14 @@ def run_of(model):
     }
 
 
+def is_cast(run):
+    """Return whether a training ran in fp16, as its name says.
+
+    PoolFormer's configurations say so too, but not those of mmsegmentation 0.30.0, which the trainings ran by.
+    """
+    return "-amp-" in run["run"]
+
+
 def predicted_bytes(run):
     settings = _configuration(run["config"])
     batch, size = settings.train_dataloader.batch_size, settings.crop_size
@@ -86,7 +94,7 @@ def predicted_bytes(run):
         batch,
         loss_of,
         settings.optim_wrapper.optimizer,
-        is_cast=settings.optim_wrapper.type == "AmpOptimWrapper" or "-amp-" in run["run"],
+        is_cast=is_cast(run),
         tensor_float="A100" in run["card"],
     )
 
@@ -110,7 +118,11 @@ def _package():
 def _configuration(name):
     from mmengine.config import Config  # noqa: PLC0415
 
-    settings = Config.fromfile(_package() / name)
+    file = _package() / name
+    settings = Config.fromfile(file)
+    # One file assigns its model twice, of which Python takes the last; without the first a ResNet-101 is a ResNet-50.
+    for overwritten in re.findall(r"^model = (.*)$", file.read_text(), re.MULTILINE)[:-1]:
+        settings.merge_from_dict({"model": eval(overwritten, {"dict": dict})})  # noqa: S307 - a line of the package
     settings.model.pop("data_preprocessor", None)
     return settings
 

@@ -72,10 +72,8 @@ def _shape(settings):
     steps = {step["type"].removeprefix("Dense"): step for step in settings.train_pipeline}
     frames, form = steps["SampleFrames"], steps["FormatShape"]["input_format"]
     clips, length = frames.get("num_clips", 1), frames["clip_len"]
-    width, height = steps["Resize"]["scale"]
-    for step in settings.train_pipeline:
-        if step["type"] in ("RandomCrop", "CenterCrop"):
-            width = height = step.get("size", step.get("crop_size"))
+    # Cut to a square, or scaled to one by the last of the steps of that name.
+    width, height = 2 * [steps["RandomCrop"]["size"]] if "RandomCrop" in steps else steps["Resize"]["scale"]
     if form == "NCHW":
         return clips * length, 3, height, width
     if form == "NCHW_Flow":
