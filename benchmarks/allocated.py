@@ -37,7 +37,13 @@ SOURCES = {
     "litgpt": allocated_litgpt,
     "adapters": allocated_adapters,
 }
-NEEDED = {"images": "mmsegmentation", "videos": "mmaction2", "text": "transformers", "litgpt": "litgpt", "adapters": "peft"}
+NEEDED = {
+    "images": "mmsegmentation",
+    "videos": "mmaction2",
+    "text": "transformers",
+    "litgpt": "litgpt",
+    "adapters": "peft",
+}
 # Why a published training cannot run here: its operators or files are missing.
 LEFT_OUT = (RuntimeError, TypeError, ValueError, ImportError, FileNotFoundError, KeyError, AttributeError)
 FAR = 0.05
@@ -118,9 +124,8 @@ def markdown(rows):
         "5 % over",
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", summary("all", rows)]
-    for kind in SOURCES:
-        if of_kind := [row for row in rows if row["kind"] == kind]:
-            lines.append(summary(kind, of_kind))
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in SOURCES}
+    lines += [summary(kind, of_kind) for kind, of_kind in by_kind.items() if of_kind]
     if families := in_thousands(rows):
         lines.append(summary(f"all, with {', '.join(sorted(families))} in thousands of MiB", in_own_units(rows)))
     texts = [row for row in rows if row["kind"] in BY_THE_RUN]
@@ -135,7 +140,11 @@ def markdown(rows):
             if row["kind"] == kind:
                 by_family[row["of"]].append(error_of(row))
         if by_family:
-            lines += ["", f"| {kind}: family | trainings | median of the errors | least | most |", "|---|---|---|---|---|"]
+            lines += [
+                "",
+                f"| {kind}: family | trainings | median of the errors | least | most |",
+                "|---|---|---|---|---|",
+            ]
             lines += [
                 f"| {family} | {len(errors)} | {statistics.median(errors):+.1%} | {min(errors):+.1%} | "
                 f"{max(errors):+.1%} |"

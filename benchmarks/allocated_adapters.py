@@ -108,7 +108,6 @@ def _tensors_of(outputs):
 
 
 def _model(run):
-    import peft  # noqa: PLC0415 - in an environment of `make published` alone
     import transformers  # noqa: PLC0415 - large
 
     if run["optimizer"] != "AdamW":
@@ -120,6 +119,8 @@ def _model(run):
     options = json.loads(run["adapter"])
     if not options:
         return model
+    import peft  # noqa: PLC0415 - in an environment of `make published` alone
+
     # On the CPU, since some adapters read values as they are made; peft moves them to the model.
     kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[options.pop("peft_type")]
     return peft.get_peft_model(model, kind(**options), autocast_adapter_dtype=run["adapter_in_float32"] == "True")

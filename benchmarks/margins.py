@@ -3,10 +3,10 @@
     python benchmarks/margins.py
 
 It reads the results of `make published` (results/published.json: the segments of a process on its card;
-results/allocated.json: what tensors hold at most, or the segments), and takes, of the trainings of one kind and precision, the share by
-which 95 % of them exceed the prediction at most. Segments and tensors count apart, since segments include what the
-allocator leaves unused, and the larger share counts. Where fewer than 20 trainings have one precision, those of all
-precisions count together.
+results/allocated.json: what tensors hold at most, or the allocator's segments), and takes, of the trainings of one kind
+and precision, the share by which 95 % of them exceed the prediction at most. Segments and tensors count apart, since
+segments include what the allocator leaves unused, and the larger share counts. Where fewer than 20 trainings have one
+precision, those of all precisions count together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Traces how mmcv's and mmengine's runners trained on a card in the PyTorch of the time:
+"""Traces how mmcv's and mmengine's runners trained on a card in the PyTorch of the time.
+
+They trained:
 
 - with DistributedDataParallel, whose buckets are as large as the gradients, and gradients that are set to zero, not
   freed;
