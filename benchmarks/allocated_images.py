@@ -84,15 +84,17 @@ def predicted_bytes(run):
     settings = _configuration(run["config"])
     batch, size = settings.train_dataloader.batch_size, settings.crop_size
 
-    def loss_of(model):
-        images = torch.empty(batch, 3, *size, device=CARD)
-        labels = torch.zeros(batch, 1, *size, dtype=torch.long, device=CARD)
-        return _loss(model, images, labels)
+    def batch_of():
+        return (
+            torch.empty(batch, 3, *size, device=CARD),
+            torch.zeros(batch, 1, *size, dtype=torch.long, device=CARD),
+        )
 
     return mm_training.predicted_bytes(
         _model(settings.model),
         batch,
-        loss_of,
+        batch_of,
+        _loss,
         settings.optim_wrapper.optimizer,
         is_cast=is_cast(run),
         tensor_float="A100" in run["card"],

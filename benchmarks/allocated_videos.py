@@ -52,6 +52,7 @@ def predicted_bytes(run):
     classes = model.cls_head.num_classes
     is_multiple = model.cls_head.multi_class
 
+    # mmcv's runner lets go of the batch before the backward pass.
     def loss_of(fake):
         videos = torch.empty(batch, *shape, device=CARD)
         labels = torch.zeros(batch, classes, device=CARD)
@@ -63,7 +64,7 @@ def predicted_bytes(run):
     optimizer = {key: value for key, value in settings.optimizer.items() if key in ("type", "lr", "momentum")}
     clipped = settings.optimizer_config.get("grad_clip")
     return mm_training.predicted_bytes(
-        model, batch, loss_of, optimizer, clipped_to=clipped["max_norm"] if clipped else None
+        model, batch, tuple, loss_of, optimizer, clipped_to=clipped["max_norm"] if clipped else None
     )
 
 

@@ -28,13 +28,14 @@ _FORWARD = (_aten._softmax.default, _aten._log_softmax.default)
 _BACKWARD = (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 
 
-def predicted_bytes(model, batch, loss_of, optimizer, *, is_cast=False, tensor_float=False, clipped_to=None):
+def predicted_bytes(model, batch, batch_of, loss_of, optimizer, *, is_cast=False, tensor_float=False, clipped_to=None):
     """Trace two iterations of a training, and return what its tensors take at most.
 
     Args:
         model: The model.
         batch: The samples of one iteration.
-        loss_of: Makes a batch on the card and returns its loss, from the model.
+        batch_of: Makes what of a batch lives on the card until the update.
+        loss_of: Returns the loss of such a batch, from the model and the batch.
         optimizer: The optimizer's settings, with its "type".
         is_cast: Whether the loss is computed under autocast.
         tensor_float: Whether the card computes float32 with Tensor Cores.
@@ -53,10 +54,12 @@ def predicted_bytes(model, batch, loss_of, optimizer, *, is_cast=False, tensor_f
             parameter.grad = torch.empty_like(parameter)
         for _ in range(ITERATIONS):
             made.zero_grad(set_to_none=False)
+            given = batch_of()
             loss = None
             with autocast(torch.float16) if is_cast else nullcontext():
-                loss = loosened(loss_of(fake))
+                loss = loosened(loss_of(fake, *given))
             loss.backward()
+            del given
             if clipped_to is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clipped_to, foreach=False)
             update(made)
