@@ -53,11 +53,18 @@ $(VENV)/.for-bench: $(VENV)/.for-development
 $(VENV)-published-%/.made: pyproject.toml
 	$(call new_environment,$(VENV)-published-$*,$(PYTHON))
 	$(call install,$(VENV)-published-$*) --editable '.[bench]' $(OF_THE_TIME) 'transformers==$*'
+	$(if $(BUILT_HERE),$(call install,$(VENV)-published-$*) --no-build-isolation $(BUILT_HERE))
+	$(if $(ALONE),$(call install,$(VENV)-published-$*) --no-deps $(ALONE))
 	touch $@
 
 $(VENV)-published-4.45.0/.made: OF_THE_TIME := 'peft==0.12.0'
 $(VENV)-published-4.48.1/.made: OF_THE_TIME := 'peft==0.13.2' \
 	'mmsegmentation==1.2.2' 'mmcv-lite==2.1.0' 'mmpretrain==1.2.0' ftfy regex
+# mmcv is built with the setuptools of its time, and litgpt asks for a Lightning that is none of the releases.
+$(VENV)-published-4.51.3/.made: OF_THE_TIME := 'setuptools<81' wheel
+$(VENV)-published-4.51.3/.made: BUILT_HERE := 'mmcv==1.7.0' 'mmaction2==0.24.1'
+$(VENV)-published-4.51.3/.made: ALONE := 'litgpt==0.2.0'
+$(VENV)-published-5.13.1/.made: OF_THE_TIME := 'peft==0.20.0'
 
 TEST_OPTIONS ?=
 # As many workers as there are cores, but four at the most. tests/sharing_out.py says which files each gets.
@@ -127,10 +134,12 @@ estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and
 	$(BIN)/python benchmarks/estimate_speed.py --out benchmarks/results/estimate_speed-$$(nproc)-cores.json
 
 .PHONY: published
-published: $(foreach version,4.45.0 4.48.1 4.51.3,$(VENV)-published-$(version)/.made)  ## predict what others measured on real cards (some 40 minutes)
+published: $(foreach version,4.45.0 4.48.1 4.51.3 5.13.1,$(VENV)-published-$(version)/.made)  ## predict what others measured on real cards (some 70 minutes)
 	$(VENV)-published-4.51.3/bin/python benchmarks/published.py --out benchmarks/results/published.json
 	$(VENV)-published-4.45.0/bin/python benchmarks/allocated.py --sources text --out benchmarks/results/allocated.json
-	$(VENV)-published-4.48.1/bin/python benchmarks/allocated.py --out benchmarks/results/allocated.json
+	$(VENV)-published-4.48.1/bin/python benchmarks/allocated.py --sources images text --out benchmarks/results/allocated.json
+	$(VENV)-published-4.51.3/bin/python benchmarks/allocated.py --sources videos litgpt --out benchmarks/results/allocated.json
+	$(VENV)-published-5.13.1/bin/python benchmarks/allocated.py --sources adapters --out benchmarks/results/allocated.json
 
 # timm has the backbones of some of transformers' models.
 $(VENV)/.for-architectures: $(VENV)/.for-development

@@ -2,15 +2,8 @@
 
 The memory of each is in the package, "Memory (GB)" of its metafiles: the largest `torch.cuda.max_memory_allocated()` of
 any card, with `torch.backends.cudnn.benchmark=False` (its docs/en/model_zoo.md), in GiB (for one in MiB). So are the
-models and their configurations. This module adds how its runner trained in the PyTorch of the time:
-
-- with DistributedDataParallel, whose buckets are as large as the gradients, and gradients that are set to zero, not
-  freed;
-- with optimizers that update parameters one by one;
-- in a PyTorch before 1.11: there the gradient of softmax held on to softmax's input, for its type alone
-  (`_softmax_backward_data` in its derivatives.yaml), and cuBLAS's workspace did not come from PyTorch's allocator. No
-  training states its PyTorch version; even the sizes of the latest, from 2023, match such a version;
-- with ReLU6 and HSwish of that time (`of_their_time.py`).
+models and their configurations; how its runner trained is in `mm_training.py`. No training states its PyTorch version;
+even the sizes of the latest, from 2023, match one before 1.11.
 
 Operators that mmcv compiles are not here, and models with them, or that read values, are left out, by name.
 """
@@ -23,23 +16,15 @@ import logging
 import re
 import sys
 import types
-from contextlib import nullcontext
 from pathlib import Path
 
+import mm_training
 import torch
-from fake_card import CARD, on_fake_card, update
-from of_their_time import with_former_activations
-from torch.utils._python_dispatch import TorchDispatchMode
+from fake_card import CARD
 
-from autoaccum._estimate.cuda_dispatch import autocast
-from autoaccum._estimate.fake_backward import loosened
-
-ITERATIONS = 2
+NUMBER = "tensors"
 # Sizes above this are in MiB.
 _MOST_GIB = 1000
-_aten = torch.ops.aten
-_FORWARD = (_aten._softmax.default, _aten._log_softmax.default)
-_BACKWARD = (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 
 
 def runs():
@@ -87,38 +72,33 @@ def run_of(model):
     }
 
 
-def timeline_of(run):
-    """Trace two iterations of a training; return their timeline, without cuBLAS's workspaces (see above)."""
+def is_cast(run):
+    """Return whether a training ran in fp16, as its name says.
+
+    PoolFormer's configurations say so too, but not those of mmsegmentation 0.30.0, which the trainings ran by.
+    """
+    return "-amp-" in run["run"]
+
+
+def predicted_bytes(run):
     settings = _configuration(run["config"])
     batch, size = settings.train_dataloader.batch_size, settings.crop_size
-    chosen = dict(settings.optim_wrapper.optimizer)
-    one_by_one = {"fused": True} if chosen["type"].startswith("Adam") else {"foreach": False}
-    is_cast = settings.optim_wrapper.type == "AmpOptimWrapper" or "-amp-" in run["run"]
-    tensor_float = "A100" in run["card"]
-    with (
-        on_fake_card(with_former_activations(_model(settings.model)), batch, tensor_float=tensor_float) as (
-            model,
-            timeline,
-        ),
-        InputsOfSoftmax(),
-    ):
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = getattr(torch.optim, chosen.pop("type"))(parameters, **one_by_one, **chosen)
-        buckets = [torch.empty_like(parameter) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        for _ in range(ITERATIONS):
-            optimizer.zero_grad(set_to_none=False)
-            images = torch.empty(batch, 3, *size, device=CARD)
-            labels = torch.zeros(batch, 1, *size, dtype=torch.long, device=CARD)
-            loss = None
-            with autocast(torch.float16) if is_cast else nullcontext():
-                loss = loosened(_loss(model, images, labels))
-            loss.backward()
-            del images, labels
-            update(optimizer)
-        del buckets
-    return timeline, []
+
+    def batch_of():
+        return (
+            torch.empty(batch, 3, *size, device=CARD),
+            torch.zeros(batch, 1, *size, dtype=torch.long, device=CARD),
+        )
+
+    return mm_training.predicted_bytes(
+        _model(settings.model),
+        batch,
+        batch_of,
+        _loss,
+        settings.optim_wrapper.optimizer,
+        is_cast=is_cast(run),
+        tensor_float="A100" in run["card"],
+    )
 
 
 def _loss(model, images, labels):
@@ -133,22 +113,6 @@ def _loss(model, images, labels):
     return sum(sum(part) if isinstance(part, list) else part for name, part in losses.items() if "loss" in name)
 
 
-class InputsOfSoftmax(TorchDispatchMode):
-    """Keeps a softmax's input until its gradient is computed, as PyTorch did before 1.11."""
-
-    def __init__(self):
-        super().__init__()
-        self.held = {}
-
-    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if func in _FORWARD:
-            self.held[made.untyped_storage()._cdata] = args[0]
-        elif func in _BACKWARD:
-            self.held.pop(args[1].untyped_storage()._cdata, None)
-        return made
-
-
 def _package():
     return Path(_mmseg().__file__).parent / ".mim"
 
@@ -156,7 +120,11 @@ def _package():
 def _configuration(name):
     from mmengine.config import Config  # noqa: PLC0415
 
-    settings = Config.fromfile(_package() / name)
+    file = _package() / name
+    settings = Config.fromfile(file)
+    # One file assigns its model twice, of which Python takes the last; without the first a ResNet-101 is a ResNet-50.
+    for overwritten in re.findall(r"^model = (.*)$", file.read_text(), re.MULTILINE)[:-1]:
+        settings.merge_from_dict({"model": eval(overwritten, {"dict": dict})})  # noqa: S307 - a line of the package
     settings.model.pop("data_preprocessor", None)
     return settings
 

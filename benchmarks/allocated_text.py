@@ -14,12 +14,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from fake_card import CARD, on_fake_card, update
+from fake_card import CARD, on_fake_card, served, update
 
 from autoaccum._estimate.cuda_dispatch import autocast, cublas_bytes
 from autoaccum._estimate.estimate import take_lists
 from autoaccum._estimate.fake_backward import loosened
 
+NUMBER = "tensors"
 RUNS = Path(__file__).parent / "published" / "allocated_text.csv"
 ITERATIONS = 2
 _ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -71,8 +72,8 @@ def runs():
     return [run for run in published_runs() if run["transformers"] == at_hand]
 
 
-def timeline_of(run):
-    """Trace two iterations of a training; return their timeline and cuBLAS's workspaces from PyTorch's allocator."""
+def predicted_bytes(run):
+    """Trace two iterations of a training, and return what its tensors and cuBLAS's workspaces take at most."""
     batch, tokens = int(run["batch"]), int(run["tokens"])
     with _shared_keys(), on_fake_card(_model(run["model"], run["method"]), batch) as (model, timeline):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -88,7 +89,7 @@ def timeline_of(run):
             update(optimizer)
             optimizer.zero_grad()
             del loss
-    return timeline, 2 * [cublas_bytes(run["card"])]
+    return served(timeline, cublas=2 * [cublas_bytes(run["card"])]).peak_allocated_bytes
 
 
 def _model(name, method):

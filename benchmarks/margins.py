@@ -3,10 +3,10 @@
     python benchmarks/margins.py
 
 It reads the results of `make published` (results/published.json: the segments of a process on its card;
-results/allocated.json: what tensors hold at most), and takes, of the trainings of one kind and precision, the share by
-which 95 % of them exceed the prediction at most. Segments and tensors count apart, since segments include what the
-allocator leaves unused, and the larger share counts. Where fewer than 20 trainings have one precision, those of all
-precisions count together.
+results/allocated.json: what tensors hold at most, or the allocator's segments), and takes, of the trainings of one kind
+and precision, the share by which 95 % of them exceed the prediction at most. Segments and tensors count apart, since
+segments include what the allocator leaves unused, and the larger share counts. Where fewer than 20 trainings have one
+precision, those of all precisions count together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ SHARE_OF_RUNS = 0.95
 LEAST_RUNS = 20
 KINDS = ("convolutions", "others")
 HALF = ("amp", "fp16", "bf16")
+# Sources of allocated.json by what they trained: language models in bf16, and otherwise models with convolutions, but
+# for the families named.
+IN_BF16 = ("text", "litgpt", "adapters")
+WITHOUT_CONVOLUTIONS = ("timesformer",)
 
 
 def runs():
@@ -32,10 +36,10 @@ def runs():
             kind = "convolutions" if row["model"] in IMAGE_MODELS else "others"
             yield "segments", kind, "fp32", excess(row)
     for row in _rows("allocated.json"):
-        # The models with text were trained in bf16; a configuration's name says whether images were in half precision.
-        is_half = row["kind"] == "text" or any(word in row["run"] for word in HALF)
-        kind = "others" if row["kind"] == "text" else "convolutions"
-        yield "tensors", kind, "half" if is_half else "fp32", excess(row)
+        # A configuration's name says whether images were in half precision.
+        is_half = row["kind"] in IN_BF16 or any(word in row["run"] for word in HALF)
+        kind = "others" if row["kind"] in IN_BF16 or row["of"] in WITHOUT_CONVOLUTIONS else "convolutions"
+        yield row["number"], kind, "half" if is_half else "fp32", excess(row)
 
 
 def excess(row):
