@@ -8,12 +8,14 @@ from autoaccum._data.batches import Window, windows
 from autoaccum._data.pieces import Split
 from autoaccum._data.splits import Along, ListOfSamples
 from autoaccum._distributed.process_group import join_ranks
+from autoaccum._engine.accumulator import Accumulator
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
 from autoaccum._launch import Job
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom
 from autoaccum._records import (
+    BackwardReport,
     Evaluation,
     FitResult,
     MemoryEvent,
@@ -44,8 +46,10 @@ from autoaccum.errors import (
 )
 
 __all__ = [
+    "Accumulator",
     "Along",
     "AutoaccumError",
+    "BackwardReport",
     "Callback",
     "CheckpointError",
     "CheckpointInUseError",

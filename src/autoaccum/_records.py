@@ -165,8 +165,29 @@ class Plan:
         return len(self.micro_batches)
 
 
+class _Losses:
+    """Reads the losses of a report."""
+
+    device_losses: Mapping[str, DeviceScalar]
+    device_reported: Mapping[str, DeviceScalar]
+
+    @property
+    def loss(self) -> float:
+        """The loss, the sum of all terms; waits for the device when first read."""
+        return sum(scalar.read() for scalar in self.device_losses.values())
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """Everything the loss returned, by name: the terms of `loss` and reported values.
+
+        Waits for the device when first read.
+        """
+        scalars = {**self.device_losses, **self.device_reported}
+        return MappingProxyType({name: scalar.read() for name, scalar in scalars.items()})
+
+
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(_Losses):
     """Report on one window, which made exactly one optimizer update or one that the gradient scaler skipped.
 
     Attributes:
@@ -205,20 +226,6 @@ class StepReport:
     device_learning_rates: tuple[DeviceScalar | None, ...] = field(default=(), repr=False)
 
     @property
-    def loss(self) -> float:
-        """Loss of the whole window, the sum of all terms; waits for the device when first read."""
-        return sum(scalar.read() for scalar in self.device_losses.values())
-
-    @property
-    def losses(self) -> Mapping[str, float]:
-        """Everything the loss returned over the whole window, by name: the terms of `loss` and reported values.
-
-        Waits for the device when first read.
-        """
-        scalars = {**self.device_losses, **self.device_reported}
-        return MappingProxyType({name: scalar.read() for name, scalar in scalars.items()})
-
-    @property
     def grad_norm(self) -> float | None:
         """Norm of the window's gradient before clipping; None without `clip_grad_norm` or `track_grad_norm`."""
         return None if self.device_grad_norm is None else self.device_grad_norm.read()
@@ -232,14 +239,46 @@ class StepReport:
         return tuple(None if rate is None else rate.read() for rate in self.device_learning_rates)
 
 
+@dataclass(frozen=True)
+class BackwardReport(_Losses):
+    """Report on one call of `Accumulator.backward`, which added the gradient of one batch to `.grad`.
+
+    Attributes:
+        samples: Number of samples in the batch.
+        micro_batches: Sizes of the micro-batches that the gradient was computed from, in order.
+        oom_events: Number of times memory ran out during the call.
+        elapsed_s: Seconds that the call took; the device may still be working.
+        peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.
+        recomputed_samples: As for `StepReport`.
+        outputs: With `keep="outputs"`, what the model returned for each micro-batch, in order, without graphs; else
+            empty.
+        loss: Loss of the whole batch, the sum of all terms. This and the next attribute wait for the device when first
+            read.
+        losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
+        device_losses: The terms of `loss` by name. These and the next attribute may still be on the device.
+        device_reported: The values that are only reported, by name.
+    """
+
+    samples: int
+    micro_batches: tuple[int, ...]
+    oom_events: int
+    elapsed_s: float
+    peak_bytes: int | None
+    recomputed_samples: int
+    device_losses: Mapping[str, DeviceScalar] = field(repr=False)
+    device_reported: Mapping[str, DeviceScalar] = field(repr=False)
+    outputs: tuple[Any, ...] = field(default=(), repr=False)
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
     """A single occasion on which memory ran out.
 
     Attributes:
         phase: The operation that failed: "set aside" (copying buffers), "weigh" (determining what the loss averages
-            over), "transfer", "forward", "backward", "reserve" (reserving memory for the optimizer's step), "unscale",
-            "clip", "optimizer" or "evaluate"; "on another rank" if it failed there.
+            over), "transfer", "forward", "backward", "add" (adding a batch's gradient to earlier ones), "reserve"
+            (reserving memory for the optimizer's step), "unscale", "clip", "optimizer" or "evaluate"; "on another rank"
+            if it failed there.
         size: Number of samples in the micro-batch; None if no micro-batch was running.
         message: The first line of the device's own message.
     """

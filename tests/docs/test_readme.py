@@ -40,6 +40,17 @@ def test_snippets_for_beginners_run_one_after_the_other(capsys):
     assert names["job"]().target_batch == 100
 
 
+def test_snippets_for_a_loop_of_ones_own_run_one_after_the_other(capsys):
+    page = README.parent / "docs" / "loop.md"
+    names = {}
+
+    for snippet in snippets(page):
+        exec(compile(snippet, str(page), "exec"), names)  # noqa: S102
+
+    assert names["report"].samples == 100
+    assert "100" in capsys.readouterr().out
+
+
 def files():
     return sorted(set(re.findall(r"(?:tests|docs|examples|benchmarks)/[\w./-]+\.\w+", README.read_text())))
 

@@ -1,15 +1,18 @@
 """The gradient of a batch is added to `.grad` once, whatever micro-batches it took and whatever failed in between."""
 
+import copy
+import itertools
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import autoaccum
-from autoaccum._engine.accumulator import Accumulator
-from autoaccum._engine.events import Events
-from autoaccum._engine.forward_backward import assemble_without_optimizer
-from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices
+from faults import FailAt, InterruptAt
+from helpers import assert_bitwise, state_of
 
 SAMPLES, CLASSES = 12, 3
 
@@ -17,10 +20,12 @@ SAMPLES, CLASSES = 12, 3
 class Failing(nn.Module):
     """Lacks memory where more samples come at once than `most`."""
 
-    def __init__(self, most=None):
+    def __init__(self, most=None, dropout=0.0):
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, CLASSES)).double()
+        self.body = nn.Sequential(
+            nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(dropout), nn.Linear(7, CLASSES)
+        ).double()
         self.most = most
         self.body[1].eval()
 
@@ -30,106 +35,631 @@ class Failing(nn.Module):
         return self.body(inputs)
 
 
-def batch(seed=0):
+def batch(seed=0, samples=SAMPLES):
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-    targets[:4] = -100  # so that micro-batches weigh differently
-    return torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64), targets
+    targets = torch.randint(CLASSES, (samples,), generator=generator)
+    targets[: samples // 3] = -100  # so that micro-batches weigh differently
+    return torch.randn(samples, 5, generator=generator, dtype=torch.float64), targets
 
 
-def accumulator_of(model, micro_batch, loss=None):
-    notices, events = Notices(silent=True), Events()
-    step = assemble_without_optimizer(
-        model,
-        loss or nn.CrossEntropyLoss(),
-        memory=autoaccum.Simulated("1GiB"),
-        precision_name="fp32",
-        forward=None,
-        loss_reduction=None,
-        notices=notices,
-    )
-    cutting = Cutting.of(autoaccum.plan(SAMPLES, micro_batch))
-    return Accumulator(
-        step, Sizing(step.memory, lambda: step.parameters, cutting, SizingOptions(), events), events, notices
-    )
+def accumulator(model, loss=None, **options):
+    settings = {"device": autoaccum.Simulated("1GiB"), "precision": "fp32", "notices": Notices(silent=True)}
+    if "closure" not in options:
+        options["loss"] = loss or nn.CrossEntropyLoss()
+    return autoaccum.Accumulator(model, **(settings | options))
 
 
-def expected(*batches):
-    """Gradients of plain backward passes, one after the other, without dropout."""
-    model = Failing()
-    model.body[2].p = 0.0
+def gradients(model):
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def of_whole(*batches, loss=functional.cross_entropy, model=None):
+    """Gradients of plain backward passes, one after the other."""
+    model = model or Failing()
     for inputs, targets in batches:
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-    return [parameter.grad for parameter in model.parameters()]
+        loss(model(inputs), targets).backward()
+    return gradients(model)
 
 
-def without_dropout(most=None):
-    model = Failing(most)
-    model.body[2].p = 0.0
-    return model
+def assert_equal_gradients(model, expected):
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("micro_batch", [12, 5, 1])
-def test_gradient_of_a_batch_is_that_of_one_backward_pass(micro_batch):
-    model = without_dropout()
+def half_of_classes(outputs, targets):
+    """A (sum, weight) pair, of which the weight is not known before the pass."""
+    weights = (targets % 2 == 1).double() + 0.5
+    return (functional.cross_entropy(outputs, targets.clamp(0), reduction="none") * weights).sum(), weights.sum()
 
-    done = accumulator_of(model, micro_batch).backward(batch())
 
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected(batch()), rtol=1e-12, atol=1e-14)
-    assert sum(done.micro_batches) == done.samples == SAMPLES
+LOSSES = {
+    "mean over counted targets": functional.cross_entropy,
+    "module": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "per sample": lambda outputs, targets: functional.cross_entropy(outputs, targets.clamp(0), reduction="none"),
+    "pair": half_of_classes,
+    "several": lambda outputs, targets: {
+        "one": functional.cross_entropy(outputs, targets),
+        "two": outputs.square().mean(),
+    },
+}
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5, 1, "auto"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_gradient_of_a_batch_is_that_of_one_backward_pass(micro_batch, loss):
+    def whole(outputs, targets):
+        found = loss(outputs, targets)
+        if isinstance(found, dict):
+            return sum(found.values())
+        return found[0] / found[1] if isinstance(found, tuple) else found.mean()
+
+    model = Failing()
+    report = accumulator(model, loss, micro_batch=micro_batch).backward(batch())
+
+    assert_equal_gradients(model, of_whole(batch(), loss=whole))
+    assert sum(report.micro_batches) == report.samples == SAMPLES
+    assert report.loss == pytest.approx(whole(Failing()(batch()[0]), batch()[1]).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("most", [None, 4])
 def test_two_batches_add_up_in_grad_as_two_backward_passes_do(most):
-    model = without_dropout(most)
-    accumulator = accumulator_of(model, 12)
+    model = Failing(most)
+    accumulating = accumulator(model, micro_batch=12)
 
-    first, second = accumulator.backward(batch(0)), accumulator.backward(batch(1))
+    first, second = accumulating.backward(batch(0)), accumulating.backward(batch(1))
 
-    torch.testing.assert_close(
-        [p.grad for p in model.parameters()], expected(batch(0), batch(1)), rtol=1e-12, atol=1e-14
-    )
+    assert_equal_gradients(model, of_whole(batch(0), batch(1)))
     assert (first.oom_events > 0) == (most is not None)
     assert second.oom_events == 0
 
 
-def test_gradients_that_were_there_are_bitwise_untouched_by_a_batch_that_fails():
-    model = Failing(most=0)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, float(number))
-    before = [parameter.grad for parameter in model.parameters()]
-    random = torch.get_rng_state()
+def test_batches_of_any_size_come_one_after_the_other():
+    model, sizes = Failing(most=9), [12, 1, 30, 7]
+    accumulating = accumulator(model)
 
-    with pytest.raises(autoaccum.DoesNotFitError):
-        accumulator_of(model, 12).backward(batch())
-
-    assert all(now.grad is then for now, then in zip(model.parameters(), before, strict=True))
-    assert torch.equal(torch.get_rng_state(), random)
+    for number, samples in enumerate(sizes):
+        model.zero_grad()
+        assert sum(accumulating.backward(batch(number, samples)).micro_batches) == samples
+        assert_equal_gradients(model, of_whole(batch(number, samples)))
 
 
-def test_error_of_the_loss_leaves_everything_as_it_was():
-    def fail(outputs, targets):
-        raise LookupError("the user's own")
-
+def test_sequence_of_batches_is_one_batch():
     model = Failing()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    pieces = [(inputs, targets) for inputs, targets in zip(*(half.split(4) for half in batch()), strict=True)]
 
-    with pytest.raises(LookupError, match="the user's own"):
-        accumulator_of(model, 5, fail).backward(batch())
+    accumulator(model, micro_batch=5).backward(pieces)
 
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert_equal_gradients(model, of_whole(batch()))
+
+
+def test_sparse_gradients_add_up():
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, CLASSES)).double()
+
+    found, ids = model(), torch.arange(24).reshape(12, 2) % 9
+    accumulating = accumulator(found, micro_batch=5)
+    for _ in range(2):
+        accumulating.backward((ids, batch()[1]))
+
+    expected = of_whole(*[(ids, batch()[1])] * 2, model=model())
+    assert found[0].weight.grad.is_sparse
+    torch.testing.assert_close([g.to_dense() for g in gradients(found)], [g.to_dense() for g in expected])
+
+
+def test_loss_over_the_whole_batch_is_exact():
+    def contrastive(outputs, targets):
+        near = functional.normalize(outputs) @ functional.normalize(outputs).T
+        return functional.cross_entropy(near, targets.clamp(0))
+
+    model = Failing(most=5)
+    accumulating = accumulator(model, contrastive, loss_scope="window")
+    for _ in range(2):
+        report = accumulating.backward(batch(), keep="outputs")
+
+    assert_equal_gradients(model, of_whole(batch(), batch(), loss=contrastive))
+    assert max(report.micro_batches) <= 5
+    torch.testing.assert_close(torch.cat(report.outputs), Failing()(batch()[0]).detach())
+
+
+def test_parameters_are_frozen_and_thawed_between_calls():
+    model, plain = Failing(most=5), Failing()
+    accumulating = accumulator(model)
+
+    for trained in (True, False, True):
+        for one in (model, plain):
+            one.body[0].requires_grad_(trained)
+            one.zero_grad()
+        accumulating.backward(batch())
+        assert_equal_gradients(model, of_whole(batch(), model=plain))
+
+
+def test_compiled_model_gets_the_same_gradient():
+    model = Failing()
+    accumulator(torch.compile(model, backend="aot_eager"), micro_batch=6).backward(batch())
+
+    assert_equal_gradients(model, of_whole(batch()))
+
+
+# --- what the user's own loop brings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["scaler", "function"])
+def test_gradients_stay_scaled_for_a_scaler_of_the_users_own(kind):
+    model, plain = Failing(most=5), Failing()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scale = scaler if kind == "scaler" else lambda loss: loss * 1024.0
+
+    report = accumulator(model, scale=scale).backward(batch())
+    scaler.scale(functional.cross_entropy(plain(batch()[0]), batch()[1])).backward()
+
+    assert_equal_gradients(model, gradients(plain))
+    assert report.loss == pytest.approx(functional.cross_entropy(plain(batch()[0]), batch()[1]).item())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(gradients(model), of_whole(batch()))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_fp16_without_a_scaler_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="precision='fp16' needs scale="):
+        accumulator(Failing(), precision="fp16")
+
+
+def test_autocast_of_the_users_own_stays_in_force():
+    model, seen = nn.Linear(5, CLASSES), []
+    model.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+    inputs, targets = batch()
+    accumulating = accumulator(model, precision="auto")
+
+    with torch.autocast("cpu", torch.bfloat16):
+        accumulating.backward((inputs.float(), targets))
+    within = set(seen)
+    seen.clear()
+    accumulating.backward((inputs.float(), targets))
+
+    assert (within, set(seen)) == ({torch.bfloat16}, {torch.float32})
+
+
+def test_loop_with_its_own_optimizer_trains_as_one_with_whole_batches():
+    def trained(backward, model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for seed in range(6):
+            backward(batch(seed))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return model.state_dict()
+
+    model, plain = Failing(most=4), Failing()
+    found = trained(accumulator(model).backward, model)
+    expected = trained(lambda one: functional.cross_entropy(plain(one[0]), one[1]).backward(), plain)
+
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5])
+def test_outputs_are_kept_in_order_where_asked_for(micro_batch):
+    model = Failing(most=8)
+    accumulating = accumulator(model, micro_batch=micro_batch)
+
+    report = accumulating.backward(batch(), keep="outputs")
+
+    assert [len(one) for one in report.outputs] == list(report.micro_batches)
+    assert not any(one.requires_grad for one in report.outputs)
+    torch.testing.assert_close(torch.cat(report.outputs), Failing()(batch()[0]).detach())
+    assert accumulating.backward(batch()).outputs == ()
+
+
+def points_of(count):
+    """Operators at which to fail: some of those that ask what the loss runs over, which come first, and the others."""
+    return sorted({*range(1, count + 1, max(1, count // 6)), *range(max(1, count - 120), count + 1, 4)})
+
+
+# --- closures ---------------------------------------------------------------------------------------------------------
+
+
+def test_closure_runs_the_model_itself():
+    model = Failing(most=5)
+
+    def closure(part):
+        inputs, targets = part
+        return functional.cross_entropy(model(inputs), targets)
+
+    report = accumulator(model, closure=closure).backward(batch())
+
+    assert_equal_gradients(model, of_whole(batch()))
+    assert set(report.losses) == {"loss"}
+
+
+def test_generator_and_discriminator_train_with_an_accumulator_each():
+    def networks():
+        torch.manual_seed(0)
+        made = nn.Linear(4, 5).double(), nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        return *made, *(torch.optim.Adam(one.parameters(), lr=0.05) for one in made)
+
+    def trained(rounds, *, cuts):
+        generator, critic, of_generator, of_critic = networks()
+
+        def lies(part):
+            real, noise = part
+            fake = generator(noise).detach()
+            return functional.softplus(-critic(real)).mean() + functional.softplus(critic(fake)).mean()
+
+        def fools(part):
+            return functional.softplus(-critic(generator(part[1]))).mean()
+
+        def plainly(function):
+            return lambda one: function(one).backward()
+
+        if cuts:
+            steps = [
+                accumulator(critic, closure=lies, micro_batch=5).backward,
+                accumulator(generator, closure=fools, micro_batch=4).backward,
+            ]
+        else:
+            steps = [plainly(lies), plainly(fools)]
+        for number in range(rounds):
+            torch.manual_seed(number)
+            given = torch.randn(12, 5).double(), torch.randn(12, 4).double()
+            for step, optimizer in zip(steps, (of_critic, of_generator), strict=True):
+                optimizer.zero_grad()
+                step(given)
+                optimizer.step()
+        return [*generator.parameters(), *critic.parameters()]
+
+    torch.testing.assert_close(trained(3, cuts=True), trained(3, cuts=False), rtol=1e-9, atol=1e-12)
+
+
+def test_gradient_penalty_in_a_closure_is_exact():
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    plain = copy.deepcopy(critic)
+
+    def penalty_of(model):
+        def closure(inputs):
+            inputs = inputs.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+            return (slope.norm(dim=1) - 1).square().mean()
+
+        return closure
+
+    accumulator(critic, closure=penalty_of(critic), micro_batch=5).backward(batch()[0])
+    penalty_of(plain)(batch()[0]).backward()
+
+    assert_equal_gradients(critic, gradients(plain))
+
+
+def test_teacher_of_a_closure_moves_as_if_nothing_had_failed():
+    def distilled(most, points=()):
+        torch.manual_seed(0)
+        student, teacher = Failing(most, dropout=0.3), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+        teacher.requires_grad_(requires_grad=False)
+
+        def closure(part):
+            with torch.no_grad():
+                wanted = teacher(part[0])
+            return functional.mse_loss(student(part[0]), wanted, reduction="sum"), len(wanted)
+
+        distilling, given = accumulator(student, closure=closure, micro_batch=4), batch()
+        with FailAt(*points) as fail:
+            report = distilling.backward(given)
+        return report.micro_batches, (gradients(student), teacher.state_dict(), torch.get_rng_state()), fail
+
+    *_, fail = distilled(None)
+    equal = {}
+    for point in points_of(fail.count):
+        cut, found, fail = distilled(None, [point])
+        assert fail.hits == 1
+        assert_bitwise(found, equal.setdefault(cut, found))
+    assert (4, 4, 4) in equal
+    assert_bitwise(equal[4, 4, 4], distilled(None)[1])
+
+
+def test_closure_that_draws_noise_is_exact_in_its_mean():
+    torch.manual_seed(0)
+    model = nn.Linear(5, 5).double()
+    seen = []
+
+    def closure(inputs):
+        noisy = inputs + torch.randn_like(inputs)
+        if model.training:  # else it is asked what the loss runs over
+            seen.append(noisy.detach())
+        return functional.mse_loss(model(noisy), inputs)
+
+    accumulator(model, closure=closure, micro_batch=5, loss_reduction="mean").backward(batch()[0])
+
+    noisy, found = torch.cat(seen), gradients(model)
+    model.zero_grad()
+    functional.mse_loss(model(noisy), batch()[0]).backward()
+    torch.testing.assert_close(gradients(model), found)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["module", "pair"])
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(loss, has_earlier):
+    def run(cut, *points):
+        model = Failing(dropout=0.3)
+        model.body[1].train()
+        if has_earlier:
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, float(number))
+        accumulating, given = accumulator(model, LOSSES[loss], micro_batch=cut), batch()
+        torch.manual_seed(3)
+        with FailAt(*points) as fail:
+            report = accumulating.backward(given)
+        return state_of(model), torch.get_rng_state(), report, fail
+
+    plain = {}
+    _, _, _, whole = run(6)
+    for point in points_of(whole.count):
+        state, random, report, fail = run(6, point)
+        assert fail.hits == 1
+        cut = report.micro_batches
+        assert_bitwise((state, random), plain.setdefault(cut, (state, random)))
+    for cut, found in plain.items():
+        if len(set(cut)) == 1:
+            assert_bitwise(run(max(cut))[:2], found)
+    assert len(plain) > 1
+
+
+@pytest.mark.parametrize("mode", [FailAt, InterruptAt])
+def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode):
+    class Odd(Exception):  # noqa: N818 - not named by its suffix
+        pass
+
+    def run(*points):
+        model = Failing(dropout=0.3)
+        model.body[1].train()
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(number))
+        held = [parameter.grad for parameter in model.parameters()]
+        accumulating, given = accumulator(model, micro_batch=5), batch()
+        before, random = state_of(model), torch.get_rng_state()
+        with mode(*points) if mode is InterruptAt else mode(*points, error=Odd()) as fail, suppress(*expected):
+            accumulating.backward(given)
+        return fail, (state_of(model), torch.get_rng_state()), (before, random), held, model
+
+    expected = Odd, KeyboardInterrupt
+    whole, done, *_ = run()
+    n_done = 0
+    for point in range(1, whole.count + 1):
+        _, found, before, held, model = run(point)
+        if torch.equal(found[0]["gradients"][0], before[0]["gradients"][0]):
+            assert_bitwise(found, before)
+            assert all(parameter.grad is one for parameter, one in zip(model.parameters(), held, strict=True))
+        else:  # while the sums were written, which is done to the end
+            assert_bitwise(found, done)
+            n_done += 1
+    assert n_done <= len(held) + 1
 
 
 def test_failures_do_not_change_a_bit_of_what_the_same_cut_gives_that_never_failed():
-    failed, plain = Failing(most=4), Failing()
+    failed, plain = Failing(most=4, dropout=0.2), Failing(dropout=0.2)
     torch.manual_seed(3)
-    done = accumulator_of(failed, 6).backward(batch())
+    done = accumulator(failed, micro_batch=6).backward(batch())
     torch.manual_seed(3)
-    again = accumulator_of(plain, max(done.micro_batches)).backward(batch())
+    again = accumulator(plain, micro_batch=max(done.micro_batches)).backward(batch())
 
     assert done.oom_events == 1
     assert done.micro_batches == again.micro_batches
-    assert all(
-        torch.equal(one.grad, other.grad) for one, other in zip(failed.parameters(), plain.parameters(), strict=True)
-    )
+    assert_bitwise(gradients(failed), gradients(plain))
+
+
+def test_sample_that_does_not_fit_alone_is_told():
+    with pytest.raises(autoaccum.DoesNotFitError):
+        accumulator(Failing(most=0)).backward(batch())
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def sized(megabytes, **options):
+    """An accumulator on a device of so many megabytes beside the model, of which a sample takes about one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = model
+
+        def forward(self, inputs):
+            return self.body(inputs.repeat(1, 1, 1)).mean(1)
+
+    device = autoaccum.Simulated(f"{megabytes}MiB")
+    return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device, notices=Notices(silent=True), **options)
+
+
+def rows(samples):
+    return torch.randn(samples, 1024, 64), torch.randn(samples, 8)
+
+
+def test_size_is_found_while_it_trains_and_kept():
+    accumulating = sized(24)
+    found = [accumulating.backward(rows(64)) for _ in range(8)]
+
+    assert found[-1].oom_events == 0
+    assert 1 < max(found[-1].micro_batches) < 64
+    assert accumulating.plan.target_batch == 64
+
+
+def test_larger_batch_gets_larger_micro_batches_where_the_smaller_fitted_at_once():
+    accumulating = sized(500)
+    for _ in range(3):
+        small = accumulating.backward(rows(4))
+    for _ in range(3):
+        large = accumulating.backward(rows(64))
+
+    assert small.micro_batches == (4,)
+    assert max(large.micro_batches) > 4
+
+
+def test_given_size_is_the_most_whatever_the_batch():
+    accumulating = sized(500, micro_batch=6)
+
+    assert [max(accumulating.backward(rows(samples)).micro_batches) for samples in (4, 64, 12)] == [4, 6, 6]
+
+
+def test_host_limit_is_survived(tmp_path):
+    import subprocess  # noqa: PLC0415
+    import textwrap  # noqa: PLC0415
+
+    import warm  # noqa: PLC0415
+
+    script = """
+        import torch, autoaccum
+        from torch import nn
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
+        plain = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
+        plain.load_state_dict(model.state_dict())
+        inputs, targets = torch.randn(16, 512, 1024), torch.randn(16, 512, 8)
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        accumulating = autoaccum.Accumulator(model, loss=nn.MSELoss(), device="cpu", memory_limit="60MiB")
+        for _ in range(3):
+            model.zero_grad()
+            report = accumulating.backward((inputs, targets))
+        for one, other in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+        print(max(report.micro_batches))
+    """
+    done = subprocess.run([*warm.python(), "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert 1 <= int(done.stdout) < 16
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_that_run_for_each_micro_batch_are_refused():
+    model = Failing()
+    model.body[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="post-accumulate-grad hook"):
+        accumulator(model).backward(batch())
+
+
+@pytest.mark.parametrize("how", ["cleared", "replaced"])
+def test_gradients_that_a_hook_takes_away_are_refused(how):
+    model, calls = Failing(), itertools.count()
+
+    def hook(gradient):
+        weight = model.body[0].weight
+        if next(calls):
+            weight.grad = None if how == "cleared" else weight.grad.clone()
+
+    model.body[0].weight.register_hook(hook)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="cleared or replaced"):
+        accumulator(model, micro_batch=5).backward(batch())
+    assert gradients(model) == [None] * 6
+
+
+def test_parameters_of_other_modules_are_refused_unless_they_are_found():
+    model, head = Failing(), nn.Linear(CLASSES, CLASSES).double()
+    hidden = {"deep": {"deeper": head}}
+
+    def through_head(outputs, targets):
+        return functional.cross_entropy(hidden["deep"]["deeper"](outputs), targets)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="reaches 2 parameters that are not the model's"):
+        accumulator(model, through_head).backward(batch())
+    assert gradients(head) == [None, None]
+
+
+def test_parameters_of_modules_that_a_loss_refers_to_get_their_gradient():
+    model, head = Failing(most=5), nn.Linear(CLASSES, CLASSES).double()
+    plain, plain_head = Failing(), copy.deepcopy(head)
+
+    accumulator(model, lambda outputs, targets: functional.cross_entropy(head(outputs), targets)).backward(batch())
+
+    functional.cross_entropy(plain_head(plain(batch()[0])), batch()[1]).backward()
+    assert_equal_gradients(model, gradients(plain))
+    assert_equal_gradients(head, gradients(plain_head))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"closure": lambda part: None, "loss": nn.MSELoss()},
+            "closure= runs the model .* so loss would have no effect",
+        ),
+        ({"closure": lambda part: None, "loss_scope": "window"}, "loss_scope='window' would have no effect"),
+        ({"closure": 3}, "closure=3"),
+        ({"closure": lambda: None}, "closure="),
+        ({"scale": 2.0}, "scale=2.0"),
+        ({"micro_batch": 0}, "micro_batch"),
+        ({"micro_batch": "all"}, "micro_batch='all'"),
+        ({"strategy": "bold"}, "strategy='bold'"),
+        ({"notices": 1}, "notices=1"),
+        ({"callbacks": [1]}, "callbacks"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(options, message):
+    with pytest.raises(autoaccum.InvalidInputError, match=message):
+        autoaccum.Accumulator(Failing(), **({"device": "cpu"} | options))
+
+
+@pytest.mark.parametrize(
+    ("closure", "message"),
+    [
+        (lambda part: None, "loss"),
+        (lambda part: part[0].mean(), "no gradient"),
+        (lambda part: "a loss", "loss"),
+    ],
+)
+def test_closure_that_returns_no_loss_with_a_graph_is_refused(closure, message):
+    model = Failing()
+
+    with pytest.raises(autoaccum.InvalidInputError, match=message):
+        accumulator(model, closure=closure).backward(batch())
+    assert gradients(model) == [None] * 6
+
+
+def test_outputs_of_a_closure_cannot_be_kept():
+    model = Failing()
+    accumulating = accumulator(model, closure=lambda part: functional.cross_entropy(model(part[0]), part[1]))
+
+    with pytest.raises(autoaccum.InvalidInputError, match="keep='outputs': a closure"):
+        accumulating.backward(batch(), keep="outputs")
+    with pytest.raises(autoaccum.InvalidInputError, match="keep='graphs'"):
+        accumulating.backward(batch(), keep="graphs")
+
+
+def test_backward_within_backward_is_refused():
+    model = Failing()
+
+    def closure(part):
+        accumulating.backward(part)
+
+    accumulating = accumulator(model, closure=closure)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="within backward"):
+        accumulating.backward(batch())
+    assert gradients(model) == [None] * 6
+
+
+def test_graph_that_outlives_its_micro_batch_is_explained():
+    model, state = Failing(), []
+
+    def closure(part):
+        outputs = model(part[0])
+        state.append(outputs)
+        return functional.cross_entropy(sum(one.sum() for one in state) * 0 + outputs, part[1])
+
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        accumulator(model, closure=closure, micro_batch=5, loss_reduction="mean").backward(batch())
+    assert any("an earlier micro-batch" in note for note in caught.value.__notes__)
+    assert gradients(model) == [None] * 6

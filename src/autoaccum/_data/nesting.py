@@ -25,6 +25,11 @@ def copied(batch: Any) -> Any:
     return map_tensors(Tensor.clone, batch, objects=copy.deepcopy)
 
 
+def without_graphs(outputs: Any) -> Any:
+    """Return outputs with their tensors detached, and None for other objects that hold some, such as a cache."""
+    return map_tensors(Tensor.detach, outputs, objects=lambda _: None)
+
+
 def map_tensors(function: Callable[[Tensor], Any], batch: Any, *, objects: Callable[[Any], Any] | None = None) -> Any:
     """Return the batch with `function` applied to every tensor; everything else is passed on.
 

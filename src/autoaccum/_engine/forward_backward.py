@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autoaccum._arguments import check_bool, check_positive_number, shown
+from autoaccum._data.nesting import without_graphs
 from autoaccum._data.splits import is_default
 from autoaccum._data.transfer import Transfer
 from autoaccum._engine import devices, optimizers, precision
@@ -76,6 +77,16 @@ class Witness(Protocol):
         """Inspect what is alive."""
 
 
+class Watch(Protocol):
+    """Checks gradients before and after each backward pass."""
+
+    def begin(self, total: Tensor) -> None:
+        """Check a loss before its backward pass."""
+
+    def end(self) -> None:
+        """Check the gradients after it."""
+
+
 @dataclass(slots=True)
 class Accumulated:
     """Results of a window's micro-batches so far.
@@ -84,11 +95,13 @@ class Accumulated:
         losses: Names, and what each micro-batch adds to the window's loss, on the device.
         pair_weights: Names, and the weights of (sum, weight) pairs.
         reported: Values reported in addition to the losses, as recorded by `reported.note`.
+        outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
     """
 
     losses: list[tuple[str, Tensor]] = field(default_factory=list)
     pair_weights: list[tuple[str, Tensor | float]] = field(default_factory=list)
     reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
 
     def add(self, other: Accumulated) -> None:
         """Add the results of a further micro-batch."""
@@ -96,6 +109,7 @@ class Accumulated:
         self.pair_weights += other.pair_weights
         for slot, numbers in other.reported.items():
             self.reported.setdefault(slot, []).extend(numbers)
+        self.outputs += other.outputs
 
 
 class GradientStep:
@@ -114,6 +128,9 @@ class GradientStep:
         witness: Called on the first lack of memory, before anything is freed; None if not requested.
         passes: Notified of each pass; None if the model does not communicate in passes.
         time_first: Watches the first passes; None afterwards.
+        scale: Multiplies a loss before its backward pass; None for no scaling.
+        watch: Checks gradients before and after each backward pass; None if they are the step's own.
+        keeps_outputs: Whether to keep the outputs of micro-batches.
     """
 
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend) -> None:
@@ -126,6 +143,9 @@ class GradientStep:
         self.witness: Witness | None = None
         self.passes: Passes | None = None
         self.time_first: TimeFirst | None = None
+        self.scale: Callable[[Tensor], Tensor] | None = None if precision.scaler is None else precision.scaler.scale
+        self.watch: Watch | None = None
+        self.keeps_outputs = False
         self.stage = Stage()
         self._inventory = self._take_stock()
         self.parameters = self._inventory.parameters
@@ -192,11 +212,12 @@ class GradientStep:
 
     def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one forward pass and the backward pass of its result."""
-        scaler = self.precision.scaler
         self.stage.phase = Phase.FORWARD
         with self.precision.autocast():
-            # Without the outputs, which a loss seldom needs for its gradient.
-            terms = self.objective.terms(source, batch, samples)[0]
+            terms, outputs = self.objective.terms(source, batch, samples)
+        if self.keeps_outputs:
+            into.outputs.append(without_graphs(outputs))
+        del outputs  # a loss seldom needs them for its gradient
         weighted: list[Tensor] = []
         has_reported = False
         for term in terms:
@@ -216,9 +237,17 @@ class GradientStep:
         total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
         if not total.requires_grad:
             raise no_gradient(term.name for term in terms if not term.is_reported)
+        self.backward(total)
+
+    def backward(self, total: Tensor) -> None:
+        """Add the gradient of a loss to `.grad`."""
         self.stage.phase = Phase.BACKWARD
+        if self.watch is not None:
+            self.watch.begin(total)
         self.has_added = True
-        (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
+        (total if self.scale is None else self.scale(total)).backward()  # type: ignore[no-untyped-call]
+        if self.watch is not None:
+            self.watch.end()
 
     def _weighted(self, term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
         """Return what a term adds to the window's loss; None if nothing in it counts."""
@@ -343,8 +372,22 @@ def assemble_without_optimizer(
     loss_reduction: str | None,
     notices: Notices,
     split: Split | None = None,
+    further: Sequence[nn.Module] = (),
+    scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
 ) -> GradientStep:
     """Check and move the model as `assemble` does, and assemble what a gradient needs.
+
+    Args:
+        model: As for `fit`.
+        loss: As for `fit`.
+        memory: The device.
+        precision_name: As `precision` of `fit`.
+        forward: As for `fit`.
+        loss_reduction: As for `fit`.
+        notices: Reports choices.
+        split: As for `fit`.
+        further: Modules beside the model that the loss uses.
+        scale: The user's own scaler, or a function that scales a loss; None for no scaling.
 
     Raises:
         InvalidInputError: An argument cannot be used.
@@ -352,11 +395,20 @@ def assemble_without_optimizer(
     """
     check_model(model)
     with devices.failures_told(memory, "what a gradient needs in addition to the model"):
-        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices, split=split)
+        objective = Objective(
+            model,
+            loss,
+            forward=forward,
+            loss_reduction=loss_reduction,
+            notices=notices,
+            split=split,
+            further=further,
+        )
         refuse_sharded(objective.modules)
-        how = precision.resolve(precision_name, memory.device, model, notices)
+        how = precision.resolve_without_scaler(precision_name, memory.device, model, notices, scale)
     _move(objective.modules, None, memory)
     step = GradientStep(objective, how, memory)
+    step.scale = scale.scale if isinstance(scale, torch.amp.GradScaler) else scale
     _watch(step, notices)
     return step
 

@@ -156,6 +156,11 @@ class MicroBatches:
             self._moving.look(before, self._at_window, self.sizes, self._kept)
         return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {})
 
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The model's outputs for each completed micro-batch, without graphs, if the step keeps them."""
+        return tuple(self._accumulated.outputs if self._whole is None else self._whole.parts)
+
     def put_back_failed(self) -> None:
         """After running out of memory, restore only what has to be repeated."""
         if self._window.versions() != self._versions_of_data:

@@ -15,6 +15,7 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     RESERVE = "reserve"  # memory for the optimizer's step
+    ADD = "add"  # a batch's gradient to earlier ones
     REDUCE = "reduce"  # gradients over ranks
     UNSCALE = "unscale"
     CLIP = "clip"

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._arguments import check_choice
+from autoaccum._arguments import check_choice, check_function
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
 
     from autoaccum._system.notices import Notices
 
@@ -65,6 +68,59 @@ def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices)
         name = _best_for(device)
         notices.say(f"precision: {name} on {device.type} (precision='auto')")
     return Precision(name, device)
+
+
+class Surrounding(Precision):
+    """A precision in a loop of the user's own: where that has entered autocast, it stays in force.
+
+    Args:
+        name: As for `Precision`.
+        device: As for `Precision`.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name, device)
+        self._type = device.type
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context for a forward pass."""
+        return nullcontext() if torch.is_autocast_enabled(self._type) else super().autocast()
+
+
+def resolve_without_scaler(
+    name: str,
+    device: torch.device,
+    model: nn.Module,
+    notices: Notices,
+    scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None,
+) -> Precision:
+    """Create the requested precision for a loop that scales its own losses, if any.
+
+    Args:
+        name: As for `fit`.
+        device: The device.
+        model: The model.
+        notices: Reports choices.
+        scale: What scales losses; None for no scaling.
+
+    Raises:
+        InvalidInputError: The name is unknown, `scale` cannot be called, or fp16 is asked for without it.
+    """
+    if isinstance(scale, torch.amp.GradScaler):
+        scale.scale(torch.zeros((), device=device))  # which creates its tensors, as in `Precision`
+    elif scale is not None:
+        check_function("scale", scale, "loss")
+    found = resolve(name, device, model, notices)
+    if found.scaler is not None and scale is None:
+        if name != "auto":
+            raise InvalidInputError(
+                "precision='fp16' needs scale=, a torch.amp.GradScaler, with which your loop steps; pass both, or "
+                "precision='fp32'"
+            )
+        notices.say("precision: fp32, since fp16 needs a gradient scaler, and there is no scale=")
+        found = Precision("fp32", device)
+    found.scaler = None
+    return Surrounding(found.name, device) if name == "auto" and own_half_type(model) is None else found
 
 
 def own_half_type(model: nn.Module) -> str | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.micro_batches import MicroBatches
     from autoaccum._sizing.headroom import Headroom
     from autoaccum._sizing.sizing import Sizing
+    from autoaccum._system.notices import Notices
 
 # Attempts at finding out what the loss runs over; it takes many small steps, and each can fail.
 _TRIES_TO_WEIGH = 4
@@ -39,6 +40,7 @@ _WITHOUT_SIZE = {
     Phase.WEIGH: "finding out what the loss runs over",
     Phase.FORWARD: "the loss over the whole window",
     Phase.BACKWARD: "the loss over the whole window",
+    Phase.ADD: "adding the gradient to earlier ones",
 }
 
 
@@ -140,6 +142,31 @@ class Recovery:
                 f"{what} does not fit on {self._step.memory.name} even with no activations alive ({event.message}); "
                 "try an optimizer with less state, foreach=False, or a smaller model"
             )
+
+    @property
+    def takes_gradients_aside(self) -> bool:
+        """Whether a micro-batch's gradients are collected separately, so that only it is repeated if it fails."""
+        if not self._sizing.is_troubled:
+            return False
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self._step.parameters):
+            return False  # the user's own hooks expect the window's gradients in .grad
+        trained = (p for p in self._step.parameters if p.requires_grad)
+        return self._room.is_free(sum(p.numel() * p.element_size() for p in trained))
+
+    def choose_next_sizes(self, notices: Notices) -> None:
+        """Choose the next window's sizes based on memory use, after a window is done."""
+        sizing = self._sizing
+        is_learning = sizing.is_learning
+        if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
+            notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
+            sizing.shrink()
+        else:
+            sizing.end(self._work.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak memory with the plan in force, or of the window whose micro-batches are trials."""
+        return self._room.peak_bytes if self._sizing.peak_bytes is None else self._sizing.peak_bytes
 
     def give_up(self, error: BaseException, window: Window) -> None:
         """Restore everything to its state before the window, and add notes to the error on what it does not say itself.

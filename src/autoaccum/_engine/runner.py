@@ -192,7 +192,7 @@ class WindowRunner:
             if update is None:
                 return None
             if part.samples:
-                self._choose_next_sizes()
+                self._recovery.choose_next_sizes(self._notices)
             return self._report(reduced, update, started)
         except BaseException as error:  # after the update there is no way back
             if self._update_is_made:
@@ -211,7 +211,7 @@ class WindowRunner:
         reduced: Reduced | None = None
         try:
             peers.begin_attempt()
-            given = work.run(aside=self._takes_gradients_aside())  # each micro-batch forward and backward
+            given = work.run(aside=self._recovery.takes_gradients_aside)  # each micro-batch forward and backward
             step.updates.reserve(peers.expected_gradients())
             reduced = peers.reduce(given, work, self._before_update)  # to the gradient of the whole window
             if reduced is not None:
@@ -337,26 +337,16 @@ class WindowRunner:
         self._step.updates.drop_reservation()
         self._work.end()
 
-    def _choose_next_sizes(self) -> None:
-        """Choose the next window's sizes based on memory use."""
-        sizing = self._sizing
-        is_learning = sizing.is_learning
-        if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
-            self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
-            sizing.shrink()
-        else:
-            sizing.end(self._work.sizes, is_clean=not self._recovery.lacks, has_room=self._room.is_free)
-
     def _report(self, reduced: Reduced, update: Update, started: float) -> StepReport:
         """Return the report on the window that was just made."""
-        sizing, work = self._sizing, self._work
+        work = self._work
         return StepReport(
             step=self._events.windows,
             samples=reduced.samples,
             micro_batches=work.sizes,
             oom_events=len(self._recovery.lacks),
             elapsed_s=time.perf_counter() - started,
-            peak_bytes=self._room.peak_bytes if sizing.peak_bytes is None else sizing.peak_bytes,
+            peak_bytes=self._recovery.peak_bytes,
             skipped=update.skipped,
             recomputed_samples=work.recomputed,
             device_losses={name: DeviceScalar(loss) for name, loss in reduced.losses.items()},
@@ -378,15 +368,6 @@ class WindowRunner:
             raise said from (error.__cause__ if isinstance(error, UpdateCompleteError) else error)
         finally:
             del said  # otherwise it and this frame, which holds the runner, would hold each other
-
-    def _takes_gradients_aside(self) -> bool:
-        """Whether a micro-batch's gradients are collected separately, so that only it is repeated if it fails."""
-        if not self._sizing.is_troubled:
-            return False
-        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self._step.parameters):
-            return False  # the user's own hooks expect the window's gradients in .grad
-        trained = (p for p in self._step.parameters if p.requires_grad)
-        return self._room.is_free(sum(p.numel() * p.element_size() for p in trained))
 
     def _warn_of_untrained_parameters(self) -> None:
         """Report once any parameters that need a gradient but are not in the optimizer; they may be new."""

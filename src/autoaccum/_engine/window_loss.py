@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Window, repeated
-from autoaccum._data.nesting import copied, map_tensors
+from autoaccum._data.nesting import copied, map_tensors, without_graphs
 from autoaccum._data.numbers import ITEMS, numbers_in, with_number
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
@@ -158,6 +158,7 @@ class WholeWindow:
 
     Attributes:
         reported: Values that the last window's loss reported in addition to its total, as recorded by `reported.note`.
+        parts: What the model returned for each micro-batch of the last window, if the step keeps outputs.
 
     Raises:
         InvalidInputError: The loss does not take outputs.
@@ -173,6 +174,7 @@ class WholeWindow:
         self._random = RandomState(device, modules)
         self._compared = False
         self.reported: dict[reported.Slot, list[Any]] = {}
+        self.parts: list[Any] = []
         # Every micro-batch runs twice on the same data, which a model may modify in place.
         step.transfer.copy_always()
 
@@ -200,6 +202,7 @@ class WholeWindow:
         states: list[tuple[Any, ...]] = []
         with closing(feed(window, sizes)) as batches:
             parts = [self._look(batches, size, entering, states) for size in sizes]
+        self.parts = list(parts) if self._step.keeps_outputs else []
         self._step.stage.phase = Phase.FORWARD
         entering(None)
         joined = _Representations(self._loss.join(parts))
@@ -252,6 +255,7 @@ class WholeWindow:
         """Run a window that is a single micro-batch, which needs no second pass."""
         batch = self._begin(batches, size, entering)
         outputs = self._loss.outputs(batch, size)
+        self.parts = [without_graphs(outputs)] if self._step.keeps_outputs else []
         if window.carries_counts():
             batch = self._loss.batch(window)
         return self._backward(self._loss.terms(outputs, batch, size), size)
@@ -312,10 +316,7 @@ class WholeWindow:
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
         if not total.requires_grad:
             raise no_gradient(values)
-        scaler = self._step.precision.scaler
-        self._step.stage.phase = Phase.BACKWARD
-        self._step.has_added = True
-        (total if scaler is None else scaler.scale(total)).backward()  # type: ignore[no-untyped-call]
+        self._step.backward(total)
         return {name: value.detach() for name, value in values.items()}
 
 

@@ -25,6 +25,7 @@ from autoaccum._data.numbers import spelled
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import Along, ByDefault, check_split
 from autoaccum._loss import divisor, weighting
+from autoaccum._loss.closures import Closure
 from autoaccum._loss.counting import is_pair, tallies_of, target_tensors
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.observation import Run
@@ -110,6 +111,7 @@ class Objective:
         notices: Reports choices.
         split: Counts, cuts and joins batches; None where samples run along the first dimension. Its `weight` replaces
             the inference of a mean's reduction, except for `torch.nn` losses, per-sample losses and pairs.
+        further: Modules beside the model that the loss uses, whose buffers and parameters belong to the step too.
 
     Attributes:
         split: As the argument.
@@ -129,6 +131,7 @@ class Objective:
         loss_reduction: str | None,
         notices: Notices,
         split: Split | None = None,
+        further: Sequence[nn.Module] = (),
     ) -> None:
         if loss_reduction is not None and not is_one_of(loss_reduction, ("mean", "sum")):
             raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
@@ -139,6 +142,7 @@ class Objective:
         self.model = model
         self.split = ByDefault() if split is None else split
         self._loss = loss
+        self._further = [module for module in further if module is not model]
         self._forward = forward
         self._notices = notices
         self._accepted = _accepted_names(model)
@@ -167,9 +171,9 @@ class Objective:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The model, and losses that are modules: all whose buffers and parameters belong to the step."""
+        """The model, losses that are modules, and further ones: all whose buffers and parameters belong to the step."""
         losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
-        return [self.model, *(loss for loss in losses if isinstance(loss, nn.Module))]
+        return [self.model, *(loss for loss in losses if isinstance(loss, nn.Module)), *self._further]
 
     def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
         """Run one source on one micro-batch.
@@ -229,6 +233,11 @@ class Objective:
     def takes_outputs(self) -> bool:
         """Whether the loss is a function of outputs, so that it can be called on some of their rows alone."""
         return self._loss is not None and not isinstance(self._loss, list | tuple)
+
+    @property
+    def gives_outputs(self) -> bool:
+        """Whether a pass gives the model's outputs beside the loss."""
+        return not isinstance(self._loss, list | tuple)
 
     @property
     def weighting_by_default(self) -> Weighting | None:
@@ -481,6 +490,8 @@ class Objective:
     # --- calling the model and the loss -------------------------------------------------------------------------------
 
     def _from_callables(self, losses: Sequence[Loss]) -> tuple[Source, ...]:
+        if len(losses) == 1 and isinstance(losses[0], Closure):
+            return (Source(losses[0].source),)
         names: list[str] = []
         for loss in losses:
             name = getattr(loss, "__name__", type(loss).__name__)
