@@ -315,7 +315,8 @@ class FitResult:
         steps: Number of windows completed in the whole run, including those that the scaler skipped.
         samples: Number of samples used in the whole run.
         history: One report per window of this call; empty if the run was already finished.
-        plan: The plan in force at the end.
+        plan: The plan in force at the end. In the `result` of an exception raised before the first window, the plan to
+            begin with: a single micro-batch if none was found yet.
         plans: All plans of the whole run, each with the step from which it was in force.
         oom_events: Number of times memory ran out during training, in the whole run. In the JSON that `autoaccum fit`
             prints, this name holds a list instead, with one entry per event of the call.

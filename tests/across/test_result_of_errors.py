@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -84,8 +85,103 @@ def test_error_that_takes_no_attribute_or_has_one_arrives_unchanged():
         assert getattr(caught.value, "result", None) in ("the user's own", None)
 
 
-def test_error_before_the_first_window_is_prepared_has_none():
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class RaisesAt(autoaccum.Callback):
+    """Raises an error when an event occurs, also "loss" and "forward"."""
+
+    def __init__(self, event, error):
+        self.event, self.error = event, error
+
+    def __getattribute__(self, name):
+        event, error = (object.__getattribute__(self, one) for one in ("event", "error"))
+        if name == event:
+
+            def raising(*_, **__):
+                raise error
+
+            return raising
+        return object.__getattribute__(self, name)
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.cross_entropy(outputs, batch[1])
+
+    def forward(self, model, batch):
+        return model(batch[0])
+
+
+@pytest.mark.parametrize(
+    "event", ["loss", "forward", "on_fit_start", "on_step", "on_evaluation", "on_checkpoint", "on_fit_end"]
+)
+def test_error_that_refuses_attributes_arrives_itself_wherever_it_is_raised(event, tmp_path):
+    raises = RaisesAt(event, FrozenError(3))
+
+    with pytest.raises(FrozenError) as caught:
+        Run(checkpoint=tmp_path, loss_reduction=None).fit(raises, loss=raises.loss, forward=raises.forward)
+
+    assert caught.value is raises.error
+
+
+def test_instance_that_is_raised_again_has_the_result_of_the_call_that_it_ended():
+    error = StoppedError()
+    for steps in (2, 1):
+
+        class Raises(StopAt):
+            def on_step(self, report, *, epoch):
+                if report.step == self.step:
+                    raise error
+
+        with pytest.raises(StoppedError):
+            Run().fit(Raises(steps))
+
+        assert error.result.steps == len(error.result.history) == steps
+
+
+def test_error_in_on_fit_end_has_the_result_of_the_finished_training(tmp_path):
+    ended, told = [], autoaccum.Callback()
+    told.on_fit_end = ended.append
+
+    with pytest.raises(StoppedError) as caught:
+        Run(checkpoint=tmp_path).fit(RaisesAt("on_fit_end", StoppedError()), told)
+
+    result = caught.value.result
+    assert (result.steps, result.stopped) == (15, "StoppedError")
+    assert [one.steps for one in ended] == [15]
+
+
+def test_error_in_on_fit_end_is_a_note_on_the_error_that_ended_the_training():
+    with pytest.raises(StoppedError) as caught:
+        Run().fit(StopAt(4), RaisesAt("on_fit_end", ValueError("no such table")))
+
+    assert caught.value.result.steps == 4
+    assert any("another error followed (ValueError: no such table)" in note for note in caught.value.__notes__)
+
+
+def test_interrupt_in_on_fit_end_comes_before_the_error_that_ended_the_training():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Run().fit(StopAt(4), RaisesAt("on_fit_end", KeyboardInterrupt()))
+
+    assert caught.value.result.steps == 4
+    assert isinstance(caught.value.__context__, StoppedError)
+
+
+@pytest.mark.parametrize(("micro_batch", "plan"), [(5, (4, 4, 4)), ("auto", (12,))])
+def test_error_before_the_first_window_has_a_result_of_no_steps(micro_batch, plan):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Run(micro_batch=micro_batch).fit(RaisesAt("on_fit_start", KeyboardInterrupt()))
+
+    result = caught.value.result
+    assert (result.steps, result.samples, result.history, result.stopped) == (0, 0, (), "KeyboardInterrupt")
+    assert result.plan.micro_batches == plan
+    assert result.plans == ((1, result.plan),)
+    assert "0 steps" in result.to_html()
+
+
+def test_error_in_an_argument_has_none():
     with pytest.raises(autoaccum.InvalidInputError) as caught:
-        Run(loader=list).fit()
+        Run(epochs=0).fit()
 
     assert not hasattr(caught.value, "result")

@@ -5,7 +5,6 @@ An error of autoaccum is one line on stderr; any other keeps its traceback.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import sys
 import traceback
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from autoaccum._launch.deaths import DOES_NOT_FIT
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import drop_pending, write_line
 from autoaccum.errors import (
     AutoaccumError,
@@ -65,7 +65,7 @@ EPILOG = (
 )
 
 
-@contextlib.contextmanager
+@contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
     """Turn errors of autoaccum into a message and an exit code; others keep their traceback."""
     try:

@@ -34,6 +34,7 @@ from autoaccum._report.durations import left_by_slurm, seconds_in
 from autoaccum._report.oom_view import read_postmortem, show_postmortem
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import is_terminal
 from autoaccum._system.own_code import raised_here
 from autoaccum._system.user_files import check_place
@@ -202,7 +203,7 @@ def _report_of(job: Job, **asked: Any) -> Report:
         return preflight(batch=batch, **shared_arguments(job, preflight) | asked)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _errors_of(job: Job, batch: Any) -> Iterator[None]:
     """Show the traceback of an error in the recipe's model, loss or optimizer, and raise one describing the batch.
 
@@ -228,7 +229,7 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
     """Replace Python arguments in errors by the names of their options, for those given on the command line."""
     try:
@@ -341,7 +342,7 @@ def _check_files(html: Path | None, plot: Path | None) -> None:
         check_plot(plot)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows the current part on a terminal, and nothing elsewhere."""
     if quiet or not is_terminal(sys.stderr):
@@ -363,7 +364,7 @@ def _print(result: RenderableType | dict[str, Any]) -> None:
         print_result(plain_text(result), done=_DONE)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _missing_as_exit_code() -> Iterator[None]:
     """Give a missing device, or one in exclusive use by another process, an exit code other than bad input."""
     try:

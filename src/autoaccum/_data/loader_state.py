@@ -9,7 +9,6 @@ need the rest of that batch: transforms then draw the same numbers as the first 
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +19,7 @@ import torch
 from autoaccum._data.batches import count
 from autoaccum._data.load_state_rollback import remember
 from autoaccum._oom import first_line, is_device_lost, is_oom
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:

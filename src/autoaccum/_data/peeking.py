@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from autoaccum._snapshot import OwnGenerators, RandomState
+from autoaccum._system.exceptions import contextmanager
 
 _PLAIN = (bool, int, float, str, type(None))
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator)

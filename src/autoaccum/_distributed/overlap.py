@@ -10,7 +10,6 @@ sends the rest nevertheless, repeats its part, and the gradients are then reduce
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from autoaccum._loss.objective import SUM
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom
 from autoaccum._system import signals
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import describe_neighbours, format_bytes
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system import launched
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:

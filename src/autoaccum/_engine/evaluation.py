@@ -30,6 +30,7 @@ from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._snapshot import Mark, evaluation_mode
+from autoaccum._system import exceptions
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ class Evaluator:
                 self._try_first(batches, most, tried)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
-                error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")
+                exceptions.note(
+                    error, "autoaccum: found by evaluating a few samples of val_loader before the first update"
+                )
                 raise
             let_go(error)
         finally:

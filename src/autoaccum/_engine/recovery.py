@@ -16,6 +16,7 @@ from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.planner import format_cut
+from autoaccum._system import exceptions
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -179,9 +180,10 @@ class Recovery:
             raise devices.lost(self._step.memory, error) from error
         if lost := self._work.undo():
             self.has_lost_parameters = True
-            error.add_note(
+            exceptions.note(
+                error,
                 f"autoaccum: in this window forward() modified {lost} of the model's parameters for the first time, "
-                "and they are not as they were before; reload them"
+                "and they are not as they were before; reload them",
             )
         if isinstance(error, ValueError):
             self._explain(error, window)
@@ -194,16 +196,18 @@ class Recovery:
         """
         refuses_one = self._norms.need_several and _REFUSES_ONE in str(error)
         if window.samples == 1 and self._norms.need_several:
-            error.add_note(
+            exceptions.note(
+                error,
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                "last_window='drop' leaves a short last window out"
+                "last_window='drop' leaves a short last window out",
             )
         elif self._work.size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
             reason = f"one sample alone is refused: {error}"
             raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
         elif self._work.size == 1 and refuses_one:
-            error.add_note(
+            exceptions.note(
+                error,
                 f"autoaccum: the cut {format_cut(self._work.sizes)} of this window leaves a micro-batch of one sample, "
                 "and BatchNorm takes its statistics of more; strategy='balanced', a larger micro_batch, or samples of "
-                "one shape avoid it"
+                "one shape avoid it",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Trial
 from autoaccum._snapshot import Mark
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:

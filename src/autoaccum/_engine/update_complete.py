@@ -6,6 +6,7 @@ This module does not decide whether the update was made, and restores nothing.
 from __future__ import annotations
 
 from autoaccum._oom import first_line, is_oom
+from autoaccum._system import exceptions
 from autoaccum.errors import UpdateCompleteError
 
 
@@ -28,7 +29,7 @@ def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     if isinstance(error, Exception) and (not has_moved or is_oom(error)):
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
         return UpdateCompleteError(_text(what, step, has_moved=has_moved), step)
-    error.add_note(f"autoaccum: update {step} is made, {_REST[has_moved]}")
+    exceptions.note(error, f"autoaccum: update {step} is made, {_REST[has_moved]}")
     return error
 
 

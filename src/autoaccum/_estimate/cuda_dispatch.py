@@ -8,7 +8,6 @@ PyTorch's sources, cited at each.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from autoaccum._estimate import cuda_kernels, cudnn_kernels
 from autoaccum._estimate.card_answers import CardAnswers
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,7 +6,7 @@ optimizer updates.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from autoaccum._estimate.fake import ValuesAssumed
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.objective import Factors, Objective
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._launch.job import Job
 from autoaccum._launch.recipe_exit_guard import exit_error, is_exit
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _split(recipe: str) -> tuple[Path, str]:
     return path.resolve(), name
 
 
-@contextlib.contextmanager
+@contextmanager
 def _importable(folder: Path) -> Iterator[None]:
     entry = str(folder)
     sys.path.insert(0, entry)
@@ -156,7 +157,7 @@ def _recipe_error(what: str, error: BaseException, path: Path) -> InvalidInputEr
     else:
         made = InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe")
     # Only the recipe's frames: those before are the import system's and ours.
-    error.__traceback__ = _from_file(error.__traceback__, path)
+    error.with_traceback(_from_file(error.__traceback__, path))
     return made
 
 

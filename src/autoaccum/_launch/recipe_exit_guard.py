@@ -6,12 +6,12 @@ and "it fits" for a report.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.own_code import is_own_file
 from autoaccum._system.signals import Terminated
 from autoaccum.errors import InvalidInputError
@@ -25,7 +25,7 @@ _EXITS_OF_CLICK = ("Exit", "Abort", "ClickException")
 _HINT = "return instead, or raise an exception that says what is wrong"
 
 
-@contextlib.contextmanager
+@contextmanager
 def exits_refused(recipe: str | Path) -> Iterator[None]:
     """Turn an exit by a recipe's code inside the block into an error.
 

@@ -16,6 +16,7 @@ import torch
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes
 from autoaccum._records import MemoryReading
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Accelerator(MemoryBackend):
         room = free if self._limit_bytes is None else min(free, self._limit_bytes - used)
         return MemoryReading(total_bytes=total, free_bytes=max(0, room), used_bytes=used, limit_bytes=self._limit_bytes)
 
-    @contextlib.contextmanager
+    @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:
         """Check a limit on this process's share of the device.
 
@@ -125,7 +126,7 @@ class Accelerator(MemoryBackend):
                 "process already holds there; raise memory_limit (it counts the model too), or free tensors"
             )
 
-    @contextlib.contextmanager
+    @contextmanager
     def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
         limit = self._function("set_per_process_memory_fraction")
         if limit_bytes is None or limit is None:

@@ -8,7 +8,6 @@ each of two steps whose peaks are compared. The CUDA context, some hundred MiB, 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from dataclasses import replace
@@ -18,6 +17,7 @@ import torch
 
 from autoaccum._memory import nvml
 from autoaccum._memory.accelerator import Accelerator
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Cuda(Accelerator):
             reading, total_bytes=self._total_bytes, others_bytes=_others_bytes(self._uuid, reading.used_bytes)
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:
         """Check a limit on this process's share of the card, as `Accelerator.counted` does."""
         self._settled_bytes = 0

@@ -11,7 +11,6 @@ before each step, keeps the process from reaching it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import mmap
@@ -29,6 +28,7 @@ from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum._records import MemoryReading
 from autoaccum._system import signals
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DeviceLostError, InvalidInputError
 
 try:
@@ -37,6 +37,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Iterator
 
 # How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-steps.
@@ -96,7 +97,7 @@ class Host(MemoryBackend):
             with signals.held(), _one_primitive_cached():
                 _convolve()
 
-    @contextlib.contextmanager
+    @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:
         """Prepare for a limit of the process's current use plus `limit_bytes`.
 
@@ -220,7 +221,7 @@ class Host(MemoryBackend):
         finally:
             hold.release()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
         if limit_bytes is None:
             yield
@@ -358,7 +359,7 @@ def _convolve() -> None:
         torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
 
 
-@contextlib.contextmanager
+@contextmanager
 def _one_primitive_cached() -> Iterator[None]:
     """Limit oneDNN's cache to one primitive; it reads the setting only at its first primitive.
 

@@ -7,7 +7,6 @@ estimate a real one.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from typing import TYPE_CHECKING
@@ -19,9 +18,11 @@ from autoaccum._memory.available_devices import existing
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes, parse_limit
 from autoaccum._records import MemoryReading
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Iterator, Mapping
 
 
@@ -65,7 +66,7 @@ class Simulated(MemoryBackend):
             limit_bytes=self._ledger.limit_bytes if self._ledger else None,
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:
         """Count the storages that are allocated while a limit is in force, until they are freed.
 
@@ -89,7 +90,7 @@ class Simulated(MemoryBackend):
             if not self._countings:
                 self._ledger = None
 
-    @contextlib.contextmanager
+    @contextmanager
     def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
         assert self._ledger is not None, "counted comes first"
         with self._ledger.limited_to(limit_bytes):
@@ -142,7 +143,7 @@ class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
         self._name = backend.name
         self.is_elsewhere = False
 
-    @contextlib.contextmanager
+    @contextmanager
     def limited_to(self, limit_bytes: int | None) -> Iterator[None]:
         """Count and reject in this block; storages counted in an earlier one still count while they are alive."""
         if limit_bytes is not None:
@@ -163,7 +164,7 @@ class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
             raise _out_of_memory(self._name, extra_bytes, self.allowed_bytes, self.live_bytes)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _changed(ledger: _Ledger | None, name: str, value: object) -> Iterator[None]:
     """Set an attribute of the ledger, if there is one, for the block."""
     if ledger is None:

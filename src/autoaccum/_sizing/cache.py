@@ -21,6 +21,7 @@ import platformdirs
 from autoaccum._arguments import check_positive_int
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class PlanCache:
     def _path(self, key: Key) -> Path:
         return self._folder.expanduser() / f"plan-{key.digest[:32]}.json"
 
-    @contextlib.contextmanager
+    @contextmanager
     def _reported(self, done: str) -> Iterator[None]:
         try:
             yield

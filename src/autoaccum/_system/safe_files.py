@@ -13,6 +13,8 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, BinaryIO
 
+from autoaccum._system.exceptions import contextmanager
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -83,7 +85,7 @@ def read(path: Path, most_bytes: int, *, follows: bool = False) -> bytes:
     return data
 
 
-@contextlib.contextmanager
+@contextmanager
 def replacing(
     path: Path,
     *,

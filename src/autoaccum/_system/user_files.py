@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoaccum._system import safe_files
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check_place(path: str | PathLike[str], option: str = "") -> None:
         raise _refused(place, "no permission", option)
 
 
-@contextlib.contextmanager
+@contextmanager
 def beside(path: str | PathLike[str]) -> Iterator[Path]:
     """Yield a path to write to, which replaces `path` at the end; if the block raises, `path` is unchanged.
 

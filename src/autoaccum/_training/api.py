@@ -216,7 +216,9 @@ def fit(
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
-        KeyboardInterrupt at Ctrl-C, has the summary of what is done as its attribute `result`.
+        KeyboardInterrupt at Ctrl-C, has the summary of what is done as its attribute `result`, unless it was raised
+        while arguments were checked, refuses attributes, or has a `result` of its own. Before the first update that
+        summary is of 0 steps.
 
     Raises:
         InvalidInputError: An argument, a batch or a loss cannot be used.

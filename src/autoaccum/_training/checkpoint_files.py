@@ -22,6 +22,7 @@ import torch
 from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._training import file_digest
 from autoaccum._training.packing import PackingError, packed, unpacked
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -196,7 +197,7 @@ def _time_ns(path: Path) -> int:
     return (path.stat() if path.exists() else path.lstat()).st_mtime_ns
 
 
-@contextlib.contextmanager
+@contextmanager
 def _explained(path: Path, guard: Callable[[], None]) -> Iterator[None]:
     """Turn an error of the file system into one that names the checkpoint and what is left."""
     try:

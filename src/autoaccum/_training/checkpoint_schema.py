@@ -7,7 +7,6 @@ those of the optimizer and the scheduler; objects of the user's own judge theirs
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from dataclasses import fields
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.loader_state import Position
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -386,7 +386,7 @@ def _try(where: str, action: Callable[[], object]) -> None:
         raise MalformedError(f"{where} is not a state of a generator ({error})".strip()) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def _within(where: str) -> Iterator[None]:
     try:
         yield

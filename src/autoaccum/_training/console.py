@@ -6,7 +6,6 @@ seconds in lines. Neither callback starts a thread, since the host backend limit
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from autoaccum._arguments import is_one_of, shown
 from autoaccum._callbacks import Callback
 from autoaccum._memory.limits import format_bytes
 from autoaccum._sizing.planner import format_cut
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import Dropping, is_terminal, write_line
 from autoaccum.errors import InvalidInputError
 
@@ -394,7 +394,7 @@ class RichProgress(_Progress):
                 self._live.console.print(what)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _dropped() -> Iterator[None]:
     """Drop what cannot be drawn; of a pipe that nobody reads, rich makes SystemExit."""
     try:

@@ -13,6 +13,8 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from autoaccum._system.exceptions import contextmanager
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -65,7 +67,7 @@ class _Hashing:
         return None
 
 
-@contextlib.contextmanager
+@contextmanager
 def sealing(file: BinaryIO) -> Iterator[BinaryIO]:
     """Yield a file to write an archive to, which is sealed in `file` when the block has ended."""
     with ThreadPoolExecutor(1, thread_name_prefix="autoaccum-digest") as pool:

@@ -16,6 +16,7 @@ from autoaccum._arguments import check_path
 from autoaccum._callbacks import Callback
 from autoaccum._json import evaluation_record, oom_record, plan_record, probe_record, step_record, trial_record
 from autoaccum._oom import first_line
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import write_line
 from autoaccum.errors import InvalidInputError
 
@@ -289,7 +290,7 @@ class TensorBoardLog(_OneStepLate):
         if writer is not None:
             writer.close()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _failures_told(self) -> Iterator[None]:
         """Give the log up where TensorBoard fails: its thread that writes does not begin again after an error."""
         try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loader_checks import unlike_batch_size
@@ -13,9 +13,10 @@ from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.outside_limit import Outside
+from autoaccum._oom import first_line
 from autoaccum._records import FitResult
 from autoaccum._snapshot import RandomState
-from autoaccum._system import signals
+from autoaccum._system import exceptions, signals
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
@@ -163,7 +164,6 @@ class Training:
             limit_bytes: Memory limit, as the memory backend counts it.
             started: Start of the call, from `time.perf_counter`.
         """
-        result = None
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
         with self._interrupts.watching():
             try:
@@ -184,41 +184,64 @@ class Training:
                 result = self._result(started)
             except BaseException as error:
                 self._leave_result(error, started)
+                self._end(None, error, started)
                 raise
-            finally:
-                self._end(result)
+            self._end(result, None, started)
         return result
 
     def _leave_result(self, error: BaseException, started: float) -> None:
         """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C."""
-        if not self._lifecycle.has_begun or hasattr(error, "result"):
+        try:
+            # The result of an earlier call is not the user's own attribute: an instance may be raised again.
+            if hasattr(error, "result") and not isinstance(error.result, FitResult):
+                return
+            error.result = replace(self._result(started), stopped=type(error).__name__)  # type: ignore[attr-defined]
+        except Exception:  # noqa: BLE001 - the user's own may take no attribute, and nothing here must hide it
             return
-        # An exception of the user's may take no attribute, and whatever fails here must not hide it.
-        with contextlib.suppress(Exception):
-            result = replace(self._result(started), stopped=type(error).__name__)
-            error.result = result  # type: ignore[attr-defined]
         if isinstance(error, KeyboardInterrupt):
             self._notices.say(
                 f"interrupted after step {self._progress.moment.windows}; the result so far is the attribute 'result' "
                 "of the KeyboardInterrupt (in a notebook: sys.last_value.result)"
             )
 
-    def _end(self, result: FitResult | None) -> None:
+    def _end(self, result: FitResult | None, error: BaseException | None, started: float) -> None:
+        """Close the loader, restore the model and notify every callback, even if one of them raises.
+
+        The first error ends the call, with later ones as notes on it; only an interrupt comes before another error.
+
+        Args:
+            result: What `fit` returns; None after an error.
+            error: What ended the training; None if it ran to its end.
+            started: Start of the call.
+        """
         # A traceback may keep this training alive; the loader's workers must end all the same.
-        with ExitStack() as ends:  # every callback is notified, even if one of them raises
-            if self._checkpoints is not None:
-                ends.callback(self._checkpoints.end)  # runs last
-            self._progress.close()
-            self._lifecycle.end()
-            for callback in reversed(self._callbacks):
-                ends.callback(callback.on_fit_end, result)
+        ends = [self._progress.close, self._lifecycle.end]
+        ends += [partial(callback.on_fit_end, result) for callback in self._callbacks]
+        if self._checkpoints is not None:
+            ends.append(self._checkpoints.end)
+        first = error
+        for end in ends:
+            try:
+                end()
+            except BaseException as failure:  # noqa: BLE001 - raised below, or noted
+                if first is None or (isinstance(first, Exception) and not isinstance(failure, Exception)):
+                    first = failure
+                    self._leave_result(failure, started)
+                elif failure is not first:
+                    what = f"{type(failure).__name__}: {first_line(failure)}"
+                    exceptions.note(first, f"autoaccum: while the call ended, another error followed ({what})")
+        try:
+            if first is not None and first is not error:
+                raise first
+        finally:
+            del first  # the traceback has this frame
 
     def _result(self, started: float) -> FitResult:
         return FitResult(
             steps=self._progress.moment.windows,
             samples=self._progress.moment.samples,
             history=tuple(self._history),
-            plan=self._lifecycle.current.plan,
+            plan=self._lifecycle.plan,
             plans=self._lifecycle.plans,
             oom_events=self._lifecycle.oom_events,
             evaluations=tuple(evaluation for *_, evaluation in self._evaluations),

@@ -116,14 +116,19 @@ class PlanLifecycle:
         return "current" in vars(self)
 
     @property
+    def plan(self) -> Plan:
+        """The plan in force; before there is a runner, the one to begin with as far as it is known."""
+        return self.current.plan if self.has_begun else self._finding.plan()
+
+    @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
         """All plans, each with the step from which it was in force."""
-        return tuple(self._noting.plans) or ((self._progress.moment.windows + 1, self.current.plan),)
+        return tuple(self._noting.plans) or ((self._progress.moment.windows + 1, self.plan),)
 
     @property
     def oom_events(self) -> int:
         """Number of times memory ran out, including earlier calls."""
-        return self._earlier_oom_events + self.current.oom_events
+        return self._earlier_oom_events + (self.current.oom_events if self.has_begun else 0)
 
     # --- the plan to begin with ---------------------------------------------------------------------------------------
 

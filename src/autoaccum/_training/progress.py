@@ -7,13 +7,13 @@ checkpoint holds this state, and a resumed run begins from it.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._data.loader_state import Track
 from autoaccum._engine import update_complete
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._training.checkpoint_contents import Moment, Stopped
 from autoaccum.errors import InvalidInputError
 
