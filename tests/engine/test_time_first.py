@@ -107,3 +107,25 @@ def test_time_that_is_a_multiple_of_the_samples_is_named_after_many_passes_of_on
     autoaccum.fit(Tagger(), data, 4, micro_batch=4, device="cpu")
 
     assert capsys.readouterr().err.count("GRU 'layer' has batch_first=False") == 1
+
+
+@pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss()])
+def test_loss_that_fails_where_time_was_cut_has_a_note_on_it(capsys, loss):
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.LSTM(6, 4), nn.Linear(4, 3)
+
+        def forward(self, frames):
+            return self.head(self.layer(frames)[0][-1])
+
+    batches = [(torch.randn(16, 16, 6), torch.randint(3, (16,)))]  # as many time steps as samples
+
+    with pytest.raises(ValueError) as caught:
+        autoaccum.fit(Classifier(), batches, 16, loss=loss, micro_batch=8, device="cpu")
+
+    assert "LSTM 'layer' has batch_first=False" in caught.value.__notes__[0]
+    assert "Along((1, 0))" in caught.value.__notes__[0]
+    assert "batch_first" not in capsys.readouterr().err
+    model = Classifier()
+    autoaccum.fit(model, batches, 16, loss=loss, micro_batch=8, device="cpu", split=autoaccum.Along((1, 0)))

@@ -133,7 +133,7 @@ class NestedPiece(Piece):
             cannot be cut, or a list that can be read in two ways.
     """
 
-    __slots__ = ("_cuttable", "_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh")
+    __slots__ = ("_cuttable", "_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh", "dims")
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class NestedPiece(Piece):
         weigh: Callable[[Any], float] | None = None,
     ) -> None:
         self.batch = batch
+        self.dims = dims
         self._weigh = weigh
         # A list or a tuple of tensors, the usual batch, needs no optree.
         is_flat = type(batch) in (list, tuple) and all(map(_is_tensor, batch))
@@ -198,6 +199,14 @@ class NestedPiece(Piece):
             for mine, theirs in zip(self._leaves, other._leaves, strict=True)
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor)
         )
+
+    def whole_as_samples(self) -> list[tuple[int, ...]]:
+        """Shapes of tensors that are passed on whole, but have as many entries as there are samples."""
+        return [
+            tuple(leaf.shape)
+            for leaf, dim in zip(self._leaves, self._dims, strict=True)
+            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.samples
+        ]
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the batch, in the order of its nesting."""
@@ -290,6 +299,11 @@ class SplitPiece(Piece):
             raise InvalidInputError(
                 f"split={_named(self._split)}: cut(batch, {sizes}) returned {len(parts)} parts; return one for each"
             )
+        if _begin_alike(parts):
+            raise InvalidInputError(
+                f"split={_named(self._split)}: cut(batch, {sizes}) returned parts that begin at the same place in the "
+                "memory of the batch, so they hold the same samples; return consecutive parts"
+            )
         part = parts[1 if start else 0]
         if self._split.count(part) != stop - start:
             raise InvalidInputError(
@@ -374,6 +388,23 @@ def _checked(weight: Any, split: Split | str) -> float:
             "from 0, such as its tokens"
         )
     return found
+
+
+def _begin_alike(parts: Sequence[Any]) -> bool:
+    """Whether two parts consist of tensors alone, and all of these begin where those of the other part do."""
+    begins: set[tuple[int, ...]] = set()
+    for part in parts:
+        leaves = flatten(part)[0]
+        # Expanded tensors, also of constants, begin at the same place in all parts.
+        if not leaves or not all(
+            isinstance(leaf, Tensor) and leaf.numel() and 0 not in leaf.stride() for leaf in leaves
+        ):
+            return False
+        begin = tuple(leaf.data_ptr() for leaf in leaves)
+        if begin in begins:
+            return True
+        begins.add(begin)
+    return False
 
 
 def _named(split: Split) -> str:

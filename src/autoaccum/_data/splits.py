@@ -7,9 +7,13 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from autoaccum._arguments import check_call, check_function, shown
+from autoaccum._data.nesting import shapes_of
 from autoaccum._data.pieces import NestedPiece, Piece, Span, Split, SplitPiece
 from autoaccum._data.reading import Reading
+from autoaccum._system import exceptions
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -17,7 +21,8 @@ if TYPE_CHECKING:
 
     from autoaccum._data.pieces import Dims
 
-_METHODS = ("count", "cut", "join")
+# Each with the parameters that it is called with.
+_METHODS = {"count": "batch", "cut": "batch, sizes", "join": "batches"}
 
 
 class Along:
@@ -131,8 +136,17 @@ class ListOfSamples:
 
     def join(self, batches: Sequence[Any]) -> Any:
         """Return one or more lists of samples, collated; from copies, since collators take items out of samples."""
-        samples = itertools.chain.from_iterable(batches)
-        return self.collate([copy.copy(one) if isinstance(one, Mapping | list) else one for one in samples])
+        samples = list(itertools.chain.from_iterable(batches))
+        try:
+            return self.collate([copy.copy(one) if isinstance(one, Mapping | list) else one for one in samples])
+        except Exception as error:
+            if any(isinstance(one, Tensor) for one in samples):
+                exceptions.note(
+                    error,
+                    f"autoaccum: split={self!r} collates the items of the loader's batches, tensors of shapes "
+                    f"{shapes_of(samples)}; if the loader collates already, pass collate_fn=list to the DataLoader",
+                )
+            raise
 
 
 def check_split(split: object) -> None:
@@ -152,6 +166,9 @@ def check_split(split: object) -> None:
         )
     if not callable(getattr(split, "weight", len)):
         raise InvalidInputError(f"split={shown(split)}: weight is no function of a batch; leave it out, or make it one")
+    for name, parameters in {**_METHODS, "weight": "batch"}.items():
+        if hasattr(split, name):
+            check_call(f"split.{name}", getattr(split, name), parameters)
 
 
 class ByDefault(Along):
@@ -184,6 +201,18 @@ def piece_of(batch: Any, split: Split | None) -> Piece:
     """
     split = split or ByDefault()
     return split.piece(batch) if isinstance(split, Along) else SplitPiece(batch, split)
+
+
+def whole_as_samples(window: Sequence[Span]) -> str | None:
+    """Return what `None` in a split's dimensions passes on whole though it is as long as the batch; None if nothing."""
+    for span in window:
+        if isinstance(span.piece, NestedPiece) and (shapes := span.piece.whole_as_samples()):
+            return (
+                f"split={Along(span.piece.dims)!r} passes a tensor of shape {shapes[0]} whole to every micro-batch "
+                f"(None), and its first dimension is the number of samples, {span.piece.samples}; if it holds one "
+                "entry for each sample, give 0 for it"
+            )
+    return None
 
 
 def _numbers_in(dims: Any) -> list[Any]:

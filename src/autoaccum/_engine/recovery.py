@@ -11,6 +11,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from autoaccum import _oom
+from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
@@ -185,6 +186,8 @@ class Recovery:
                 f"autoaccum: in this window forward() modified {lost} of the model's parameters for the first time, "
                 "and they are not as they were before; reload them",
             )
+        if isinstance(error, Exception) and (text := whole_as_samples(window.spans)):
+            exceptions.note(error, f"autoaccum: {text}")
         if isinstance(error, ValueError):
             self._explain(error, window)
 

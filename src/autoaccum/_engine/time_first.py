@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from autoaccum._oom import is_oom
+from autoaccum._system import exceptions
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 _KINDS = (nn.RNNBase, nn.MultiheadAttention)
 _DIMS = 3  # (T, N, F)
-# Calls with one number of samples after which no other is waited for.
-_WAITED_FOR = 64
 # Passes of one size after which no other is waited for.
 _WAITED_FOR = 32
 
@@ -48,6 +48,7 @@ class TimeFirst:
             for name, module in root.named_modules()
             if isinstance(module, _KINDS) and not module.batch_first
         ]
+        self._taken = ""  # what is to be said of this pass if it fails
         self._suspected: list[int] = []  # the samples of calls that may be such by chance
         is_compiled = any(one._compiled_call_impl is not None for root in modules for one in root.modules())
         self.is_done = is_compiled or not self._watched
@@ -62,8 +63,13 @@ class TimeFirst:
             module.register_forward_pre_hook(partial(self._look, name, samples), with_kwargs=True)
             for name, module in self._watched
         ]
+        self._taken = ""
         try:
             yield
+        except Exception as error:
+            if self._taken and not is_oom(error):
+                exceptions.note(error, f"autoaccum: {self._taken}")
+            raise
         finally:
             for hook in hooks:
                 hook.remove()
@@ -72,15 +78,19 @@ class TimeFirst:
         given = args[0] if args else kwargs.get("input", kwargs.get("query"))
         if self.is_done or not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
             return
-        is_equal = given.shape[0] == samples
-        if is_equal and given.shape[1] % samples == 0 and set(self._suspected) <= {samples}:
+        if given.shape[0] != samples:
+            self.is_done = True
+            return
+        self._taken = (
+            f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape {tuple(given.shape)}, "
+            f"so it takes the {samples} samples of a micro-batch for time steps; if batches are time-first, pass "
+            "split=autoaccum.Along(1), or Along((1, 0)) for targets without time, otherwise make the module with "
+            "batch_first=True"
+        )
+        if given.shape[1] % samples == 0 and set(self._suspected) <= {samples}:
             self._suspected.append(samples)
             if len(self._suspected) < _WAITED_FOR:
                 return
         self.is_done = True
-        if is_equal:
-            self._notices.say(
-                f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape "
-                f"{tuple(given.shape)}, so it takes the {samples} samples of a micro-batch for time steps; if batches "
-                "are time-first, pass split=autoaccum.Along(1), otherwise make the module with batch_first=True"
-            )
+        self._notices.say(self._taken)
+        self._taken = ""

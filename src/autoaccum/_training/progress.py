@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
+from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Track
+from autoaccum._data.splits import is_default
 from autoaccum._engine import update_complete
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._training.checkpoint_contents import Moment, Stopped
@@ -179,7 +181,9 @@ class TrainingProgress:
                 dropped = (
                     f" or less than target_batch={self._data.target_batch} samples, which last_window='drop' leaves out"
                 )
-            raise InvalidInputError(f"the loader gave no batch{dropped}, so there is nothing to train on")
+            split = self._world.split
+            counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
+            raise InvalidInputError(f"the loader gave no batch{counted}{dropped}, so there is nothing to train on")
         return first
 
     def _begin_epoch(self) -> Iterator[Window]:
