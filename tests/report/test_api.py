@@ -245,6 +245,7 @@ def test_a_real_step_is_warned_of_and_its_reason_noted():
 
     (warning,) = report.warnings
     assert "could not be traced on fake tensors" in warning
+    assert "on the CPU; whether it runs on a card is not checked" in warning
     assert "without a device" not in warning
     assert any("the model branches on values" in note for note in report.notes)
 
@@ -275,6 +276,12 @@ def test_a_function_makes_its_model_without_memory_where_nothing_is_measured():
     report_on(model=make, device=None, gpus="t4", measure=False)
 
     assert {parameter.device.type for parameter in made[0].parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), nn.LazyLinear(2)], ids=["function", "module"])
+def test_a_lazy_model_is_refused_before_anything_is_predicted(make):
+    with pytest.raises(InvalidInputError, match="model: weight of LazyLinear has no shape before a first forward pass"):
+        report_on(model=make, device=None, gpus="t4", measure=False)
 
 
 @NEEDS_NO_CARD

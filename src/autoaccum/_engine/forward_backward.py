@@ -427,16 +427,26 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; pass an instance, not a class")
+    check_shapes(model)
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if value.is_meta:
+            raise InvalidInputError(
+                f"model: {name} of {type(model).__name__} is on the meta device and has no values; call "
+                "model.to_empty(device=...) and initialise it, or load weights with assign=True"
+            )
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Reject a model whose parameters have no shape yet.
+
+    Raises:
+        InvalidInputError: A parameter or a buffer is lazy.
+    """
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(value):
             raise InvalidInputError(
                 f"model: {name} of {type(model).__name__} has no shape before a first forward pass (a lazy module); "
                 "run the model on a batch once, then make the optimizer"
-            )
-        if value.is_meta:
-            raise InvalidInputError(
-                f"model: {name} of {type(model).__name__} is on the meta device and has no values; call "
-                "model.to_empty(device=...) and initialise it, or load weights with assign=True"
             )
 
 

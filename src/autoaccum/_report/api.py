@@ -27,7 +27,7 @@ from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.splits import check_split, is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
-from autoaccum._engine.forward_backward import assemble
+from autoaccum._engine.forward_backward import assemble, check_shapes
 from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.precision import PRECISIONS, own_half_type
 from autoaccum._engine.window_loss import check_loss_scope
@@ -328,15 +328,15 @@ def _measures(asked: bool | None, cards: Sequence[Card], device: object) -> bool
 
 
 def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_meta: bool) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    if callable(model):
+    made = model
+    if callable(model) and not isinstance(model, nn.Module):
         check_call("model", model, "")
-    made = (built_on_meta(model, notices) if on_meta else model()) if callable(model) else model
+        made = built_on_meta(model, notices) if on_meta else model()
     if not isinstance(made, nn.Module):
         raise InvalidInputError(
             f"model={shown(model)} must be a torch.nn.Module, or a function without arguments that makes one"
         )
+    check_shapes(made)
     return made
 
 
@@ -508,7 +508,9 @@ def _plan_warnings(
         )
     if any(one.estimate.real_step for one in predicted):
         warnings.say(
-            "the step could not be traced on fake tensors, so it is predicted from a small real one; the notes say why"
+            "the step could not be traced on fake tensors, so it is predicted from a small real one on the CPU; whether "
+            "it runs on a card is not checked (what was computed on the host may meet tensors on the card); the notes "
+            "say why"
         )
     return list(warnings.texts)
 
