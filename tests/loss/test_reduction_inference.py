@@ -13,6 +13,7 @@ from autoaccum._loss.objective import Objective
 from autoaccum._loss.weighting import Over
 from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
+from autoaccum.errors import InvalidInputError
 from helpers import CPU
 
 
@@ -505,3 +506,19 @@ def test_penalty_on_a_gradient_of_the_model_is_asked_for_with_graphs():
     runner.step({"inputs": torch.randn(8, 4), "labels": torch.arange(8)})
 
     assert [text for text in notices.texts if "could not be inferred" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda outputs, targets: (outputs - targets) ** 2, r"shape \(4, 1\)"),
+        (lambda outputs, targets: None, "NoneType"),
+    ],
+)
+def test_what_is_no_loss_is_said_once_by_the_error_alone(capsys, loss, found):
+    batches = [(torch.randn(8, 3), torch.randn(8, 1))]
+
+    with pytest.raises(InvalidInputError, match=found):
+        autoaccum.fit(nn.Linear(3, 1), batches, 8, loss=loss, micro_batch=4, device="cpu")
+
+    assert "loss_reduction=" not in capsys.readouterr().err

@@ -190,17 +190,22 @@ class Objective:
             InvalidInputError: The returned value is not a loss.
         """
         raw, outputs = source.run(self, batch)
+        name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
+        if isinstance(value, Tensor) and value.dim() == 0:  # the usual case
+            terms = [Term(name, value)]
+        else:
+            terms = self._terms(raw, samples, source.total, self._with_gradients(source, batch))
         if self._settler.put_off is not None:
             self._settler.say_put_off()
-        if len(raw) == 1:
-            ((name, value),) = raw.items()
-            if isinstance(value, Tensor) and value.dim() == 0:
-                return [Term(name, value)], outputs  # the usual case
+        return terms, outputs
+
+    def _with_gradients(self, source: Source, batch: Any) -> Callable[[], Mapping[str, Any] | None]:
+        """Return a function that runs one source once more, to see what has gradients; None if it may not be run."""
 
         def with_gradients() -> Mapping[str, Any] | None:
             return self._looked_at(lambda: source.run(self, self._one_of(batch))[0]) if self.may_look else None
 
-        return self._terms(raw, samples, source.total, with_gradients), outputs
+        return with_gradients
 
     def _one_of(self, batch: Any) -> Any:
         """Return one sample of a micro-batch; all of it where a split has joined it, which cannot cut it again."""

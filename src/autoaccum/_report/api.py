@@ -508,9 +508,9 @@ def _plan_warnings(
         )
     if any(one.estimate.real_step for one in predicted):
         warnings.say(
-            "the step could not be traced on fake tensors, so it is predicted from a small real one on the CPU; whether "
-            "it runs on a card is not checked (what was computed on the host may meet tensors on the card); the notes "
-            "say why"
+            "the step could not be traced on fake tensors, so it is predicted from a small real one on the CPU; "
+            "whether it runs on a card is not checked (what was computed on the host may meet tensors on the card); "
+            "the notes say why"
         )
     return list(warnings.texts)
 
