@@ -1,6 +1,7 @@
 """Records check what users write into them, and wait for the device only when they are read."""
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -120,3 +121,15 @@ def test_plan_that_cannot_be_followed_is_refused_with_its_numbers(target, sizes,
 def test_number_of_samples_is_a_positive_int_and_nothing_else(value):
     with pytest.raises(InvalidInputError, match=rf"n must be .*{value}"):
         check_positive_int("n", value)
+
+
+@pytest.mark.parametrize("loss", [0.25, float("nan"), torch.tensor(0.25)])
+def test_pickled_result_equals_the_first(loss):
+    result = fit_result((step_report(1, loss=loss), step_report(2, device_grad_norm=DeviceScalar(2.0))))
+
+    assert pickle.loads(pickle.dumps(result)) == result  # noqa: S301 - made here
+
+
+def test_results_with_other_losses_differ():
+    assert fit_result((step_report(1, loss=0.25),)) != fit_result((step_report(1, loss=0.5),))
+    assert DeviceScalar(0.25) != 0.25

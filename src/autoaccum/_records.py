@@ -25,7 +25,7 @@ class _HasItem(Protocol):
     def item(self) -> Any: ...
 
 
-class DeviceScalar:
+class DeviceScalar:  # noqa: PLW1641 - a hash would wait for the device
     """A number that may still be on the device; the first `read()` waits for it and keeps the float."""
 
     __slots__ = ("_value",)
@@ -44,6 +44,13 @@ class DeviceScalar:
     def value(self) -> Any:
         """The number without waiting: a float, or a tensor that may still be on the device."""
         return self._value
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same number, read from the device; NaN equals NaN, as in a pickled copy."""
+        if not isinstance(other, DeviceScalar):
+            return NotImplemented
+        mine, theirs = self.read(), other.read()
+        return mine == theirs or (math.isnan(mine) and math.isnan(theirs))
 
     def __repr__(self) -> str:
         return repr(self._value) if isinstance(self._value, float) else "<on the device>"
@@ -357,7 +364,7 @@ class FitResult:
         """Write the page to a file; on failure the file is unchanged.
 
         Raises:
-            InvalidInputError: The folder does not exist, or permission to write there is missing.
+            InvalidInputError: It is no path, the folder does not exist, or permission to write there is missing.
         """
         page = self.to_html()
         with beside(path) as unfinished:

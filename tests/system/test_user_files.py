@@ -31,6 +31,12 @@ def test_what_fails_on_the_way_changes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [place]
 
 
+@pytest.mark.parametrize("path", [None, 3, b"report.html", "", "a\0b", ["report.html"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(InvalidInputError, match=r"^path="), beside(path):
+        raise AssertionError
+
+
 @pytest.mark.parametrize(("name", "why"), [("none/report.html", "no such folder"), (".", "it is a folder")])
 def test_a_place_where_nothing_can_be_written_is_refused(tmp_path, name, why):
     with pytest.raises(InvalidInputError, match=why):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import check_path
 from autoaccum._report import document, page, table
 from autoaccum._report.records import Findings
 from autoaccum._system.user_files import beside
@@ -46,7 +46,11 @@ class Report(Findings):
         return page.page_of(self)
 
     def save_html(self, path: str | PathLike[str]) -> None:
-        """Write the page to a file; on failure the file is unchanged."""
+        """Write the page to a file; on failure the file is unchanged.
+
+        Raises:
+            InvalidInputError: It is no path, the folder does not exist, or permission to write there is missing.
+        """
         with beside(path) as unfinished:
             unfinished.write_text(self.to_html(), encoding="utf-8")
 
@@ -57,12 +61,12 @@ class Report(Findings):
             path: The file; its suffix sets the format (.png, .svg, .pdf).
 
         Raises:
-            InvalidInputError: matplotlib is missing, or does not support the format.
+            InvalidInputError: It is no path, or matplotlib is missing, or does not support the format.
         """
         # Here, because matplotlib is slow to import and few need it.
         from autoaccum._report import plotting  # noqa: PLC0415
 
-        plotting.plot(self, Path(path))
+        plotting.plot(self, check_path("path", path, "file to write"))
 
     def __str__(self) -> str:
         return table.text_of(self)

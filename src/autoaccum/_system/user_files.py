@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoaccum._arguments import check_path
 from autoaccum._system import safe_files
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
@@ -39,9 +40,9 @@ def beside(path: str | PathLike[str]) -> Iterator[Path]:
     """Yield a path to write to, which replaces `path` at the end; if the block raises, `path` is unchanged.
 
     Raises:
-        InvalidInputError: The folder does not exist, or permission to write there is missing.
+        InvalidInputError: It is no path, the folder does not exist, or permission to write there is missing.
     """
-    place = Path(path)
+    place = check_path("path", path, "file to write")
     try:
         with safe_files.replacing(place, ending=place.suffix) as unfinished:
             yield unfinished
