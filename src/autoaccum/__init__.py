@@ -8,7 +8,6 @@ from autoaccum._data.batches import Window, windows
 from autoaccum._data.pieces import Split
 from autoaccum._data.splits import Along, ListOfSamples
 from autoaccum._distributed.process_group import join_ranks
-from autoaccum._engine.accumulator import Accumulator
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
 from autoaccum._launch import Job
@@ -28,6 +27,7 @@ from autoaccum._records import (
 from autoaccum._report import Report
 from autoaccum._report.api import preflight
 from autoaccum._sizing.planner import plan
+from autoaccum._training.accumulator import Accumulator
 from autoaccum._training.api import fit
 from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.errors import (

@@ -354,3 +354,28 @@ def test_memory_that_is_short_for_a_reduction_known_beforehand_is_no_event():
     )
 
     assert [runner.step(PAIR).oom_events for _ in range(4)] == [0, 0, 0, 0]
+
+
+def test_comparison_leaves_no_gradient_on_other_modules_that_a_loss_uses():
+    head = nn.Linear(3, 3)
+
+    said_of(
+        linear(), lambda outputs, targets: functional.cross_entropy(head(outputs), targets).detach() + outputs.mean()
+    )
+
+    assert [parameter.grad for parameter in head.parameters()] == [None, None]
+    runner = autoaccum.Runner(linear(), None, autoaccum.plan(16, 8), loss=nn.CrossEntropyLoss(), device=CPU)
+    other = torch.nn.Parameter(torch.ones(3))
+    runner = autoaccum.Runner(
+        linear(),
+        None,
+        autoaccum.plan(16, 8),
+        loss=lambda outputs, targets: functional.cross_entropy(outputs * other, targets),
+    )
+    seen = []
+    runner.optimizer.register_step_pre_hook(lambda *_: seen.append(other.grad.clone()))
+    runner.step(PAIR)
+    outputs = linear()(X)
+    functional.cross_entropy(outputs * other, PAIR[1]).backward()
+
+    torch.testing.assert_close(other.grad - seen[0], seen[0])

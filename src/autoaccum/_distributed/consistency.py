@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._engine.dtensor import is_spread
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizer_list import name_of
 from autoaccum.errors import InvalidInputError
 
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._system.notices import Notices
 
 
-def check_alike(ranks: Ranks, step: TrainingStep, arguments: Mapping[str, Any]) -> None:
+def check_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) -> None:
     """Reject ranks whose model, optimizer or arguments differ, and say which differ.
 
     Args:
@@ -38,7 +39,7 @@ def check_alike(ranks: Ranks, step: TrainingStep, arguments: Mapping[str, Any]) 
     mine = {
         **{name: repr(value) for name, value in arguments.items()},
         "model": _forms(step),
-        "optimizer": _optimizer(step.optimizer),
+        "optimizer": _optimizer(step.optimizer) if isinstance(step, TrainingStep) else "",
         "device": step.memory.device.type,
         "precision": step.precision.name,
     }
@@ -72,7 +73,7 @@ def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def begin_alike(ranks: Ranks, step: TrainingStep, notices: Notices) -> None:
+def begin_alike(ranks: Ranks, step: GradientStep, notices: Notices) -> None:
     """Give every rank the weights and buffers of rank 0, and report if they differed."""
     tensors = _state(step)
     digests = ranks.exchange("weights at start", _digest(tensors))
@@ -99,7 +100,7 @@ def look_at_data(ranks: Ranks, first: Window, notices: Notices) -> None:
         )
 
 
-def _forms(step: TrainingStep) -> str:
+def _forms(step: GradientStep) -> str:
     names: list[str] = []
     for number, module in enumerate(step.objective.modules):
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
@@ -129,7 +130,7 @@ def _first_difference(one: str, other: str) -> str:
     return f"{there}, and {here} on rank 0"
 
 
-def _state(step: TrainingStep) -> list[Tensor]:
+def _state(step: GradientStep) -> list[Tensor]:
     device = step.memory.device.type
     found = {
         id(tensor): tensor

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._distributed.overlap import SHARED, Overlap
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import Reduced
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.objective import PAIR, SUM
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.overlap import Weight
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.peers import BeforeUpdate, Work
@@ -87,7 +88,7 @@ class DataParallel:
 
     Args:
         ranks: All ranks.
-        step: This rank's training step.
+        step: This rank's training step; without an optimizer, gradients are summed and no update is made.
         wishes: Returns the actions that this rank requests after the current window, as bits shared with all ranks.
         note: Returns a further number that this rank shares with every window.
         look: Called with these numbers of all ranks before an update is made. It may reject the update, on every rank
@@ -110,7 +111,7 @@ class DataParallel:
     def __init__(
         self,
         ranks: Ranks,
-        step: TrainingStep,
+        step: GradientStep,
         *,
         wishes: Callable[[], int] = lambda: 0,
         note: Callable[[], int] = lambda: 0,
@@ -127,6 +128,7 @@ class DataParallel:
         self._look = look
         self._is_timed = is_timed
         self._step = step
+        self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
         self._gradients = room or Buckets(self._trained if self.adds_up_gradients else [])
         self.overlap: Overlap | None = None
@@ -237,7 +239,8 @@ class DataParallel:
         Raises:
             DoesNotFitError: Memory ran out again. The others have made the update, so the window cannot be repeated.
         """
-        updates, memory = self._step.updates, self._step.memory
+        updates, memory = self._updates, self._step.memory
+        assert updates is not None
         before = updates.made
         try:
             return updates.commit(reduced.grad_norm)
@@ -363,7 +366,9 @@ class DataParallel:
 
     def _unscale_and_clip(self, outcome: Outcome) -> None:
         """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
-        updates = self._step.updates
+        updates = self._updates
+        if updates is None:
+            return
         norm = outcome.run(updates.norm)
         if not updates.clips:
             return
@@ -499,7 +504,7 @@ class DataParallel:
         outcome.reported = means(found)
 
 
-def trained(step: TrainingStep) -> list[nn.Parameter]:
+def trained(step: GradientStep) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order that all ranks use."""
     return [parameter for parameter in step.parameters if parameter.requires_grad]
 
@@ -585,7 +590,7 @@ class _SharedBuffers:
     written is copied from the first rank that had samples.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
+    def __init__(self, step: GradientStep) -> None:
         parts = dict.fromkeys(part for module in step.objective.modules for part in module.modules())
         device = step.memory.device.type
         self._owners = [

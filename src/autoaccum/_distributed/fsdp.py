@@ -79,6 +79,7 @@ class ShardedDataParallel(DataParallel):
 
     def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
+        self._training = step
         self._mark = Mark(step.objective.modules, step.memory.device)
         self._growth = None if grows_to is None else Growth(grows_to)
         self._larger: int | None = None
@@ -115,7 +116,7 @@ class ShardedDataParallel(DataParallel):
         self._larger = None
         self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if self._window.samples else 0))
         memory = self._step.memory
-        if self._growth is not None and self._step.optimizer.state:
+        if self._growth is not None and self._training.optimizer.state:
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
@@ -165,12 +166,12 @@ class ShardedDataParallel(DataParallel):
         """Whether every rank holds its shard of the gradients; if so, unscale and clip them."""
         are_ready = super().all_ready(outcome)
         self._is_told = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
-        if are_ready and self._step.updates.clips:
+        if are_ready and self._training.updates.clips:
             # All ranks compute the norm over all shards together.
             self.begin_pass()
-            norm = self._step.updates.norm()
+            norm = self._training.updates.norm()
             assert norm is not None
-            self._step.updates.clip(norm)
+            self._training.updates.clip(norm)
             outcome.norm = norm.full_tensor()  # type: ignore[attr-defined]
             self.end_pass()
         return are_ready

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.buckets import Bucket
     from autoaccum._distributed.process_group import Asked, Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
@@ -116,7 +116,7 @@ class Overlap:
     def __init__(
         self,
         ranks: Ranks,
-        step: TrainingStep,
+        step: GradientStep,
         trained: Sequence[nn.Parameter],
         buckets: Buckets,
         weigh: Callable[[], Weight | None],

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.moving_layers import MovingLayers
-    from autoaccum._engine.peers import Peers, SharedWeights
+    from autoaccum._engine.peers import GradientPeers, SharedWeights
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
     from autoaccum._sizing.sizing import Sizing
@@ -72,7 +72,7 @@ class MicroBatches:
         loss_scope: str,
         norms: BatchNorms,
         moving: MovingLayers,
-        peers: Peers | None = None,
+        peers: GradientPeers | None = None,
     ) -> None:
         check_loss_scope(loss_scope)
         self._is_part = peers is not None and peers.is_part

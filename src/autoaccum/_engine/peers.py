@@ -75,17 +75,15 @@ class Talk(Protocol):
         """Return each rank's value, which may contain tensors, in rank order."""
 
 
-class Peers(Protocol):
-    """The processes of a training, from the point of view of one of them.
+class GradientPeers(Protocol):
+    """The processes that compute the gradient of a window together, from the point of view of one of them.
 
     Attributes:
         is_part: Whether other processes have other parts of the same windows.
-        is_decided: Whether the others make, or have made, the current window's update, whatever happens here.
         sending: Sends gradients during the last micro-batch; None if this is not done.
     """
 
     is_part: bool
-    is_decided: bool
 
     @property
     def sending(self) -> Sending | None: ...
@@ -108,9 +106,6 @@ class Peers(Protocol):
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def expected_gradients(self) -> int | None:
-        """Return how many parameters will have a gradient; None for as many as have one now."""
-
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
@@ -125,9 +120,6 @@ class Peers(Protocol):
             about what a loss runs over.
         """
 
-    def commit(self, reduced: Reduced) -> Update:
-        """Step the optimizer, which all processes do now."""
-
     def failed(self, error: Exception, work: Work, number: int) -> None:
         """Handle the consequences of this process's failure for the others, and raise if it ends the training.
 
@@ -136,6 +128,22 @@ class Peers(Protocol):
             work: The micro-batches of the window.
             number: The number of the update.
         """
+
+
+class Peers(GradientPeers, Protocol):
+    """The processes that make an update from a window together.
+
+    Attributes:
+        is_decided: Whether the others make, or have made, the current window's update, whatever happens here.
+    """
+
+    is_decided: bool
+
+    def expected_gradients(self) -> int | None:
+        """Return how many parameters will have a gradient; None for as many as have one now."""
+
+    def commit(self, reduced: Reduced) -> Update:
+        """Step the optimizer, which all processes do now."""
 
 
 class Alone:

@@ -210,15 +210,16 @@ def deviation(
         whole = _trained(run.terms([row for part in split for row in part], sample, way, convert=convert))
         of_whole, of_parts = _factors(whole, known, parts, tuple(map(len, split)))
         total = _total(whole, of_whole)
-        if total is None or not math.isfinite(total.item()):
+        if total is None or not stand_ins or not math.isfinite(total.item()):
             return None
-        total.backward()  # type: ignore[no-untyped-call]
+        leaves = list(stand_ins.values())  # and no parameters of other modules that the loss uses
+        total.backward(inputs=leaves)  # type: ignore[no-untyped-call]
         del whole, total
         sizes = {name: _norm(parameter) for name, parameter in stand_ins.items()}
         for rows, factors in zip(split, of_parts, strict=True):
             total = _total(_trained(run.terms(rows, sample, way, convert=convert)), factors)
             if total is not None:
-                (-total).backward()  # type: ignore[no-untyped-call]
+                (-total).backward(inputs=leaves)  # type: ignore[no-untyped-call]
         apart = {name: _norm(parameter) for name, parameter in stand_ins.items()}
     least = noise.all * math.hypot(*sizes.values())
     errors = {name: apart[name] / size for name, size in sizes.items() if size and apart[name] > least}

@@ -21,7 +21,7 @@ from autoaccum._loss.nonlinear_terms import rest_of
 from autoaccum._loss.observation import Attempt, Run, Way
 from autoaccum._loss.reduction_candidates import Question, question_of, telling_split
 from autoaccum._loss.unknown_loss import randomness
-from autoaccum._loss.unusual_samples import unusual_samples
+from autoaccum._loss.unusual_samples import choose_unusual
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum.errors import InvalidInputError
 
@@ -160,7 +160,7 @@ class Settler:
         self._compared_in = self._windows
         inferred, self._inferred = self._inferred, set()
         chance = random.Random(self._windows)  # noqa: S311 - no secret, and the same in every run
-        sample, splits = unusual_samples(window, _MOST, chance)
+        sample, splits = choose_unusual(window, _MOST, chance)
         attempt = Attempt(sample, splits, [], window, run, run.in_effect(self._ways[0], sample))
         attempt = attempt._replace(observed=attempt.more(splits))
         for name in inferred:
@@ -360,7 +360,7 @@ class Settler:
             if not question.candidates:
                 return
             chance = random.Random(number)  # noqa: S311 - no secret, and the same in every run
-            sample, splits = unusual_samples(attempt.window, max(_LEAST, attempt.sample.samples), chance)
+            sample, splits = choose_unusual(attempt.window, max(_LEAST, attempt.sample.samples), chance)
             other = attempt._replace(sample=sample, splits=splits)
             question.learn(other._replace(observed=other.more(splits)).splits_of(name))
 

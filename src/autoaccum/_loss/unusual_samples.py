@@ -25,7 +25,7 @@ _LOOKED_AT = 2**20
 _OF_EACH = 2
 
 
-def unusual_samples(window: Window, most: int, chance: random.Random) -> tuple[Window, list[Rows]]:
+def choose_unusual(window: Window, most: int, chance: random.Random) -> tuple[Window, list[Rows]]:
     """Return some samples, unusual ones first, and ways to split them; they can be joined, and are at least two.
 
     Args:

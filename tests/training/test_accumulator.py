@@ -212,7 +212,7 @@ def test_fp16_without_a_scaler_is_refused():
 
 def test_autocast_of_the_users_own_stays_in_force():
     model, seen = nn.Linear(5, CLASSES), []
-    model.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+    model.register_forward_hook(lambda *given: seen.append(given[2].dtype) if model.training else None)
     inputs, targets = batch()
     accumulating = accumulator(model, precision="auto")
 
@@ -437,10 +437,10 @@ def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode):
         if torch.equal(found[0]["gradients"][0], before[0]["gradients"][0]):
             assert_bitwise(found, before)
             assert all(parameter.grad is one for parameter, one in zip(model.parameters(), held, strict=True))
-        else:  # while the sums were written, which is done to the end
+        else:  # while gradients were compared, or the sums were written, which is done to the end
             assert_bitwise(found, done)
             n_done += 1
-    assert n_done <= len(held) + 1
+    assert n_done < whole.count
 
 
 def test_failures_do_not_change_a_bit_of_what_the_same_cut_gives_that_never_failed():

@@ -1,0 +1,238 @@
+"""Adds one batch's gradient to `.grad`, in micro-batches that fit, for loops that bring their own optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoaccum._arguments import check_choice, check_function, shown
+from autoaccum._callbacks import check_callbacks
+from autoaccum._data.batches import as_window
+from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._distributed.process_group import Ranks, join_ranks
+from autoaccum._engine import devices
+from autoaccum._engine.accumulator import GradientAccumulator
+from autoaccum._engine.batchnorm import check_batchnorm
+from autoaccum._engine.events import Events
+from autoaccum._engine.forward_backward import assemble_without_optimizer
+from autoaccum._engine.outside_limit import Outside
+from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.window_loss import check_loss_scope
+from autoaccum._loss.closures import Closure, modules_used_by
+from autoaccum._memory.limits import parse_limit
+from autoaccum._sizing.planner import check_finding
+from autoaccum._system.notices import Notices
+from autoaccum.errors import InvalidInputError, RankFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from autoaccum._callbacks import Callback
+    from autoaccum._data.pieces import Split
+    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._loss.objective import Loss
+    from autoaccum._memory.base import MemoryBackend
+    from autoaccum._records import BackwardReport, Plan
+
+_KEEP = ("outputs",)
+
+
+class Accumulator:
+    """Adds gradients of whole batches to `.grad`, whatever fits at once, in a loop with an optimizer of your own.
+
+        accumulator = autoaccum.Accumulator(model, loss=loss)
+        for batch in loader:  # batches of the size that you mean
+            report = accumulator.backward(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    `backward` takes the place of the forward pass, the loss and `loss.backward()`. It finds the largest micro-batch
+    that fits while it trains, cuts smaller and continues when memory runs out, and grows back once memory is free
+    again. It steps no optimizer and clears no gradients: called twice, gradients add up.
+
+    Args:
+        model: The model. It is moved to the device and stays there.
+        loss: As for `fit`.
+        closure: Instead of `loss`, a function of one micro-batch on the device that runs the model itself and returns
+            the loss, in any form that `loss` may return. It is called again after memory has run out, so it must not
+            change anything but the state of modules and random numbers. Modules that it refers to besides the model
+            (a teacher, a discriminator) are found, moved to the device, and restored with the model.
+        device: As for `fit`.
+        precision: As for `fit`. Where your loop has entered `torch.autocast`, "auto" leaves that in force. "fp16" needs
+            `scale`.
+        memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
+            is created.
+        micro_batch: The most samples at once; "auto" finds it.
+        strategy: As for `fit`.
+        forward: As for `fit`.
+        loss_reduction: As for `fit`.
+        loss_scope: As for `fit`.
+        batchnorm: As for `fit`.
+        split: As for `fit`.
+        scale: A `torch.amp.GradScaler`, or a function of the loss that returns what is backpropagated. Gradients stay
+            scaled, for `scaler.unscale_` and `scaler.step`.
+        callbacks: Called when memory runs out and when the plan changes.
+        notices: Reports choices made on your behalf; None for stderr.
+
+    A batch's gradient is computed from none and added to what was in `.grad` once it is complete, so that memory which
+    runs out on the way does not affect earlier gradients. This takes the memory of a second set of gradients while
+    there are earlier ones, and sizes for those batches are found separately.
+
+    Parameters must not have post-accumulate-grad hooks (an optimizer that steps in the backward pass), since they would
+    run for each micro-batch. Gradients cannot be differentiated again (`create_graph`).
+
+    Raises:
+        InvalidInputError: An argument cannot be used.
+        DoesNotFitError: The model itself does not fit on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss | Sequence[Loss] | None = None,
+        closure: Callable[[Any], Any] | None = None,
+        device: str | torch.device | MemoryBackend | None = None,
+        precision: str = "auto",
+        memory_limit: float | str | None = None,
+        micro_batch: int | str = "auto",
+        strategy: str | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        loss_reduction: str | None = None,
+        loss_scope: str = "micro_batch",
+        batchnorm: str = "keep",
+        split: Split | None = None,
+        scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
+        callbacks: Sequence[Callback] = (),
+        notices: Notices | None = None,
+    ) -> None:
+        check_finding(micro_batch, "inline", strategy)
+        check_callbacks(callbacks)
+        check_loss_scope(loss_scope)
+        check_batchnorm(batchnorm)
+        _check_functions(loss, closure, forward, loss_scope)
+        if notices is not None and not isinstance(notices, Notices):
+            raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None for stderr")
+        self._notices = notices = notices or Notices()
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        memory = devices.resolve(device, model, notices)
+        limit_bytes = parse_limit(memory_limit, memory)
+        used = [] if closure is None else modules_used_by(closure)
+        losses = loss if isinstance(loss, list | tuple) else [loss]
+        used += [module for one in (*losses, forward) if callable(one) for module in modules_used_by(one)]
+        self._step = assemble_without_optimizer(
+            model,
+            loss if closure is None else [Closure(closure)],
+            memory=memory,
+            precision_name=precision,
+            forward=forward,
+            loss_reduction=loss_reduction,
+            notices=notices,
+            split=split,
+            further=[module for module in dict.fromkeys(used) if module not in losses],
+            scale=scale,
+        )
+        self._ranks = _ranks(self._step, loss_scope, batchnorm, notices)
+        self._limit = StepLimit(memory, limit_bytes)
+        ranks, step = self._ranks, self._step
+        self._accumulating = GradientAccumulator(
+            step,
+            Events([Outside(callback, memory) for callback in callbacks], notices),
+            notices,
+            peers=None if ranks is None else lambda: DataParallel(ranks, step),
+            micro_batch=micro_batch,
+            strategy=strategy,
+            loss_scope=loss_scope,
+            batchnorm=batchnorm,
+        )
+        self._is_at_work = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """How batches are cut where `.grad` was empty before; None before the first batch."""
+        return self._accumulating.plan
+
+    def backward(self, batch: Any, *, keep: str | None = None) -> BackwardReport:
+        """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.
+
+        Under torchrun, every process calls it with its own part of the batch, and all get the gradient of the whole.
+
+        Args:
+            batch: One batch, of any size, or a sequence of batches that belong together (what `autoaccum.windows`
+                yields).
+            keep: "outputs" to return what the model returned for each micro-batch; None for nothing.
+
+        Returns:
+            What was done. Reading its loss waits for the device.
+
+        Raises:
+            InvalidInputError: The batch or the loss's return value cannot be used. After this and the other errors,
+                `.grad`, buffers and random state are as before.
+            DoesNotFitError: Not even one sample at a time fits.
+            DeviceLostError: This process can no longer use the device.
+            RankFailedError: Another process of this training failed.
+        """
+        step = self._step
+        if keep is not None:
+            check_choice("keep", keep, _KEEP)
+            if not step.objective.gives_outputs:
+                raise InvalidInputError(
+                    "keep='outputs': a closure, or a list of losses, returns no outputs; leave it out"
+                )
+        if self._is_at_work:
+            raise InvalidInputError("backward was called within backward (by a hook, a closure or a callback)")
+        self._is_at_work = True
+        step.keeps_outputs = keep is not None
+        try:
+            window = as_window(batch, step.objective.split)
+            with self._limit.in_force():
+                return self._accumulating.add(window)
+        except BaseException as error:
+            if self._ranks is not None and not isinstance(error, RankFailedError):
+                self._ranks.fail(error)  # the others wait for this one
+            raise
+        finally:
+            self._is_at_work = False
+
+
+def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices) -> Ranks | None:
+    """Join the other processes of this training, and give all of them the weights of the first; None if there are none.
+
+    Raises:
+        InvalidInputError: The processes differ, or the loss needs all samples in one of them.
+    """
+    memory = step.memory
+    join_ranks(memory.device)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if torch.distributed.get_world_size() == 1:
+        return None
+    refuse_what_talks(step.objective.modules)
+    if loss_scope != "micro_batch":
+        raise InvalidInputError(
+            f"loss_scope={loss_scope!r} computes the loss of a whole batch at once, but each of "
+            f"{torch.distributed.get_world_size()} ranks holds only a part of it; train in one process"
+        )
+    ranks = Ranks(memory)
+    check_alike(ranks, step, {"batchnorm": batchnorm})
+    begin_alike(ranks, step, notices)
+    return ranks
+
+
+def _check_functions(loss: object, closure: object, forward: object, loss_scope: str) -> None:
+    if closure is None:
+        return
+    given = [name for name, one in (("loss", loss), ("forward", forward)) if one is not None]
+    if loss_scope == "window":
+        given.append("loss_scope='window'")
+    if given:
+        raise InvalidInputError(
+            f"closure= runs the model and returns the loss itself, so {' and '.join(given)} would have no effect; "
+            "leave one of them out"
+        )
+    check_function("closure", closure, "batch")

@@ -1,0 +1,49 @@
+"""Several ranks with an accumulator get the gradient of all their batches together, also where one lacks memory."""
+
+import pytest
+
+import autoaccum
+import rank_accumulating
+from rank_training import FAR, assert_alike, far
+
+
+@pytest.mark.parametrize("loss", rank_accumulating.LOSSES)
+@pytest.mark.parametrize("most", [(), ((1, 2),)], ids=["enough", "one lacks memory"])
+def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, most):
+    alone = rank_accumulating.train(0, 1, loss=loss)
+
+    found = crew.run("rank_accumulating:train", size=2, loss=loss, most=most)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], alone["parameters"]) < FAR
+    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+    assert found[0]["samples"] == [rank_accumulating.BATCH] * 3
+    assert [one["oom_events"] > 0 for one in found] == [False, bool(most)]
+
+
+def test_batches_add_up_and_parameters_are_frozen_on_all_ranks(crew):
+    alone = rank_accumulating.train(0, 1, twice=True, frozen_at=1)
+
+    found = crew.run("rank_accumulating:train", size=3, twice=True, frozen_at=1, most=((0, 1), (2, 3)))
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], alone["parameters"]) < FAR
+
+
+def test_statistics_of_batchnorm_are_alike(crew):
+    assert_alike(crew.run("rank_accumulating:train", size=2, norm=True, most=((0, 3),)))
+
+
+def test_error_on_one_rank_ends_the_others_at_once(crew):
+    first, second = crew.answers("rank_accumulating:train", size=2, fails=(1,))
+
+    assert isinstance(first, autoaccum.RankFailedError)
+    assert "the user's own" in str(first)
+    assert isinstance(second, LookupError)
+
+
+def test_sample_that_does_not_fit_on_one_rank_ends_all(crew):
+    first, second = crew.answers("rank_accumulating:train", size=2, most=((0, 0),))
+
+    assert isinstance(first, autoaccum.DoesNotFitError)
+    assert isinstance(second, autoaccum.RankFailedError)

@@ -1,0 +1,77 @@
+"""Loops with an accumulator that tests run on several ranks, and alone to compare."""
+
+import contextlib
+import io
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoaccum
+from rank_training import net, of_tokens, texts, vectors
+
+BATCH = 24
+
+
+class Tight(nn.Module):
+    """Lacks memory for more samples at once than `most`, on one rank."""
+
+    def __init__(self, body, most):
+        super().__init__()
+        self.body, self.most = body, most
+
+    def forward(self, inputs):
+        if self.most is not None and self.training and len(inputs) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        return self.body(inputs)
+
+
+def half_of_classes(outputs, targets):
+    weights = (targets % 2 == 1).double() + 0.5
+    return (functional.cross_entropy(outputs, targets, reduction="none") * weights).sum(), weights.sum()
+
+
+LOSSES = {
+    "module": (nn.CrossEntropyLoss(), vectors),
+    "pair": (half_of_classes, vectors),
+    "sum": (lambda outputs, targets: functional.cross_entropy(outputs, targets, reduction="sum"), vectors),
+    "tokens": (of_tokens, texts),
+}
+
+
+def part(samples, rank, size, number):
+    """The rank's part of a batch: ranks have unlike numbers of samples."""
+    own = samples(BATCH * 4)[number * BATCH : (number + 1) * BATCH]
+    bound = [round(BATCH * (at / size) ** 1.5) for at in range(size + 1)]
+    return tuple(map(torch.stack, zip(*own[bound[rank] : bound[rank + 1]], strict=True)))
+
+
+def train(rank, size, *, loss="module", most=(), fails=(), twice=False, frozen_at=None, norm=False, steps=3):
+    """Train with SGD; return parameters, losses and events. `most` by rank; `fails` is the ranks whose loss raises."""
+    function, samples = LOSSES[loss]
+    model = Tight(net(rank, norm=norm), dict(most).get(rank))
+    if size == 1:
+        model = Tight(net(0, norm=norm), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def failing(outputs, targets):
+        raise LookupError("the user's own")
+
+    found = {"losses": [], "oom_events": 0, "samples": []}
+    with contextlib.redirect_stderr(io.StringIO()):
+        accumulating = autoaccum.Accumulator(
+            model, loss=failing if rank in fails else function, device="cpu", precision="fp32", micro_batch=5
+        )
+        for number in range(steps):
+            if number == frozen_at:
+                model.body[0].requires_grad_(requires_grad=False)
+            for _ in range(2 if twice else 1):
+                report = accumulating.backward(part(samples, rank, size, number))
+            found["losses"].append(report.loss)
+            found["samples"].append(report.samples)
+            found["oom_events"] += report.oom_events
+            optimizer.step()
+            optimizer.zero_grad()
+    found["parameters"] = [parameter.detach() for parameter in model.parameters()]
+    found["buffers"] = list(model.buffers())
+    return found
