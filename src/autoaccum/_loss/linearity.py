@@ -9,7 +9,6 @@ float64 where the parameters are few enough for a copy, and otherwise in the mod
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from autoaccum._loss.counting import target_tensors
 from autoaccum._loss.nonlinear_terms import bent_entries
 from autoaccum._loss.unknown_loss import randomness, window_scope
 from autoaccum._loss.weighting import Over, Weighting, in_full, shares
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

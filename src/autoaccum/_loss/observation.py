@@ -7,7 +7,7 @@ which samples are run.
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from autoaccum._loss.reduction_candidates import VIA_SINGLE, Rounding, Split, ro
 from autoaccum._loss.weighting import Weighting, check_pair
 from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
