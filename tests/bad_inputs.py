@@ -521,6 +521,28 @@ CALLS = {
         },
         STEP_ALSO | {"callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
     ),
+    "Accumulator": Call(
+        autoaccum.Accumulator,
+        autoaccum.Accumulator,
+        lambda w: {"model": w.model, "device": "cpu"},
+        {name: allowed for name, allowed in STEP.items() if name != "optimizer"}
+        | {
+            "model": model,
+            "closure": or_none(nothing),
+            "memory_limit": or_none(limit),
+            "micro_batch": FIT["micro_batch"],
+            "strategy": FIT["strategy"],
+            "loss_reduction": or_none(choice("mean", "sum")),
+            "loss_scope": choice("micro_batch", "window"),
+            "batchnorm": choice("keep", "rescale"),
+            "split": or_none(nothing),
+            "scale": or_none(nothing),
+            "callbacks": FIT["callbacks"],
+            "notices": or_none(nothing),
+        },
+        {name: values for name, values in STEP_ALSO.items() if name not in ("optimizer", "model")}
+        | {"callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
+    ),
     "Runner.step": Call(
         lambda runner, window: runner.step(window),
         autoaccum.Runner.step,
@@ -656,6 +678,7 @@ CALLS = {
 }  # fmt: skip
 # What the library makes and users read, or derive from: nothing is asked of it.
 READ_ONLY = {
+    "BackwardReport",
     "Callback",
     "Evaluation",
     "FitResult",

