@@ -267,8 +267,8 @@ class Sweep:
             self._wrong(where, f"raised {played.error!r}")
         elif fault.hits and played.events[window] < fault.hits and _said_unweighed(played):
             self.tally.unweighed += 1
-        elif played.events[window] != fault.hits - fault.compared:
-            self._wrong(where, f"{played.events[window]} events are told of {fault.hits - fault.compared}")
+        elif played.events[window] != fault.hits - _left_out(fault):
+            self._wrong(where, f"{played.events[window]} events are told of {fault.hits - _left_out(fault)}")
         elif not 0 <= played.recomputed[window] <= fault.hits * 2 * SAMPLES:
             self._wrong(where, f"{played.recomputed[window]} samples are told to be done again")
         else:
@@ -280,7 +280,7 @@ class Sweep:
         self.tally.injected += fault.hits
         if isinstance(played.error, autoaccum.StateDamagedError) and played.error.__cause__ is mine:
             self._judge_damage(played, fault, where)
-        elif played.error is None and fault.compared:
+        elif played.error is None and _left_out(fault):
             self.tally.survived += 1
             self._judge_windows(played, 0, where)
         elif played.error is not mine:
@@ -366,6 +366,11 @@ def _order(cuts, forwards):
         order += list(range(start, start + size)) * forwards
         start += size
     return order
+
+
+def _left_out(fault):
+    """How often a fault hit what is left out if it fails, of which nothing is told."""
+    return getattr(fault, "compared", 0)
 
 
 def _may_give_up(played):

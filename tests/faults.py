@@ -28,13 +28,11 @@ class FailAt(TorchDispatchMode):
         where: Name of the operator at which it raised last.
     """
 
-    compared = 0
-
     def __init__(self, *points, error=None):
         super().__init__()
         self.points = set(points)
         self.error = error
-        self.count = self.hits = 0
+        self.count = self.hits = self.compared = 0
         self.where = ""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
