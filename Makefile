@@ -134,7 +134,7 @@ estimates: $(VENV)/.for-bench  ## measure predicted memory against the real, and
 	$(BIN)/python benchmarks/estimate_speed.py --out benchmarks/results/estimate_speed-$$(nproc)-cores.json
 
 .PHONY: published
-published: $(foreach version,4.45.0 4.48.1 4.51.3 5.13.1,$(VENV)-published-$(version)/.made)  ## predict what others measured on real cards (some 70 minutes)
+published: $(foreach version,4.45.0 4.48.1 4.51.3 5.13.1,$(VENV)-published-$(version)/.made)  ## predict what others measured on real cards
 	$(VENV)-published-4.51.3/bin/python benchmarks/published.py --out benchmarks/results/published.json
 	$(VENV)-published-4.45.0/bin/python benchmarks/allocated.py --sources text --out benchmarks/results/allocated.json
 	$(VENV)-published-4.48.1/bin/python benchmarks/allocated.py --sources images text --out benchmarks/results/allocated.json

@@ -77,18 +77,6 @@ def test_sum_that_is_divided_by_what_occurs_later():
     assert "earlier windows showed a sum" in text
 
 
-def test_samples_that_are_chosen_by_their_loss_are_told_of_once():
-    def loss(outputs, targets):
-        losses = functional.cross_entropy(outputs, targets, reduction="none")
-        hard = losses[losses > 0.7]
-        return hard.mean() if len(hard) > 1 else losses.topk(2).values.mean()
-
-    batches = windows(X, Y) * 8
-    model_learns = {"clip_grad_norm": None}
-
-    assert len(told(batches, loss, **model_learns)) <= 1
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_nothing_contradicts_a_mean_over_the_targets_that_count(padded):
     targets = torch.randint(3, (4 * N,), generator=torch.Generator().manual_seed(0))
