@@ -54,7 +54,9 @@ class Window(Sequence[Any]):
         check_split(split)
         if not isinstance(batches, Iterable):
             raise InvalidInputError(f"batches={shown(batches)} cannot be iterated over; pass a list of batches")
-        split = ByDefault() if split is None else split
+        self._read(batches, ByDefault() if split is None else split)
+
+    def _read(self, batches: Iterable[Any], split: Split) -> None:
         spans = []
         for batch in batches:
             piece = piece_of(batch, split)
@@ -63,6 +65,13 @@ class Window(Sequence[Any]):
             raise InvalidInputError("a window needs at least one batch, got none")
         self._set(spans)
         self._split = split
+
+    @classmethod
+    def of_checked(cls, batches: Iterable[Any], split: Split | None) -> Window:
+        """Return a window of batches, with a split that `check_split` has accepted: the check takes a while."""
+        window = cls.__new__(cls)
+        window._read(batches, ByDefault() if split is None else split)
+        return window
 
     @classmethod
     def _of_spans(cls, spans: Sequence[Span], split: Split | None) -> Window:
@@ -314,7 +323,7 @@ def as_window(given: Any, split: Split | None = None) -> Window:
         InvalidInputError: The argument is ambiguous, or contains nothing that can be cut.
     """
     if not isinstance(given, Window):
-        given = Window(_batches_in(given) if is_default(split) else [given], split)
+        given = Window.of_checked(_batches_in(given) if is_default(split) else [given], split)
     elif not is_default(given.split) and given.split is not split:
         other = "no split" if is_default(split) else "another"
         raise InvalidInputError(
