@@ -242,7 +242,9 @@ class Objective:
     @property
     def gives_outputs(self) -> bool:
         """Whether a pass gives the model's outputs beside the loss."""
-        return not isinstance(self._loss, list | tuple)
+        if not isinstance(self._loss, list | tuple):
+            return True
+        return all(isinstance(loss, Closure) and loss.gives_outputs for loss in self._loss)
 
     @property
     def weighting_by_default(self) -> Weighting | None:
