@@ -7,21 +7,17 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from autoaccum._arguments import check_function
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-class WithOutputs(NamedTuple):
-    """What a function with an attribute `gives_outputs` returns: the loss, and what is kept of the micro-batch."""
-
-    loss: Any
-    outputs: Any
+# The entry of a closure's mapping that is no loss, but what `keep="outputs"` keeps.
+OUTPUTS = "outputs"
 
 
 class Closure:
@@ -37,20 +33,18 @@ class Closure:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         check_function("closure", function, "batch")
         self.function = function
-        self.gives_outputs = bool(getattr(function, "gives_outputs", False))
 
     def __call__(self, _model: nn.Module, batch: Any) -> Any:
         """Return the loss, as a callable of (model, batch)."""
-        return self._run(batch).loss
+        return self.function(batch)
 
     def source(self, _objective: object, batch: Any) -> tuple[dict[str, Any], Any]:
-        """Return the loss, and what is kept, as `Source.run` does."""
-        raw, outputs = self._run(batch)
-        return dict(raw) if isinstance(raw, Mapping) and not isinstance(raw, Tensor) else {"loss": raw}, outputs
-
-    def _run(self, batch: Any) -> WithOutputs:
-        found = self.function(batch)
-        return found if isinstance(found, WithOutputs) else WithOutputs(found, None)
+        """Return the loss as `Source.run` does; the outputs are the entry of that name, if the loss is a mapping."""
+        raw = self.function(batch)
+        if not isinstance(raw, Mapping):
+            return {"loss": raw}, None
+        losses = dict(raw)
+        return losses, losses.pop(OUTPUTS, None)
 
 
 def modules_used_by(function: object) -> list[nn.Module]:

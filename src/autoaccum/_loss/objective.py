@@ -117,6 +117,7 @@ class Objective:
         split: As the argument.
         returns_pairs: Whether any loss so far was a (sum, weight) pair.
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
+        casts_itself: Whether the model, or a closure, enters autocast by itself.
 
     Raises:
         InvalidInputError: The arguments cannot be used.
@@ -149,6 +150,7 @@ class Objective:
         self._default: Over | None = None
         self.returns_pairs = False
         self.may_look = True
+        self.casts_itself = False
         self._has_lacked_memory = False
         self._adds_up = False  # whether the split's weight was seen to
         self._said = _said_by(loss_reduction, split)
@@ -241,10 +243,8 @@ class Objective:
 
     @property
     def gives_outputs(self) -> bool:
-        """Whether a pass gives the model's outputs beside the loss."""
-        if not isinstance(self._loss, list | tuple):
-            return True
-        return all(isinstance(loss, Closure) and loss.gives_outputs for loss in self._loss)
+        """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
+        return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
 
     @property
     def weighting_by_default(self) -> Weighting | None:

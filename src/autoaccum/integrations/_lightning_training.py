@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window
-from autoaccum._loss.closures import WithOutputs
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._held_logs import HeldLogs
+from autoaccum.integrations._own_autocast import tell_of_autocast
 from autoaccum.integrations._parts import Weights, joined, mean
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoaccum._records import BackwardReport
 
 _LOSS = "loss"
-# Lightning's names for precisions, and what the accumulator calls those in which it enters autocast.
+# Lightning's names of precisions in which its plugin enters autocast, and the accumulator's.
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -33,8 +33,6 @@ class Step:
         trainer: The trainer.
         module: Its module.
     """
-
-    gives_outputs = True
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._precision = trainer.precision_plugin
@@ -55,7 +53,7 @@ class Step:
         """Let go of the batch."""
         self._logs, self._further = None, ()
 
-    def __call__(self, batch: Any) -> WithOutputs:
+    def __call__(self, batch: Any) -> dict[str, Any]:
         """Return the loss of a micro-batch, and what else is wanted of it."""
         assert self._logs is not None
         logged = self._logs.begin_part()
@@ -73,7 +71,7 @@ class Step:
                 f"training_step returned {type(found).__name__ if extra is None else 'a dictionary'} without a loss "
                 "that is a tensor; return the loss, or a dictionary with it as 'loss'"
             )
-        return WithOutputs(loss, {_LOSS: loss, "logged": logged, "extra": extra})
+        return {_LOSS: loss, "outputs": {_LOSS: loss, "logged": logged, "extra": extra}}
 
 
 class Training:
@@ -94,16 +92,16 @@ class Training:
         self._step = Step(trainer, module)
         self._is_in_closure = False
         self.report: BackwardReport | None = None
-        plugin = trainer.precision_plugin
-        scaler = getattr(plugin, "scaler", None)
         device = options["device"]
         self.accumulator = Accumulator(
             module,
             closure=self._step,
-            precision=_PRECISIONS.get(str(plugin.precision), "fp32"),
-            scale=scaler,
+            precision="fp32",  # the plugin's contexts are entered within the closure
+            scale=getattr(trainer.precision_plugin, "scaler", None),
             **{**options, "device": trainer.strategy.root_device if device is None else device},
         )
+        if (name := _PRECISIONS.get(str(trainer.precision_plugin.precision))) is not None:
+            tell_of_autocast(self.accumulator, name)
 
     @property
     def objective(self) -> Objective:
