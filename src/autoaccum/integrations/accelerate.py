@@ -193,7 +193,8 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
             "autoaccum.fit (docs/fsdp.md)"
         )
     _refuse_accumulation(accelerator)
-    if not any(model is prepared for prepared in accelerator._models):
+    inside = model.module if isinstance(model, DistributedDataParallel) else model
+    if not any(prepared in (model, inside) for prepared in accelerator._models):
         raise InvalidInputError(
             f"model={shown(model)} is not among the models that this accelerator has prepared; pass what "
             "accelerator.prepare(model, ...) returned"
