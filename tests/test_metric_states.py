@@ -32,7 +32,7 @@ class Model(nn.Module):
             metric(outputs)
 
     def values(self):
-        found = {name: value for name, value in self.several.compute().items()}
+        found = dict(self.several.compute().items())
         for name in ("accuracy", "mean", "maximum", "curve"):
             metric = getattr(self, name)
             found |= {name: metric.compute(), f"{name} updates": metric._update_count}
