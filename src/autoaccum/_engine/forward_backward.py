@@ -216,6 +216,11 @@ class GradientStep:
         with self.precision.autocast():
             terms, outputs = self.objective.terms(source, batch, samples)
         if self.keeps_outputs:
+            if outputs is None:
+                raise InvalidInputError(
+                    "keep='outputs': the closure returned none; return them beside the loss, as in "
+                    "{'loss': loss, 'outputs': outputs}, or leave keep= out"
+                )
             into.outputs.append(without_graphs(outputs))
         del outputs  # a loss seldom needs them for its gradient
         weighted: list[Tensor] = []

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from autoaccum._arguments import check_function
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# The entry of a closure's mapping that is no loss, but what `keep="outputs"` keeps.
+OUTPUTS = "outputs"
 
 
 class Closure:
@@ -35,10 +38,13 @@ class Closure:
         """Return the loss, as a callable of (model, batch)."""
         return self.function(batch)
 
-    def source(self, _objective: object, batch: Any) -> tuple[dict[str, Any], None]:
-        """Return the loss as `Source.run` does."""
+    def source(self, _objective: object, batch: Any) -> tuple[dict[str, Any], Any]:
+        """Return the loss as `Source.run` does; the outputs are the entry of that name, if the loss is a mapping."""
         raw = self.function(batch)
-        return dict(raw) if isinstance(raw, Mapping) and not isinstance(raw, Tensor) else {"loss": raw}, None
+        if not isinstance(raw, Mapping):
+            return {"loss": raw}, None
+        losses = dict(raw)
+        return losses, losses.pop(OUTPUTS, None)
 
 
 def modules_used_by(function: object) -> list[nn.Module]:

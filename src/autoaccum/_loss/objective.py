@@ -241,8 +241,8 @@ class Objective:
 
     @property
     def gives_outputs(self) -> bool:
-        """Whether a pass gives the model's outputs beside the loss."""
-        return not isinstance(self._loss, list | tuple)
+        """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
+        return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
 
     @property
     def weighting_by_default(self) -> Weighting | None:

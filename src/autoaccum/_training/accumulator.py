@@ -58,7 +58,8 @@ class Accumulator:
         model: The model. It is moved to the device and stays there.
         loss: As for `fit`.
         closure: Instead of `loss`, a function of one micro-batch on the device that runs the model itself and returns
-            the loss, in any form that `loss` may return. It is called again after memory has run out, so it must not
+            the loss, in any form that `loss` may return; in a mapping, the entry "outputs" is no loss, but what
+            `keep="outputs"` keeps. It is called again after memory has run out, so it must not
             change anything but the state of modules and random numbers. Modules that it refers to besides the model
             (a teacher, a discriminator) are found, moved to the device, and restored with the model.
         device: As for `fit`.
@@ -165,7 +166,8 @@ class Accumulator:
         Args:
             batch: One batch, of any size, or a sequence of batches that belong together (what `autoaccum.windows`
                 yields).
-            keep: "outputs" to return what the model returned for each micro-batch; None for nothing.
+            keep: "outputs" to return what the model, or the closure as "outputs", returned for each micro-batch; None
+                for nothing.
 
         Returns:
             What was done. Reading its loss waits for the device.
@@ -182,7 +184,7 @@ class Accumulator:
             check_choice("keep", keep, _KEEP)
             if not step.objective.gives_outputs:
                 raise InvalidInputError(
-                    "keep='outputs': a closure, or a list of losses, returns no outputs; leave it out"
+                    "keep='outputs': a list of losses returns no outputs; leave it out, or pass closure= instead"
                 )
         if self._is_at_work:
             raise InvalidInputError("backward was called within backward (by a hook, a closure or a callback)")

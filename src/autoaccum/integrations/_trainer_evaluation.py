@@ -1,0 +1,163 @@
+"""Evaluates a trainer's batches in parts that fit, of a size of their own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer_pt_utils import nested_concat
+
+from autoaccum._data.batches import Window
+from autoaccum._engine import devices
+from autoaccum._engine.forward_backward import assemble_without_optimizer
+from autoaccum._loss.closures import Closure
+from autoaccum._oom import first_line, is_oom, is_too_large, let_go
+from autoaccum._sizing.planner import balanced, shrink
+from autoaccum._snapshot import Mark
+from autoaccum._system.notices import Notices
+from autoaccum.errors import DoesNotFitError
+from autoaccum.integrations._padding import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from autoaccum._data.pieces import Split
+    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum.integrations._trainer_metrics import Record, TrainerMetrics
+
+# What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
+_Predicted = tuple[Any, Any, Any]
+_LOSS = "loss"
+
+
+class EvaluationInParts:
+    """Runs a trainer's `prediction_step` on parts of a batch, where it does not fit as a whole.
+
+    The size that fits is found by failure, and kept for the batches that follow.
+
+    Args:
+        trainer: The trainer.
+        metrics: Its metrics.
+        split: As for `windowed`.
+        notices: Reports choices made for the user.
+    """
+
+    def __init__(self, trainer: Any, metrics: TrainerMetrics, split: Split | None, notices: Notices) -> None:
+        self._trainer = trainer
+        self._metrics = metrics
+        self._split = split
+        self._notices = notices
+        self._most: int | None = None
+        self._weights: _Weights | None = None
+
+    def run(self, step: Callable[[Mapping[str, Any]], _Predicted], inputs: Mapping[str, Any]) -> _Predicted:
+        """Return what a step returns for a batch.
+
+        Args:
+            step: The trainer's `prediction_step`, as a function of a batch.
+            inputs: The batch.
+
+        Raises:
+            DoesNotFitError: Not even one sample fits.
+        """
+        window = Window([dict(inputs)], self._split)
+        memory = devices.resolve(self._trainer.args.device, self._trainer.model, self._notices)
+        mark = Mark([self._trainer.model], memory.device)
+        done: list[tuple[_Predicted, Window]] = []
+        records: list[Record] = []
+        start = 0
+        while start < window.samples:
+            size = min(self._most or window.samples, window.samples - start)
+            part = window.part(start, start + size)
+            batch = window.cut(start, start + size)
+            try:
+                mark.take()
+                with self._metrics.recorded(batch, size) as record:
+                    predicted = step(dict(batch))
+            except Exception as error:
+                if not (is_oom(error) or is_too_large(error)):
+                    raise
+                failure = first_line(error)
+                let_go(error)
+            else:
+                done.append((predicted, part))
+                records.append(record)
+                start += size
+                continue
+            mark.put_back()
+            memory.release()
+            self._most = shrink(window.samples, size)
+            if self._most is None:
+                raise DoesNotFitError(
+                    f"not even one sample fits in an evaluation on {memory.name}: {failure}; evaluate on shorter samples, "
+                    "or set eval_accumulation_steps=1, so that outputs leave the device"
+                )
+            self._notices.say("evaluation is cut into parts that fit, since memory ran out in it")
+        self._metrics.append(records, "eval")
+        return done[0][0] if len(done) == 1 else self._joined(done, window)
+
+    def _joined(self, done: Sequence[tuple[_Predicted, Window]], window: Window) -> _Predicted:
+        """Return what the parts of a batch give together."""
+        losses, outputs, labels = zip(*(predicted for predicted, _ in done), strict=True)
+        loss = None
+        if losses[0] is not None:
+            if self._weights is None:
+                self._weights = _Weights(self._trainer, self._metrics, self._split, self._notices)
+            weights = self._weights.of(window, [part for _, part in done])
+            whole = sum(weights)
+            loss = sum(weight / whole * part for weight, part in zip(weights, losses, strict=True) if weight)
+        return loss, _concatenated(outputs), _concatenated(labels)
+
+
+class _Weights:
+    """Infers what a trainer's loss is a mean of, in evaluation."""
+
+    def __init__(self, trainer: Any, metrics: TrainerMetrics, split: Split | None, notices: Notices) -> None:
+        self._trainer = trainer
+        self._metrics = metrics
+        self._split = split
+        self._notices = notices
+        self._step: GradientStep | None = None
+        self._model: nn.Module | None = None
+
+    def of(self, window: Window, parts: Sequence[Window]) -> list[float]:
+        """Return the weights of the mean losses of parts of a window."""
+        step = self._step_of(self._trainer.model)
+        halves = balanced(window.samples, math.ceil(window.samples / 2))
+        with torch.no_grad():
+            step.objective.begin_window()
+            step.objective.settle(window, halves, step.transfer.place, self._mark, step.precision.autocast)
+        return [step.objective.weigh(_LOSS, part.cut(0, part.samples), part)[1] for part in parts]
+
+    def _step_of(self, model: nn.Module) -> GradientStep:
+        if self._step is None or self._model is not model:
+            self._model = model
+            self._step = assemble_without_optimizer(
+                model,
+                [Closure(self._loss)],
+                memory=devices.resolve(self._trainer.args.device, model, self._notices),
+                precision_name="fp32",
+                forward=None,
+                loss_reduction=None,
+                notices=self._notices,
+                split=self._split,
+            )
+            self._mark = Mark([model], self._step.memory.device)
+        return self._step
+
+    def _loss(self, batch: Mapping[str, Any]) -> Any:
+        trainer = self._trainer
+        with self._metrics.recorded(batch, 0), trainer.compute_loss_context_manager():
+            return trainer.compute_loss(self._model, dict(batch))
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    """Return the outputs of all parts as those of one batch; as `Trainer` does it, other lengths are padded."""
+    whole = parts[0]
+    for part in parts[1:]:
+        if whole is not None:
+            whole = nested_concat(whole, part, padding_index=IGNORE_INDEX)
+    return whole
