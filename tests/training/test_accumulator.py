@@ -638,7 +638,7 @@ def test_outputs_of_a_closure_are_those_that_it_returns_beside_its_loss():
 
     report = accumulator(model, closure=closure).backward(batch(), keep="outputs")
 
-    assert report.oom_events
+    assert len(report.micro_batches) > 1
     assert [size for _, size in report.outputs] == list(report.micro_batches)
     assert_bitwise(torch.cat([outputs for outputs, _ in report.outputs]), Failing()(batch()[0]).detach())
     assert list(report.losses) == ["loss"]

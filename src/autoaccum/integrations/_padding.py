@@ -5,7 +5,7 @@ How long rows are is read once for each batch of the loader, since reading it wa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def with_lengths(inputs: Mapping[str, Any]) -> dict[str, Any]:
     mask, labels = inputs.get(_MASK), inputs.get(_LABELS)
     if not _is_table(mask):
         return batch
-    counted = mask != 0
+    counted: Tensor = mask != 0
     if _is_table(labels):
         has_target = labels != IGNORE_INDEX
         if labels.shape == mask.shape and "decoder_input_ids" not in inputs:
@@ -74,7 +74,7 @@ def shortest_row(batch: Mapping[str, Any]) -> int:
     return together.index(min(together))
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == _ROWS_AND_COLUMNS and value.shape[1] > 0
 
 
@@ -94,7 +94,7 @@ def _cut(inputs: dict[str, Any], length: int, keep: int, only: list[str] | None 
         if not isinstance(value, Tensor) or (only is not None and not key.startswith(tuple(only))):
             continue
         if value.dim() > 1 and value.shape[:2] == (rows, length):
-            cut[key] = value[:, :keep]
+            cut[key] = value[:, :keep].contiguous()  # models view what they are given
         if length in value.shape[2:]:
             return inputs
     return inputs | cut

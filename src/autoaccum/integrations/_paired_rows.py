@@ -86,8 +86,9 @@ def _part_of(value: Any, pairs: int, start: int, stop: int) -> Any:
         return value[start:stop]
     if length != 2 * pairs:
         return value
-    chosen, rejected = value[start:stop], value[pairs + start : pairs + stop]
-    return [*chosen, *rejected] if isinstance(value, list) else torch.cat([chosen, rejected])
+    if isinstance(value, list):
+        return value[start:stop] + value[pairs + start : pairs + stop]
+    return torch.cat([value[start:stop], value[pairs + start : pairs + stop]])
 
 
 def _padded(value: Tensor, length: int) -> Tensor:

@@ -15,8 +15,7 @@ from autoaccum._loss.closures import Closure
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._snapshot import Mark
-from autoaccum._system.notices import Notices
-from autoaccum.errors import DoesNotFitError
+from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.integrations._padding import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._system.notices import Notices
     from autoaccum.integrations._trainer_metrics import Record, TrainerMetrics
 
 # What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
@@ -51,7 +51,8 @@ class EvaluationInParts:
         self._split = split
         self._notices = notices
         self._most: int | None = None
-        self._weights: _Weights | None = None
+        self._model: nn.Module | None = None
+        self._weights = _Weights(trainer, metrics, split, notices)
 
     def run(self, step: Callable[[Mapping[str, Any]], _Predicted], inputs: Mapping[str, Any]) -> _Predicted:
         """Return what a step returns for a batch.
@@ -63,49 +64,68 @@ class EvaluationInParts:
         Raises:
             DoesNotFitError: Not even one sample fits.
         """
-        window = Window([dict(inputs)], self._split)
-        memory = devices.resolve(self._trainer.args.device, self._trainer.model, self._notices)
-        mark = Mark([self._trainer.model], memory.device)
+        try:
+            window = Window([dict(inputs)], self._split)
+        except InvalidInputError:  # what cannot be cut may fit as a whole
+            return step(inputs)
+        self._begin(self._trainer.model)
         done: list[tuple[_Predicted, Window]] = []
         records: list[Record] = []
-        start = 0
+        start, has_tried_again = 0, False
         while start < window.samples:
             size = min(self._most or window.samples, window.samples - start)
-            part = window.part(start, start + size)
-            batch = window.cut(start, start + size)
-            try:
-                mark.take()
-                with self._metrics.recorded(batch, size) as record:
-                    predicted = step(dict(batch))
-            except Exception as error:
-                if not (is_oom(error) or is_too_large(error)):
-                    raise
-                failure = first_line(error)
-                let_go(error)
-            else:
-                done.append((predicted, part))
+            record, found = self._try(step, window.cut(start, start + size), size)
+            if record is not None:
                 records.append(record)
+                done.append((found, window.part(start, start + size)))
                 start += size
                 continue
-            mark.put_back()
-            memory.release()
-            self._most = shrink(window.samples, size)
-            if self._most is None:
+            smaller = shrink(window.samples, size)
+            if smaller is None and has_tried_again:
                 raise DoesNotFitError(
-                    f"not even one sample fits in an evaluation on {memory.name}: {failure}; evaluate on shorter samples, "
-                    "or set eval_accumulation_steps=1, so that outputs leave the device"
+                    f"not even one sample fits in an evaluation on {self._memory.name}: {found}; evaluate on shorter "
+                    "samples, or set eval_accumulation_steps=1, so that outputs leave the device"
                 )
+            has_tried_again = smaller is None  # with empty caches it may fit
+            self._most = smaller or self._most
             self._notices.say("evaluation is cut into parts that fit, since memory ran out in it")
         self._metrics.append(records, "eval")
         return done[0][0] if len(done) == 1 else self._joined(done, window)
+
+    def _begin(self, model: nn.Module) -> None:
+        if self._model is not model:
+            self._model = model
+            self._memory = devices.resolve(self._trainer.args.device, model, self._notices)
+            self._mark = Mark([model], self._memory.device)
+
+    def _try(
+        self, step: Callable[[Mapping[str, Any]], _Predicted], batch: Mapping[str, Any], size: int
+    ) -> tuple[Record | None, Any]:
+        """Run a step on a part; return its record and what it returns, or None and why memory ran out."""
+        is_marked = False
+        try:
+            self._mark.take()
+            is_marked = True
+            with self._metrics.recorded(batch, size) as record:
+                found = step(dict(batch))
+        except Exception as error:
+            if not (is_oom(error) or is_too_large(error)):
+                raise
+            failure = first_line(error)
+            let_go(error)
+        else:
+            return record, found
+        # The handler has ended: inside it the traceback would still pin the activations.
+        if is_marked:
+            self._mark.put_back()
+        self._memory.release()
+        return None, failure
 
     def _joined(self, done: Sequence[tuple[_Predicted, Window]], window: Window) -> _Predicted:
         """Return what the parts of a batch give together."""
         losses, outputs, labels = zip(*(predicted for predicted, _ in done), strict=True)
         loss = None
         if losses[0] is not None:
-            if self._weights is None:
-                self._weights = _Weights(self._trainer, self._metrics, self._split, self._notices)
             weights = self._weights.of(window, [part for _, part in done])
             whole = sum(weights)
             loss = sum(weight / whole * part for weight, part in zip(weights, losses, strict=True) if weight)
@@ -126,11 +146,23 @@ class _Weights:
     def of(self, window: Window, parts: Sequence[Window]) -> list[float]:
         """Return the weights of the mean losses of parts of a window."""
         step = self._step_of(self._trainer.model)
+        step.objective.begin_window()
+        for is_last in (False, False, True):
+            try:
+                self._settle(step, window)
+            except Exception as error:
+                if is_last or not is_oom(error):
+                    raise
+                let_go(error)
+            else:
+                break
+            step.memory.release()
+        return [step.objective.weigh(_LOSS, part.cut(0, part.samples), part)[1] for part in parts]
+
+    def _settle(self, step: GradientStep, window: Window) -> None:
         halves = balanced(window.samples, math.ceil(window.samples / 2))
         with torch.no_grad():
-            step.objective.begin_window()
             step.objective.settle(window, halves, step.transfer.place, self._mark, step.precision.autocast)
-        return [step.objective.weigh(_LOSS, part.cut(0, part.samples), part)[1] for part in parts]
 
     def _step_of(self, model: nn.Module) -> GradientStep:
         if self._step is None or self._model is not model:
@@ -159,5 +191,5 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     whole = parts[0]
     for part in parts[1:]:
         if whole is not None:
-            whole = nested_concat(whole, part, padding_index=IGNORE_INDEX)
+            whole = nested_concat(whole, part, padding_index=IGNORE_INDEX)  # type: ignore[no-untyped-call]
     return whole

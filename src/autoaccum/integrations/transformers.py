@@ -12,20 +12,20 @@ from torch import nn
 from transformers import Trainer
 
 from autoaccum._data.batches import Window, count
+from autoaccum._data.reading import refuse_flattened
 from autoaccum._oom import is_oom, let_go
 from autoaccum._snapshot import RandomState, evaluation_mode
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._padding import is_padded, shortest_row, trimmed, with_lengths, without_lengths
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
-from autoaccum.integrations._trainer_metrics import Record, TrainerMetrics
+from autoaccum.integrations._trainer_metrics import TrainerMetrics
 from autoaccum.integrations._versions import warn_if_untried
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
@@ -90,8 +90,8 @@ def windowed(
     """
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         raise InvalidInputError(
-            f"windowed({trainer!r}) needs a class made from transformers.Trainer; pass the class, and create the trainer "
-            "from what is returned"
+            f"windowed({trainer!r}) needs a class made from transformers.Trainer; pass the class, and create the "
+            "trainer from what is returned"
         )
     if issubclass(trainer, _Innermost):
         raise InvalidInputError(f"{trainer.__name__} has been passed to windowed() already; use it as it is")
@@ -106,17 +106,16 @@ def windowed(
         "callbacks": callbacks,
     }
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
-    bases = (_Outermost, trainer) if trainer is Trainer else (_Outermost, trainer, _Innermost)
-    made = type(
+    bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
+    return type(  # type: ignore[return-value]
         f"Windowed{trainer.__name__}",
-        bases if trainer is not Trainer else (_Outermost, _Innermost),
+        bases,
         {
             "__doc__": trainer.__doc__,
             "__module__": trainer.__module__,
             "_autoaccum_options": (options, split, trim_padding, notices),
         },
     )
-    return made  # type: ignore[return-value]
 
 
 class Windows:
@@ -223,9 +222,12 @@ class Windows:
         samples = count(batch, self._split) if self._metrics.is_kept else 0
         multiplies, args.average_tokens_across_devices = args.average_tokens_across_devices, False
         try:
-            with self._metrics.recorded(inputs, samples) as record, self._as_by_itself():
-                with trainer.compute_loss_context_manager():
-                    loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._items)
+            with (
+                self._metrics.recorded(inputs, samples) as record,
+                self._as_by_itself(),
+                trainer.compute_loss_context_manager(),
+            ):
+                loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._items)
         finally:
             args.average_tokens_across_devices = multiplies
         return {"loss": loss, "outputs": record} if self._metrics.is_kept else {"loss": loss}
@@ -236,6 +238,14 @@ class Windows:
                 f"the trainer's batch is a {type(inputs).__name__}, and not a mapping with the model's arguments; let "
                 "the data collator return a dictionary"
             )
+        if self._split is None:
+            try:
+                refuse_flattened(inputs)
+            except InvalidInputError as error:
+                raise InvalidInputError(
+                    "a batch is one row of several sequences (packing, padding_free), which cannot be cut into "
+                    "samples; train with packing=False and padding_free=False, or pass split= to windowed()"
+                ) from error
         return dict(inputs) if self._trims is False else with_lengths(inputs)
 
     def _may_trim(self, batches: Sequence[dict[str, Any]]) -> bool | None:
@@ -314,8 +324,11 @@ class Windows:
 class _Innermost(Trainer):
     """What stands between `Trainer` and a class made from it."""
 
+    autoaccum: Any
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return self.autoaccum.training_step(model, inputs, num_items_in_batch)
+        loss: torch.Tensor = self.autoaccum.training_step(model, inputs, num_items_in_batch)
+        return loss
 
 
 class _Outermost:
@@ -363,9 +376,9 @@ def _check(trainer: Any) -> None:
     if strategy not in _RANKS or getattr(accelerator, "parallelism_config", None) is not None:
         name = "a parallelism_config" if strategy in _RANKS else str(strategy.value)
         raise InvalidInputError(
-            f"this trainer trains with {name}, which reduces or shards gradients in every backward pass, so a rank that "
-            "fails in one would leave the others waiting; train with one process for each card (torchrun, DDP), or use "
-            "the trainer without windowed()"
+            f"this trainer trains with {name}, which reduces or shards gradients in every backward pass, so a rank "
+            "that fails in one would leave the others waiting; train with one process for each card (torchrun, DDP), or "
+            "use the trainer without windowed()"
         )
     if args.n_gpu > 1:
         raise InvalidInputError(
