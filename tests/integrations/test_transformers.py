@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -304,6 +305,44 @@ def test_training_under_a_real_limit_ends_with_it_and_dies_without(tmp_path):
     assert "can't allocate memory" in without.stderr
     assert ours.returncode == 0, ours.stderr
     assert "updates 2" in ours.stdout
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, str(TESTS / "trainer_ranks.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["cut", "accumulated", "own tokens", "failing"])
+def test_ranks_end_with_the_parameters_of_the_trainer_whichever_lacks_memory(of_ranks, run):
+    first, second = (found["gpt2", run] for found in of_ranks)
+    plain = of_ranks[0]["gpt2", "plain"]
+
+    assert torch.equal(first[0], second[0])
+    torch.testing.assert_close(first[0], plain[0], rtol=0.0, atol=1e-11)
+    if run in ("cut", "failing"):  # the others count steps, or tokens, otherwise
+        for mine, other in zip(first[1], plain[1], strict=True):
+            assert mine == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_model_that_ignores_the_number_of_items_has_the_gradient_of_one_process_on_ranks(of_ranks, tmp_path):
+    """The trainer multiplies its loss by the number of ranks."""
+    whole = trained(Trainer, tmp_path, "bert", samples=24)
+    (found, log), (other, _) = (ranks["bert", "failing"] for ranks in of_ranks)
+
+    assert torch.equal(found, other)
+    torch.testing.assert_close(found, weights(whole), rtol=0.0, atol=1e-11)
+    assert log[0]["loss"] == pytest.approx(history(whole)[0]["loss"], rel=1e-6)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from autoaccum._loss.closures import Closure
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._snapshot import Mark
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.integrations._padding import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -90,7 +92,8 @@ class EvaluationInParts:
             self._most = smaller or self._most
             self._notices.say("evaluation is cut into parts that fit, since memory ran out in it")
         self._metrics.append(records, "eval")
-        return done[0][0] if len(done) == 1 else self._joined(done, window)
+        loss, outputs, labels = done[0][0] if len(done) == 1 else self._joined(done, window)
+        return self._over_all_ranks(loss, inputs), outputs, labels
 
     def _begin(self, model: nn.Module) -> None:
         if self._model is not model:
@@ -106,7 +109,7 @@ class EvaluationInParts:
         try:
             self._mark.take()
             is_marked = True
-            with self._metrics.recorded(batch, size) as record:
+            with self._metrics.recorded(batch, size) as record, own_tokens(self._trainer.args):
                 found = step(dict(batch))
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
@@ -130,6 +133,40 @@ class EvaluationInParts:
             whole = sum(weights)
             loss = sum(weight / whole * part for weight, part in zip(weights, losses, strict=True) if weight)
         return loss, _concatenated(outputs), _concatenated(labels)
+
+    def _over_all_ranks(self, loss: Any, inputs: Mapping[str, Any]) -> Any:
+        """Return the loss of this rank's batch so that the mean over ranks is one over the tokens of all of them.
+
+        `Trainer` does so since its `prediction_step` counts them.
+        """
+        trainer = self._trainer
+        ranks = trainer.accelerator.num_processes
+        if loss is None or ranks == 1 or not trainer.args.average_tokens_across_devices or not _counts_tokens(trainer):
+            return loss
+        with own_tokens(trainer.args):
+            own = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        if own is None:
+            return loss
+        own = torch.as_tensor(own, device=trainer.args.device)
+        share = own / trainer.accelerator.gather(own.reshape(1)).sum()
+        return torch.where(own > 0, loss * share * ranks, torch.zeros_like(loss))
+
+
+@contextmanager
+def own_tokens(args: Any) -> Iterator[None]:
+    """Let a trainer compute losses of this rank's tokens within the block; other ranks may be elsewhere."""
+    kept, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = kept
+
+
+def _counts_tokens(trainer: Any) -> bool:
+    """Whether the trainer's own `prediction_step` counts the tokens of all ranks."""
+    kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("autoaccum.")]
+    own = next(vars(kind)["prediction_step"] for kind in kinds if "prediction_step" in vars(kind))
+    return "num_items_in_batch" in inspect.unwrap(own).__code__.co_varnames
 
 
 class _Weights:

@@ -20,7 +20,7 @@ from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._padding import is_padded, shortest_row, trimmed, with_lengths, without_lengths
 from autoaccum.integrations._paired_rows import PairedRows
-from autoaccum.integrations._trainer_evaluation import EvaluationInParts
+from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
 from autoaccum.integrations._trainer_metrics import TrainerMetrics
 from autoaccum.integrations._versions import warn_if_untried
 
@@ -217,19 +217,16 @@ class Windows:
 
     def _loss(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the loss of a micro-batch, as the trainer computes it."""
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
         inputs = trimmed(batch) if self._trims else without_lengths(batch)
         samples = count(batch, self._split) if self._metrics.is_kept else 0
-        multiplies, args.average_tokens_across_devices = args.average_tokens_across_devices, False
-        try:
-            with (
-                self._metrics.recorded(inputs, samples) as record,
-                self._as_by_itself(),
-                trainer.compute_loss_context_manager(),
-            ):
-                loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._items)
-        finally:
-            args.average_tokens_across_devices = multiplies
+        with (
+            self._metrics.recorded(inputs, samples) as record,
+            own_tokens(trainer.args),
+            self._as_by_itself(),
+            trainer.compute_loss_context_manager(),
+        ):
+            loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._items)
         return {"loss": loss, "outputs": record} if self._metrics.is_kept else {"loss": loss}
 
     def _prepared(self, inputs: Any) -> dict[str, Any]:
@@ -377,7 +374,7 @@ def _check(trainer: Any) -> None:
         name = "a parallelism_config" if strategy in _RANKS else str(strategy.value)
         raise InvalidInputError(
             f"this trainer trains with {name}, which reduces or shards gradients in every backward pass, so a rank "
-            "that fails in one would leave the others waiting; train with one process for each card (torchrun, DDP), or "
+            "that fails in one would leave the others waiting; train with one process for each card (torchrun), or "
             "use the trainer without windowed()"
         )
     if args.n_gpu > 1:
