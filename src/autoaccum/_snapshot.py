@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autoaccum._metric_states import MetricStates
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class _Kept:
 
 
 class Mark:
-    """Saves and restores buffers and random state.
+    """Saves and restores buffers, random state and what torchmetrics' metrics have counted.
 
     Buffers are copied on their device: small ones every time, large ones only after a write.
 
@@ -281,6 +282,7 @@ class Mark:
         self._holders: list[tuple[dict[Any, Any], dict[Any, _Kept]]] = [
             (part._buffers, {}) for module in modules for part in module.modules()
         ]
+        self._metrics = MetricStates(part for module in modules for part in module.modules())
         self._modules = len(self._holders)
         self._earlier = earlier
 
@@ -292,8 +294,9 @@ class Mark:
         self._holders[self._modules :] = [(dict(enumerate(parameters)), {})]
 
     def take(self) -> None:
-        """Save the current buffers and random state."""
+        """Save the current buffers, random state and states of metrics."""
         self.random.take()
+        self._metrics.take()
         changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for number, (holder, kept) in enumerate(self._holders):
             if holder or kept:
@@ -304,7 +307,7 @@ class Mark:
                     torch._foreach_copy_(copies, tensors)
 
     def put_back(self) -> None:
-        """Restore the buffers and random state saved by `take`."""
+        """Restore what `take` saved."""
         with torch.no_grad():
             for holder, kept in self._holders:
                 for name in holder.keys() - kept.keys():
@@ -313,6 +316,7 @@ class Mark:
                     holder[name] = known.tensor
                     # All of them: a write through .data changes no counter, and this path need not be cheap.
                     known.write_back()
+        self._metrics.put_back()
         self.random.put_back()
 
     def changes(self) -> dict[int, dict[str, tuple[Tensor | None, Tensor | None]]]:

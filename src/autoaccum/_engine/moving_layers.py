@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from autoaccum import _oom
 from autoaccum._engine.plain_state import PlainState
+from autoaccum._metric_states import is_metric
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -115,7 +116,8 @@ class MovingLayers:
 
     def note(self) -> None:
         """Note plain attributes before a micro-batch that is not the first, which may make what is kept ever after."""
-        self._noted = PlainState(self._parts())
+        # What a metric has counted is put back, and is meant to move.
+        self._noted = PlainState((path, part) for path, part in self._parts() if not is_metric(part))
 
     def look(self, before: Mark, at_window: Mark, sizes: Sequence[int], written: Iterable[nn.Parameter]) -> None:
         """Look at a window whose forward passes are done, and report what moved.

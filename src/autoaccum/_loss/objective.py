@@ -117,6 +117,7 @@ class Objective:
         split: As the argument.
         returns_pairs: Whether any loss so far was a (sum, weight) pair.
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
+        casts_itself: Whether the model, or a closure, enters autocast by itself.
 
     Raises:
         InvalidInputError: The arguments cannot be used.
@@ -149,6 +150,7 @@ class Objective:
         self._default: Over | None = None
         self.returns_pairs = False
         self.may_look = True
+        self.casts_itself = False
         self._has_lacked_memory = False
         self._adds_up = False  # whether the split's weight was seen to
         self._said = _said_by(loss_reduction, split)

@@ -189,6 +189,7 @@ class Observable(Protocol):
 
     returns_pairs: bool
     may_look: bool
+    casts_itself: bool
 
     @property
     def takes_outputs(self) -> bool: ...
@@ -301,8 +302,10 @@ class Run:
 
     @property
     def is_in_half(self) -> bool:
-        """Whether a parameter is in half precision."""
-        return any(parameter.dtype in _HALF for module in self.objective.modules for parameter in module.parameters())
+        """Whether a parameter is in half precision, or the objective computes in it by itself."""
+        return self.objective.casts_itself or any(
+            parameter.dtype in _HALF for module in self.objective.modules for parameter in module.parameters()
+        )
 
     def _as_written(self) -> AbstractContextManager[object]:
         is_compiled = any(module._compiled_call_impl is not None for module in self.objective.modules)

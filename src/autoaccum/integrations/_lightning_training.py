@@ -1,0 +1,172 @@
+"""Computes the gradient of a Lightning trainer's batch in micro-batches that fit, within its automatic optimization."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum._data.batches import Window
+from autoaccum._training.accumulator import Accumulator
+from autoaccum.errors import InvalidInputError
+from autoaccum.integrations._held_logs import HeldLogs
+from autoaccum.integrations._own_autocast import tell_of_autocast
+from autoaccum.integrations._parts import Weights, joined, mean
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autoaccum._loss.objective import Objective
+    from autoaccum._records import BackwardReport
+
+_LOSS = "loss"
+# Lightning's names of precisions in which its plugin enters autocast, and the accumulator's.
+_PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+class Step:
+    """The closure of the accumulator: the module's `training_step` for one micro-batch.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._precision = trainer.precision_plugin
+        self._module = module
+        self._further: tuple[Any, ...] = ()
+        self._logs: HeldLogs | None = None
+
+    def begin(self, logs: HeldLogs, further: tuple[Any, ...]) -> None:
+        """Begin a batch.
+
+        Args:
+            logs: Holds back what is logged.
+            further: What `training_step` gets besides the batch.
+        """
+        self._logs, self._further = logs, further
+
+    def end(self) -> None:
+        """Let go of the batch."""
+        self._logs, self._further = None, ()
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """Return the loss of a micro-batch, and what else is wanted of it."""
+        assert self._logs is not None
+        logged = self._logs.begin_part()
+        with self._precision.train_step_context():
+            found = self._module.training_step(batch, *self._further)
+        if found is None:
+            raise InvalidInputError(
+                "training_step returned None, by which Lightning skips a batch; a part of a batch cannot be skipped. "
+                "Return a loss of 0 (as in 0.0 * outputs.sum()), or leave such batches out of the loader"
+            )
+        extra = {key: value for key, value in found.items() if key != _LOSS} if isinstance(found, dict) else None
+        loss = found.get(_LOSS) if isinstance(found, dict) else found
+        if not isinstance(loss, Tensor):
+            raise InvalidInputError(
+                f"training_step returned {type(found).__name__ if extra is None else 'a dictionary'} without a loss "
+                "that is a tensor; return the loss, or a dictionary with it as 'loss'"
+            )
+        return {_LOSS: loss, "outputs": {_LOSS: loss, "logged": logged, "extra": extra}}
+
+
+class Training:
+    """Takes the place of the closure in which automatic optimization runs a batch.
+
+    Args:
+        trainer: The trainer, with its module on its device.
+        module: Its module.
+        options: Further arguments of the accumulator.
+
+    Attributes:
+        accumulator: Computes the gradients.
+        report: Of the last batch.
+    """
+
+    def __init__(self, trainer: Any, module: Any, options: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        self._step = Step(trainer, module)
+        self._is_in_closure = False
+        self.report: BackwardReport | None = None
+        device = options["device"]
+        self.accumulator = Accumulator(
+            module,
+            closure=self._step,
+            precision="fp32",  # the plugin's contexts are entered within the closure
+            scale=getattr(trainer.precision_plugin, "scaler", None),
+            **{**options, "device": trainer.strategy.root_device if device is None else device},
+        )
+        if (name := _PRECISIONS.get(str(trainer.precision_plugin.precision))) is not None:
+            tell_of_autocast(self.accumulator, name)
+
+    @property
+    def objective(self) -> Objective:
+        """How the loss is weighted."""
+        return self.accumulator._step.objective
+
+    def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        """Return what the optimizer calls for a batch, as `_AutomaticOptimization._make_closure` does."""
+        loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        make = type(loop)._make_closure.__get__(loop)
+        made = make(kwargs, optimizer, batch_idx)
+        if loop._skip_backward:  # a pass for BatchNorm's statistics alone
+            return made
+        made.closure = partial(self._run, made._step_fn, made._zero_grad_fn)
+        return made
+
+    @torch.enable_grad()
+    def _run(self, step: Any, zero_grad: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """Compute the gradient of a batch, with the hooks of Lightning around a backward pass.
+
+        Args:
+            step: Runs `training_step` by the strategy, which calls `training_step` of this object.
+            zero_grad: Clears gradients; None for nothing.
+
+        Returns:
+            Lightning's result of the closure.
+        """
+        if zero_grad is not None:
+            zero_grad()
+        self._is_in_closure = True
+        try:
+            result = step()
+        finally:
+            self._is_in_closure = False
+        plugin, module = self._trainer.precision_plugin, self._trainer.lightning_module
+        plugin.post_backward(plugin.pre_backward(result.closure_loss, module), module)
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a batch's gradient to `.grad`, and return its loss, as the strategy's `training_step`."""
+        if not self._is_in_closure:
+            strategy = self._trainer.strategy
+            return type(strategy).training_step(strategy, *args, **kwargs)
+        batch, *further = [*args, *kwargs.values()]
+        logs = HeldLogs(self._trainer)
+        self._step.begin(logs, tuple(further))
+        window = Window.of_checked([batch], self.objective.split)
+        try:
+            with logs.holding():
+                report = self.accumulator.backward(window, keep="outputs")
+        finally:
+            self._step.end()
+        self.report = report
+        parts = report.outputs
+        losses = [part[_LOSS] for part in parts]
+        weights = Weights(report.micro_batches, window, self.objective)
+        logs.log([part["logged"] for part in parts], losses, weights)
+        loss = self._loss_of(report, losses, weights)
+        extra = [part["extra"] for part in parts]
+        return loss if extra[0] is None else {_LOSS: loss, **joined(extra, weights)}
+
+    def _loss_of(self, report: BackwardReport, losses: list[Tensor], weights: Weights) -> Tensor:
+        """Return the loss of this process's batch, as Lightning reports it."""
+        if len(losses) == 1:
+            return losses[0]
+        if self._trainer.world_size == 1:
+            return torch.as_tensor(report.device_losses[_LOSS].value, dtype=losses[0].dtype, device=losses[0].device)
+        return torch.stack(losses).sum() if weights.is_sum else mean(losses, weights.of_loss)

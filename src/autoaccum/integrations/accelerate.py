@@ -1,0 +1,210 @@
+"""Accelerate's loops with batches of any size: each is run in micro-batches that fit.
+
+    from autoaccum.integrations.accelerate import windowed
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    backward = windowed(accelerator, model, loss=loss)
+    for batch in loader:
+        report = backward(batch)  # in place of model(...), loss(...) and accelerator.backward(...)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+The loader's batch is the batch of an update, of this process. Everything else stays Accelerate's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import extract_model_from_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from autoaccum._arguments import shown
+from autoaccum._system.exceptions import contextmanager
+from autoaccum._training.accumulator import Accumulator
+from autoaccum.errors import InvalidInputError
+from autoaccum.integrations._own_autocast import tell_of_autocast
+from autoaccum.integrations._versions import warn_if_untried
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from accelerate import Accelerator
+    from torch import nn
+
+    from autoaccum._callbacks import Callback
+    from autoaccum._data.pieces import Split
+    from autoaccum._loss.objective import Loss
+    from autoaccum._memory.base import MemoryBackend
+    from autoaccum._records import BackwardReport
+    from autoaccum._system.notices import Notices
+
+__all__ = ["Windowed", "windowed"]
+
+# The oldest and the newest version that the tests of this adapter ran with.
+TRIED = "1.15", "1.15"
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed",
+    "FSDP": "FSDP",
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "XLA",
+}
+_HALVES = {"bf16": "bf16", "fp16": "fp16"}
+
+
+class Windowed:
+    """Takes the place of the forward pass, the loss and `accelerator.backward`; `windowed` makes it.
+
+    Args:
+        accelerator: The accelerator.
+        model: The prepared model.
+        options: Further arguments of `autoaccum.Accumulator`.
+
+    Attributes:
+        accumulator: Computes the gradients.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, **options: Any) -> None:
+        warn_if_untried("accelerate", *TRIED)
+        _refuse(accelerator, model)
+        self._accelerator = accelerator
+        self._parallel = model if isinstance(model, DistributedDataParallel) else None
+        device = options.pop("device")
+        self.accumulator = Accumulator(
+            # Not unwrapped from the autocast that `prepare` has put around its forward.
+            extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True),
+            device=accelerator.device if device is None else device,
+            precision="fp32",  # the model casts by itself
+            scale=accelerator.scaler,
+            **options,
+        )
+        if (name := _HALVES.get(accelerator.mixed_precision)) is not None:
+            tell_of_autocast(self.accumulator, name)
+
+    def __call__(self, batch: Any, *, keep: str | None = None) -> BackwardReport:
+        """Add the gradient of a batch to `.grad`, reduced over all processes.
+
+        Args:
+            batch: One of the prepared loader's batches, of any size.
+            keep: As for `autoaccum.Accumulator.backward`.
+
+        Returns:
+            What was done. `loss` is that of the batches of all processes.
+
+        Raises:
+            InvalidInputError: The accelerator accumulates itself, or the batch or the loss cannot be used.
+            AutoaccumError: As for `autoaccum.Accumulator.backward`.
+        """
+        _refuse_accumulation(self._accelerator)
+        with self._outside_of_parallel():
+            return self.accumulator.backward(batch, keep=keep)
+
+    @contextmanager
+    def _outside_of_parallel(self) -> Iterator[None]:
+        """Let a closure that calls the prepared model run the module inside, whose passes wait for nobody."""
+        if self._parallel is None:
+            yield
+            return
+        vars(self._parallel)["forward"] = self._parallel.module.__call__  # which hides the method
+        try:
+            yield
+        finally:
+            del vars(self._parallel)["forward"]
+
+
+def windowed(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    loss: Loss | Sequence[Loss] | None = None,
+    closure: Callable[[Any], Any] | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    memory_limit: float | str | None = None,
+    micro_batch: int | str = "auto",
+    strategy: str | None = None,
+    loss_reduction: str | None = None,
+    loss_scope: str = "micro_batch",
+    batchnorm: str = "keep",
+    split: Split | None = None,
+    device: MemoryBackend | None = None,
+    callbacks: Sequence[Callback] = (),
+    notices: Notices | None = None,
+) -> Windowed:
+    """Return a function of a batch that adds its gradient to `.grad`, whatever fits at once.
+
+        backward = windowed(accelerator, model, loss=nn.CrossEntropyLoss())
+        for batch in loader:
+            report = backward(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Precision and the gradient scaler are the accelerator's. In several processes, gradients are reduced once a batch,
+    weighted by what the loss runs over in all of them.
+
+    Args:
+        accelerator: The accelerator.
+        model: The model that `accelerator.prepare` returned.
+        loss: As for `Accumulator`.
+        closure: As for `Accumulator`. It may call the prepared model.
+        forward: As for `Accumulator`.
+        memory_limit: As for `Accumulator`.
+        micro_batch: As for `Accumulator`.
+        strategy: As for `Accumulator`.
+        loss_reduction: As for `Accumulator`.
+        loss_scope: As for `Accumulator`.
+        batchnorm: As for `Accumulator`.
+        split: As for `Accumulator`.
+        device: A memory backend that stands for the accelerator's device, such as `autoaccum.Simulated`; None for the
+            accelerator's own.
+        callbacks: As for `Accumulator`.
+        notices: As for `Accumulator`.
+
+    Raises:
+        InvalidInputError: An argument cannot be used, the model is not prepared, the accelerator accumulates itself,
+            or it trains in a way that this does not hold for.
+        DoesNotFitError: The model itself does not fit on the device.
+    """
+    return Windowed(
+        accelerator,
+        model,
+        loss=loss,
+        closure=closure,
+        forward=forward,
+        memory_limit=memory_limit,
+        micro_batch=micro_batch,
+        strategy=strategy,
+        loss_reduction=loss_reduction,
+        loss_scope=loss_scope,
+        batchnorm=batchnorm,
+        split=split,
+        device=device,
+        callbacks=callbacks,
+        notices=notices,
+    )
+
+
+def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
+    kind = accelerator.distributed_type.value
+    if kind in _REFUSED:
+        raise InvalidInputError(
+            f"the accelerator trains with {_REFUSED[kind]}, which reduces gradients in its own backward pass; windowed "
+            "holds for one process and for data parallel ones (DistributedDataParallel). FSDP2 models train with "
+            "autoaccum.fit (docs/fsdp.md)"
+        )
+    _refuse_accumulation(accelerator)
+    inside = model.module if isinstance(model, DistributedDataParallel) else model
+    if not any(prepared in (model, inside) for prepared in accelerator._models):
+        raise InvalidInputError(
+            f"model={shown(model)} is not among the models that this accelerator has prepared; pass what "
+            "accelerator.prepare(model, ...) returned"
+        )
+
+
+def _refuse_accumulation(accelerator: Accelerator) -> None:
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise InvalidInputError(
+            f"gradient_accumulation_steps={steps}: with windowed, the loader's batch is the batch of an update; "
+            "multiply the loader's batch_size by it, and leave it out"
+        )

@@ -1,0 +1,321 @@
+"""Accelerate's loop trains with `windowed` as it does with the whole batch at once."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import autoaccum
+from autoaccum._system.notices import Notices
+from autoaccum.integrations.accelerate import windowed
+from faults import FailAt
+
+SAMPLES, BATCH, CLASSES, WORDS = 28, 12, 3, 11  # the last batch has 4
+
+
+@pytest.fixture(autouse=True)
+def states_of_its_own(monkeypatch):
+    """Accelerate keeps its state for the process, and sets variables of the environment."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+
+
+class Limited(nn.Module):
+    """Lacks memory where more samples come at once than `most`."""
+
+    def __init__(self, body, most):
+        super().__init__()
+        self.body, self.most = body, most
+
+    def forward(self, inputs):
+        outputs = self.body(inputs)
+        if self.most is not None and len(inputs) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        return outputs
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, words):
+        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], dtype=self.head.weight.dtype)
+        return self.head(self.layer(self.words(words), src_mask=mask, is_causal=True))
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+
+
+def convolutional():
+    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES))
+
+
+def vectors():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator))
+
+
+def sentences():
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(WORDS, (SAMPLES, 6), generator=generator)
+    labels = words.clone()
+    for row, length in enumerate(torch.randint(2, 7, (SAMPLES,), generator=generator).tolist()):
+        labels[row, length:] = -100
+    return TensorDataset(words, labels)
+
+
+def cross_entropy(outputs, targets):
+    if outputs.dim() > 2:
+        outputs, targets = outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
+    return functional.cross_entropy(outputs, targets)
+
+
+def options(**further):
+    return {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)} | further
+
+
+class Loop:
+    """A loop as Accelerate's documentation writes it, with `windowed` or without it."""
+
+    def __init__(
+        self, kind=perceptron, most=None, data=vectors, *, is_plain=False, dtype=torch.float64, scaler=None, **settings
+    ):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, **settings)
+        accelerator.scaler = scaler  # it makes one on cards alone
+        accelerator.native_amp = accelerator.native_amp or scaler is not None
+        model = Limited(kind().to(dtype), most)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        loader = DataLoader(data(), batch_size=BATCH)
+        prepared = accelerator.prepare(model, optimizer, scheduler, loader)
+        self.accelerator, (self.model, self.optimizer, self.scheduler, self.loader) = accelerator, prepared
+        self.backward = None if is_plain else windowed(accelerator, self.model, loss=cross_entropy, **options())
+        self.losses, self.rates, self.seen = [], [], []
+
+    def epoch(self, skip=0):
+        for batch in self.accelerator.skip_first_batches(self.loader, skip):
+            with self.accelerator.accumulate(self.model):
+                self.step(batch)
+        return self
+
+    def step(self, batch):
+        if self.backward is None:
+            loss = cross_entropy(self.model(batch[0]), batch[1])
+            self.accelerator.backward(loss)
+            self.losses.append(loss.item())
+        else:
+            self.losses.append(self.backward(batch).loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.rates.append(self.scheduler.get_last_lr())
+        self.seen.append(len(self.accelerator.gather_for_metrics(batch[1])))
+
+
+def assert_same(one, other, tolerance=1e-12):
+    for name, value in one.model.state_dict().items():
+        torch.testing.assert_close(other.model.state_dict()[name], value, rtol=0, atol=tolerance)
+    assert other.losses == pytest.approx(one.losses, rel=1e-9 if tolerance < 1e-9 else tolerance)
+    assert (other.rates, other.seen) == (one.rates, one.seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [(perceptron, vectors), (convolutional, vectors), (Words, sentences)],
+    ids=lambda one: one.__name__,
+)
+def test_three_updates_are_those_of_whole_batches(kind, data):
+    plain = Loop(kind, data=data, is_plain=True).epoch()
+
+    other = Loop(kind, most=5, data=data).epoch()
+
+    assert len(other.losses) == 3
+    assert_same(plain, other)
+
+
+def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_losses():
+    plain = Loop(is_plain=True).epoch()
+    hits = operators = 0
+
+    def run(point):
+        mode, loop = FailAt(point), Loop()
+        inner = loop.backward
+
+        def failing(batch):
+            with mode:
+                return inner(batch)
+
+        loop.backward = failing
+        loop.epoch()
+        return mode, loop
+
+    operators = run(0)[0].count
+    for point in range(1, operators + 1, max(1, operators // 15)):
+        mode, loop = run(point)
+        hits += mode.hits
+        assert_same(plain, loop)
+
+    assert hits >= 15
+
+
+def test_a_closure_may_call_the_prepared_model():
+    plain = Loop(is_plain=True).epoch()
+    other = Loop(most=5)
+    other.backward = windowed(
+        other.accelerator,
+        other.model,
+        closure=lambda batch: {"loss": cross_entropy(other.model(batch[0]), batch[1]), "rows": float(len(batch[0]))},
+        **options(),
+    )
+
+    other.epoch()
+
+    assert_same(plain, other)
+
+
+def test_precision_is_accelerates_own():
+    plain = Loop(is_plain=True, dtype=torch.float32, mixed_precision="bf16")
+    other = Loop(most=5, dtype=torch.float32, mixed_precision="bf16")
+    types = []
+    for loop in (plain, other):
+        for batch in loop.loader:
+            batch[0] = batch[0].float()
+        loop.model.body.register_forward_hook(lambda _, inputs, outputs: types.append(outputs.dtype))
+        loop.model.body.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+        loop.epoch()
+
+    assert set(types) == {torch.bfloat16}
+    assert other.backward.accumulator._step.precision.name == "bf16"
+    assert_same(plain, other, 5e-2)
+
+
+def test_a_scaler_of_the_accelerators_is_used():
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    plain = Loop(is_plain=True, scaler=scalers[0], mixed_precision="bf16").epoch()
+
+    other = Loop(most=5, scaler=scalers[1], mixed_precision="bf16").epoch()
+
+    assert scalers[1].state_dict() == scalers[0].state_dict()
+    assert scalers[0].get_scale() == 2048.0
+    assert_same(plain, other, 5e-2)
+
+
+def test_training_resumes_from_accelerates_checkpoint(tmp_path):
+    plain, first = Loop(is_plain=True).epoch().epoch(), Loop(most=5).epoch()
+    first.accelerator.save_state(tmp_path)
+
+    second = Loop(most=5)
+    second.accelerator.load_state(tmp_path)
+    second.epoch()
+
+    plain.losses, plain.rates, plain.seen = plain.losses[3:], plain.rates[3:], plain.seen[3:]
+    assert_same(plain, second)
+
+
+def test_loop_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
+    code = """
+        import sys, warnings
+        warnings.simplefilter("ignore")
+        import torch
+        from accelerate import Accelerator
+        from torch import nn
+        import autoaccum
+        from autoaccum._memory import backend_for
+        from autoaccum.integrations.accelerate import windowed
+
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)])
+        data = torch.utils.data.TensorDataset(torch.randn(40_000, 64), torch.randn(40_000, 64))
+        loader = torch.utils.data.DataLoader(data, batch_size=20_000)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        steps = 0
+        if sys.argv[1] == "windowed":
+            backward = windowed(accelerator, model, loss=nn.MSELoss(), memory_limit="96MiB")
+        for inputs, targets in loader:
+            if sys.argv[1] == "windowed":
+                backward((inputs, targets))
+            else:
+                with backend_for(torch.device("cpu")).limited(96 << 20):
+                    accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+        print("steps", steps)
+    """
+    runs = {
+        how: subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), how],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        for how in ("plain", "windowed")
+    }
+
+    assert runs["plain"].returncode != 0
+    assert "can't allocate memory" in runs["plain"].stderr
+    assert "steps 2" in runs["windowed"].stdout, runs["windowed"].stderr[-3000:]
+
+
+def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(crew):
+    (alone,) = crew.run("rank_adapters:accelerate", size=1, windowed=False)
+
+    found = crew.run("rank_adapters:accelerate", size=2, most={1: 2})
+
+    assert found[0] == found[1]
+    assert found[0]["losses"] == pytest.approx(alone["losses"])
+    assert found[0]["gathered"] == alone["gathered"]
+    for mine, whole in zip(found[0]["parameters"], alone["parameters"], strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=0, atol=1e-12)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_accelerator_that_accumulates_is_refused():
+    with pytest.raises(autoaccum.errors.InvalidInputError, match="gradient_accumulation_steps=2"):
+        Loop(gradient_accumulation_steps=2)
+
+
+def test_an_accelerator_that_begins_to_accumulate_is_refused():
+    loop = Loop()
+    loop.accelerator.gradient_accumulation_steps = 4
+
+    with pytest.raises(autoaccum.errors.InvalidInputError, match="gradient_accumulation_steps=4"):
+        loop.epoch()
+
+
+def test_a_model_that_is_not_prepared_is_refused():
+    with pytest.raises(autoaccum.errors.InvalidInputError, match="prepare"):
+        windowed(Accelerator(cpu=True), perceptron(), loss=cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("DEEPSPEED", "DeepSpeed"), ("FSDP", "FSDP"), ("MEGATRON_LM", "Megatron-LM"), ("XLA", "XLA")]
+)
+def test_what_reduces_gradients_by_itself_is_refused_by_name(kind, name):
+    loop = Loop(is_plain=True)
+    loop.accelerator.state.distributed_type = DistributedType[kind]
+
+    with pytest.raises(autoaccum.errors.InvalidInputError, match=name):
+        windowed(loop.accelerator, loop.model, loss=cross_entropy)

@@ -1,0 +1,585 @@
+"""Lightning's Trainer trains, logs and calls back with Windowed as it does with the whole batch at once."""
+
+import csv
+import subprocess
+import sys
+import textwrap
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import autoaccum
+from autoaccum._loss.weighting import Over
+from autoaccum._system.notices import Notices
+from autoaccum.integrations.lightning import Windowed
+from faults import FailAt
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
+]
+
+SAMPLES, BATCH, CLASSES, WORDS = 28, 12, 3, 11  # the last batch has 4
+
+
+class Classifier(pl.LightningModule):
+    """Lacks memory where more samples come at once than `most`, in training and in evaluation."""
+
+    def __init__(self, most=None, width=7):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, CLASSES)).double()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        self.several = torchmetrics.MetricCollection(
+            [
+                torchmetrics.Precision("multiclass", num_classes=CLASSES, average="macro"),
+                torchmetrics.Recall("multiclass", num_classes=CLASSES, average="macro"),
+            ]
+        )
+        self.of_validation = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        self.most = most
+
+    def run_out(self, inputs):
+        if self.most is not None and len(inputs) > self.most:
+            raise torch.OutOfMemoryError("told to")
+
+    def forward(self, inputs):
+        return self.body(inputs)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        outputs = self(inputs)
+        self.accuracy(outputs, targets)
+        self.several(outputs, targets)
+        self.run_out(inputs)  # after metrics have counted
+        loss = functional.cross_entropy(outputs, targets)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log_dict(self.several, on_step=True, on_epoch=True)
+        self.log("samples", float(len(inputs)), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log_dict(
+            {"highest": outputs.max(), "right": (outputs.argmax(1) == targets).double().mean()},
+            reduce_fx="max",
+            on_step=True,
+            on_epoch=False,
+        )
+        self.log("share", (outputs.argmax(1) == 0).double().mean(), batch_size=len(inputs), on_epoch=True)
+        return {"loss": loss, "outputs": outputs.detach(), "mean": outputs.mean()}
+
+    def validation_step(self, batch, batch_idx):
+        inputs, targets = batch
+        outputs = self(inputs)
+        self.of_validation(outputs, targets)
+        self.run_out(inputs)
+        self.log("validation loss", functional.cross_entropy(outputs, targets))
+        self.log("validation accuracy", self.of_validation)
+        return outputs
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Images(Classifier):
+    def __init__(self, most=None):
+        super().__init__(most)
+        self.body = nn.Sequential(nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES)).double()
+
+    def forward(self, inputs):
+        return super().forward(inputs[:, None])
+
+
+class Language(pl.LightningModule):
+    """A small model of the next word; labels of -100 are ragged."""
+
+    def __init__(self, most=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+        self.double()
+        self.most = most
+
+    def forward(self, words):
+        if self.most is not None and len(words) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], dtype=self.head.weight.dtype)
+        return self.head(self.layer(self.words(words), src_mask=mask, is_causal=True))
+
+    def training_step(self, batch):
+        outputs, labels = self(batch["input_ids"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        loss = functional.cross_entropy(outputs, labels)
+        self.log("loss", loss)
+        counts = labels != -100
+        self.log("right", (outputs.argmax(1) == labels)[counts].double().mean())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def vectors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator))
+
+
+def sentences():
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(WORDS, (SAMPLES, 6), generator=generator)
+    labels = words.clone()
+    for row, length in enumerate(torch.randint(2, 7, (SAMPLES,), generator=generator).tolist()):
+        labels[row, length:] = -100
+    return [{"input_ids": one, "labels": two} for one, two in zip(words, labels, strict=True)]
+
+
+def windowed(**options):
+    settings = {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)}
+    return Windowed(**(settings | options))
+
+
+def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, **options):
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": epochs,
+        "logger": CSVLogger(folder, version=0) if folder else False,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    trainer = pl.Trainer(callbacks=list(callbacks), **(settings | options))
+    loader = DataLoader(data, batch_size=BATCH)
+    trainer.fit(module, loader, loader if validates else None, ckpt_path=checkpoint)
+    return trainer
+
+
+def assert_close(one, other, tolerance=1e-12):
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=tolerance)
+
+
+def rows(folder):
+    with next(folder.rglob("metrics.csv")).open() as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_log(plain, other):
+    assert len(plain) == len(other)
+    for one, two in zip(plain, other, strict=True):
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            assert (two[name] == "") == (value == "")
+            assert value == "" or float(two[name]) == pytest.approx(float(value), rel=1e-6, abs=1e-9), name
+
+
+# --- parameters and logs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Images, vectors), (Language, sentences)])
+def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
+    plain, other = kind(), kind(most=5)
+    fitted(plain, data())
+
+    callback = windowed()
+    trainer = fitted(other, data(), callback)
+
+    assert trainer.global_step == 3
+    assert_close(plain, other)
+
+
+def test_fixed_micro_batch_is_used():
+    callback = windowed(micro_batch=3)
+
+    fitted(Classifier(), vectors(), callback)
+
+    assert callback.report.micro_batches == (2, 2)
+    assert callback.plan.micro_batch == 3
+
+
+@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Language, sentences)])
+def test_logs_are_those_of_whole_batches_field_by_field(kind, data, tmp_path):
+    fitted(kind(), data(), folder=tmp_path / "plain", epochs=2, validates=kind is Classifier)
+
+    fitted(kind(most=5), data(), windowed(), folder=tmp_path / "windowed", epochs=2, validates=kind is Classifier)
+
+    plain, other = rows(tmp_path / "plain"), rows(tmp_path / "windowed")
+    # A maximum over means of parts is not one of the whole.
+    [one.pop("right", None) for one in (*plain, *other) if kind is Classifier]
+    assert_same_log(plain, other)
+    assert {"loss_step", "accuracy_epoch", "validation accuracy"} <= plain[0].keys() or kind is Language
+
+
+class Recorder(pl.Callback):
+    def __init__(self):
+        self.events = []
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        hidden = "on_save_checkpoint", "on_load_checkpoint"
+        if not name.startswith(("on_", "setup", "teardown")) or name in hidden:
+            return found
+
+        def noted(trainer, module, *arguments, **keywords):
+            self.events.append((name, trainer.global_step))
+            return found(trainer, module, *arguments, **keywords)
+
+        return noted
+
+
+def test_hooks_run_once_a_batch_in_the_same_order():
+    plain, other = Recorder(), Recorder()
+    fitted(Classifier(), vectors(), plain, epochs=2, validates=True)
+
+    fitted(Classifier(most=5), vectors(), windowed(), other, epochs=2, validates=True)
+
+    assert other.events == plain.events
+
+
+class Outputs(pl.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.seen.append((outputs, len(batch[0])))
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.seen.append((outputs, len(batch[0])))
+
+
+def test_outputs_given_to_callbacks_are_of_whole_batches():
+    plain, other = Outputs(), Outputs()
+    fitted(Classifier(), vectors(), plain, validates=True)
+
+    fitted(Classifier(most=5), vectors(), windowed(), other, validates=True)
+
+    torch.testing.assert_close(other.seen, plain.seen)
+
+
+def test_a_metric_logged_as_an_object_counts_each_sample_once():
+    module = Classifier(most=5)
+    seen = []
+    step = module.on_train_batch_end
+    module.on_train_batch_end = lambda *a: (
+        seen.append(int(module.accuracy.tp.sum() + module.accuracy.fn.sum())),
+        step(*a),
+    )
+
+    fitted(module, vectors(), windowed())
+
+    assert seen == [12, 24, 28]
+
+
+# --- lack of memory ---------------------------------------------------------------------------------------------------
+
+
+class Faults(pl.Callback):
+    """Fails at one operator of a backward pass of a batch, or of the module's validation step."""
+
+    def __init__(self, point, on, callback):
+        self.mode = FailAt(point)
+        self.on = on
+        self.callback = callback
+
+    def _within(self, function):
+        def failing(*arguments, **keywords):
+            with self.mode:
+                return function(*arguments, **keywords)
+
+        return failing
+
+    def on_train_start(self, trainer, module):
+        if self.on == "train":
+            accumulator = self.callback._training.accumulator
+            accumulator.backward = self._within(accumulator.backward)
+        else:
+            module.validation_step = self._within(module.validation_step)
+
+
+def faulty(point, tmp_path, on):
+    callback = windowed(micro_batch=6)
+    module, faults = Classifier(), Faults(point, on, callback)
+    trainer = fitted(module, vectors(), callback, faults, folder=tmp_path / f"{point}", validates=True)
+    return module, trainer, faults
+
+
+@pytest.mark.parametrize("on", ["train", "validation"])
+def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, tmp_path):
+    plain = Classifier()
+    fitted(plain, vectors(), folder=tmp_path / "plain", validates=True)
+    expected = rows(tmp_path / "plain")
+    _, _, faults = faulty(0, tmp_path, on)
+    operators, hits = faults.mode.count, 0
+
+    for point in range(1, operators + 1, max(1, operators // 12)):
+        module, trainer, faults = faulty(point, tmp_path, on)
+        hits += faults.mode.hits
+        assert trainer.global_step == 3
+        assert_close(plain, module)
+        other = rows(tmp_path / f"{point}")
+        [one.pop("right", None) for one in (*expected, *other)]
+        assert_same_log(expected, other)
+
+    assert hits >= 12
+
+
+def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
+    code = """
+        import sys, warnings
+        warnings.simplefilter("ignore")
+        import lightning.pytorch as pl, torch
+        from torch import nn
+        import autoaccum
+        from autoaccum.integrations.lightning import Windowed
+
+        class Wide(pl.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)])
+
+            def training_step(self, batch):
+                loss = self.body(batch[0]).square().mean()
+                self.log("loss", loss)
+                return loss
+
+            def validation_step(self, batch):
+                self.log("validation", self.body(batch[0]).square().mean())
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        data = torch.utils.data.TensorDataset(torch.randn(40_000, 64))
+        loader = torch.utils.data.DataLoader(data, batch_size=20_000)
+        options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+        options |= dict(enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
+        callbacks = [Windowed(memory_limit="96MiB")] if sys.argv[1] == "windowed" else []
+        trainer = pl.Trainer(callbacks=callbacks, **options)
+        if not callbacks:
+            backend = autoaccum._memory.backend_for(torch.device("cpu"))
+            with backend.limited(96 << 20):
+                trainer.fit(Wide(), loader, loader)
+        else:
+            trainer.fit(Wide(), loader, loader)
+        print("steps", trainer.global_step, torch.isfinite(trainer.callback_metrics["validation"]).item())
+    """
+    runs = {
+        how: subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), how],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        for how in ("plain", "windowed")
+    }
+
+    assert runs["plain"].returncode != 0
+    assert "can't allocate memory" in runs["plain"].stderr or "MemoryError" in runs["plain"].stderr
+    assert "steps 2 True" in runs["windowed"].stdout, runs["windowed"].stderr[-3000:]
+
+
+# --- what stays Lightning's -------------------------------------------------------------------------------------------
+
+
+def test_clipping_and_early_stopping_work_as_without_it():
+    plain, other = Classifier(), Classifier(most=5)
+    options = {"gradient_clip_val": 0.1, "epochs": 8, "validates": True}
+
+    def stopping():
+        return pl.callbacks.EarlyStopping("validation loss", patience=1, min_delta=0.02)
+
+    one = fitted(plain, vectors(), stopping(), **options)
+    two = fitted(other, vectors(), windowed(), stopping(), **options)
+
+    assert two.current_epoch == one.current_epoch < 8
+    assert_close(plain, other)
+
+
+def test_training_resumes_from_lightnings_checkpoint(tmp_path):
+    plain, first, second = Classifier(), Classifier(most=5), Classifier(most=5)
+    fitted(plain, vectors(), epochs=4)
+    fitted(first, vectors(), windowed(), ModelCheckpoint(tmp_path, save_last=True), epochs=2)
+
+    trainer = fitted(second, vectors(), windowed(), epochs=4, checkpoint=tmp_path / "last.ckpt")
+
+    assert trainer.global_step == 12
+    assert_close(plain, second)
+
+
+def test_a_checkpoint_is_that_of_lightning_alone(tmp_path):
+    for name, callbacks in (("plain", []), ("windowed", [windowed()])):
+        fitted(Classifier(), vectors(), *callbacks, ModelCheckpoint(tmp_path / name, save_last=True))
+
+    one, two = (torch.load(tmp_path / name / "last.ckpt", weights_only=False) for name in ("plain", "windowed"))
+    assert one.keys() == two.keys()
+    assert one["state_dict"].keys() == two["state_dict"].keys()
+    assert one["loops"]["fit_loop"]["epoch_progress"] == two["loops"]["fit_loop"]["epoch_progress"]
+
+
+class Single(Classifier):
+    def __init__(self, most=None):
+        super().__init__(most)
+        self.body.float()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0].float(), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
+def test_half_precision_and_its_scaler_are_lightnings_own(name):
+    def trained(most, *callbacks):
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0) if name == "16-mixed" else None
+        module, types = Single(most), set()
+        module.body.register_forward_hook(lambda *a: types.add(a[2].dtype))
+        fitted(module, vectors(), *callbacks, plugins=[MixedPrecision(name, "cpu", scaler)], gradient_clip_val=1.0)
+        return module, types, None if scaler is None else scaler.state_dict()
+
+    plain, types, scale = trained(None)
+    other, others, other_scale = trained(5, windowed())
+
+    assert others == types == {torch.bfloat16 if name == "bf16-mixed" else torch.float16}
+    assert scale == other_scale
+    assert_close(plain, other, 5e-2)
+
+
+def test_reduction_is_inferred_where_lightning_casts():
+    notices = Notices(silent=True)
+    callback = windowed(notices=notices)
+
+    fitted(Language(most=5).float(), sentences(), callback, plugins=[MixedPrecision("bf16-mixed", "cpu")])
+
+    assert callback._training.objective.weighting("loss").over is Over.SHIFTED
+    assert not [text for text in notices.texts if "could not be inferred" in text]
+
+
+def test_validate_alone_runs_in_parts():
+    plain, other = Classifier(), Classifier(most=5)
+    loader = DataLoader(vectors(), batch_size=BATCH)
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+
+    expected = pl.Trainer(**options).validate(plain, loader, verbose=False)
+    found = pl.Trainer(callbacks=[windowed()], **options).validate(other, loader, verbose=False)
+
+    assert found == [pytest.approx(expected[0])]
+
+
+def test_trainer_is_as_before_after_training():
+    trainer = fitted(Classifier(), vectors(), windowed(), validates=True)
+
+    assert "training_step" not in vars(trainer.strategy)
+    assert "validation_step" not in vars(trainer.strategy)
+    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+
+def test_trainer_is_as_before_after_an_error():
+    class Broken(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    callback = windowed()
+    trainer = pl.Trainer(
+        callbacks=[callback],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        max_epochs=1,
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Broken(), DataLoader(vectors(), batch_size=BATCH))
+
+    assert "training_step" not in vars(trainer.strategy)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Fetching(Classifier):
+    def training_step(self, dataloader_iter):
+        return self.body(next(dataloader_iter)[0][0]).mean()
+
+
+class Skipping(Classifier):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Lossless(Classifier):
+    def training_step(self, batch, batch_idx):
+        return {"error": self.body(batch[0]).mean()}
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "options", "text"),
+    [
+        (Manual, [], {}, "autoaccum.Accumulator"),
+        (OwnBackward, [], {}, "autoaccum.Accumulator"),
+        (Fetching, [], {}, "dataloader_iter"),
+        (Skipping, [], {}, "returned None"),
+        (Lossless, [], {}, "'loss'"),
+        (Classifier, [], {"accumulate_grad_batches": 2}, "batch_size"),
+        (Classifier, [GradientAccumulationScheduler({0: 2})], {}, "autoaccum.Accumulator"),
+    ],
+)
+def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, options, text):
+    with pytest.raises(autoaccum.errors.InvalidInputError, match=text):
+        fitted(module(), vectors(), windowed(), *callbacks, **options)
+
+
+def test_batch_size_finder_is_refused():
+    trainer = pl.Trainer(callbacks=[BatchSizeFinder()], accelerator="cpu", logger=False, enable_checkpointing=False)
+
+    with pytest.raises(autoaccum.errors.InvalidInputError, match="BatchSizeFinder"):
+        windowed().setup(trainer, Classifier(), "fit")
+
+
+@pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
+def test_strategies_that_divide_the_model_are_refused_by_name(kind):
+    strategy = object.__new__(getattr(pl.strategies, kind))
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer._accelerator_connector.strategy = strategy
+
+    with pytest.raises(autoaccum.errors.InvalidInputError, match=kind):
+        windowed().setup(trainer, Classifier(), "fit")
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batches(crew):
+    (alone,) = crew.run("rank_adapters:lightning", size=1, windowed=False)
+
+    found = crew.run("rank_adapters:lightning", size=2, most={1: 2})
+
+    assert [one["steps"] for one in found] == [3, 3]
+    assert found[0]["parameters"] == found[1]["parameters"]
+    assert (found[0]["sizes"][-1], found[1]["sizes"][-1]) == ((6,), (2, 2, 2))
+    for mine, whole in zip(found[0]["parameters"], alone["parameters"], strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=0, atol=1e-12)
+    assert found[0]["logged"] == found[1]["logged"]
+    assert found[0]["logged"]["samples"] == 12
+    assert found[0]["logged"]["right"] == pytest.approx(alone["logged"]["right"])
