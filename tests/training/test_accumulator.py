@@ -629,14 +629,37 @@ def test_closure_that_returns_no_loss_with_a_graph_is_refused(closure, message):
     assert gradients(model) == [None] * 6
 
 
-def test_outputs_of_a_closure_cannot_be_kept():
+def test_outputs_of_a_closure_are_those_that_it_returns_beside_its_loss():
+    model = Failing(most=5)
+
+    def closure(part):
+        outputs = model(part[0])
+        return {"loss": functional.cross_entropy(outputs, part[1]), "outputs": (outputs, len(part[1]))}
+
+    report = accumulator(model, closure=closure).backward(batch(), keep="outputs")
+
+    assert len(report.micro_batches) > 1
+    assert [size for _, size in report.outputs] == list(report.micro_batches)
+    assert_bitwise(torch.cat([outputs for outputs, _ in report.outputs]), Failing()(batch()[0]).detach())
+    assert list(report.losses) == ["loss"]
+
+
+def test_outputs_that_a_closure_does_not_return_cannot_be_kept():
     model = Failing()
     accumulating = accumulator(model, closure=lambda part: functional.cross_entropy(model(part[0]), part[1]))
 
-    with pytest.raises(autoaccum.InvalidInputError, match="keep='outputs': a closure"):
+    with pytest.raises(autoaccum.InvalidInputError, match="keep='outputs': the closure returned none"):
         accumulating.backward(batch(), keep="outputs")
     with pytest.raises(autoaccum.InvalidInputError, match="keep='graphs'"):
         accumulating.backward(batch(), keep="graphs")
+    assert gradients(model) == [None] * 6
+
+
+def test_outputs_of_a_list_of_losses_cannot_be_kept():
+    accumulating = accumulator(Failing(), loss=[lambda model, part: functional.cross_entropy(model(part[0]), part[1])])
+
+    with pytest.raises(autoaccum.InvalidInputError, match="keep='outputs': a list of losses"):
+        accumulating.backward(batch(), keep="outputs")
 
 
 def test_backward_within_backward_is_refused():

@@ -1,0 +1,395 @@
+"""Trains with Transformers' `Trainer`, or a class made from it such as TRL's, in micro-batches that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer
+
+from autoaccum._data.batches import Window, count
+from autoaccum._data.reading import refuse_flattened
+from autoaccum._oom import is_oom, let_go
+from autoaccum._snapshot import RandomState, evaluation_mode
+from autoaccum._system.notices import Notices
+from autoaccum._training.accumulator import Accumulator
+from autoaccum.errors import InvalidInputError
+from autoaccum.integrations._padding import is_padded, shortest_row, trimmed, with_lengths, without_lengths
+from autoaccum.integrations._paired_rows import PairedRows
+from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
+from autoaccum.integrations._trainer_metrics import TrainerMetrics
+from autoaccum.integrations._versions import warn_if_untried
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from autoaccum._callbacks import Callback
+    from autoaccum._data.pieces import Split
+    from autoaccum._records import BackwardReport, Plan
+
+_TrainerType = TypeVar("_TrainerType", bound=type[Trainer])
+
+_TRIED = {"transformers": ("5.0", "5.23"), "accelerate": ("1.0", "1.15")}
+_RANKS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# Optimizers that step in the backward pass.
+_STEP_EARLY = ("lomo", "adalomo")
+# The loss of a row may differ by this much, relative to it, once its padding is cut off.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+_ROUNDING_OF_HALF = 2e-2
+_PRECISIONS = {"no": "fp32", "bf16": "auto", "fp16": "auto"}
+_PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
+
+
+def windowed(
+    trainer: _TrainerType,
+    *,
+    memory_limit: float | str | None = None,
+    micro_batch: int | str = "auto",
+    strategy: str | None = None,
+    loss_reduction: str | None = None,
+    batchnorm: str = "keep",
+    split: Split | None = None,
+    trim_padding: bool = True,
+    callbacks: Sequence[Callback] = (),
+    notices: Notices | None = None,
+) -> _TrainerType:
+    """Return a trainer class that computes each update's gradient in micro-batches that fit.
+
+        SFTTrainer = autoaccum.integrations.transformers.windowed(SFTTrainer)
+
+    It is used as before. `per_device_train_batch_size` is now the batch that you mean for this device, whatever fits at
+    once, and `gradient_accumulation_steps` multiplies it as before. When memory runs out, in training or evaluation,
+    the micro-batch that failed is undone and cut smaller. The loss of an update is a mean over all its tokens, on all
+    ranks, also for models that take no `num_items_in_batch`.
+
+    Args:
+        trainer: `transformers.Trainer`, or a class made from it.
+        memory_limit: As for `fit`.
+        micro_batch: The most samples at once; "auto" finds it.
+        strategy: As for `fit`.
+        loss_reduction: As for `fit`.
+        batchnorm: As for `fit`.
+        split: Counts, cuts and joins the batches that the collator returns; None where samples run along the first
+            dimension, and for TRL's batches of preferences.
+        trim_padding: Whether to cut each micro-batch to its own longest row, where `attention_mask` says how long rows
+            are and the model's loss does not depend on the padding.
+        callbacks: autoaccum's callbacks, called when memory runs out and when the plan changes.
+        notices: Reports choices made on your behalf; None for stderr.
+
+    The class has one more attribute, `autoaccum`: what it found (`plan`), and `last_backward`, the `BackwardReport` of
+    the last update.
+
+    Raises:
+        InvalidInputError: `trainer` is no such class, or has been passed to this function before. `train()` raises it
+            for DeepSpeed, FSDP and other strategies, several cards in one process, and optimizers that step in the
+            backward pass.
+    """
+    if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
+        raise InvalidInputError(
+            f"windowed({trainer!r}) needs a class made from transformers.Trainer; pass the class, and create the "
+            "trainer from what is returned"
+        )
+    if issubclass(trainer, _Innermost):
+        raise InvalidInputError(f"{trainer.__name__} has been passed to windowed() already; use it as it is")
+    for package, (first, last) in _TRIED.items():
+        warn_if_untried(package, first, last)
+    options = {
+        "memory_limit": memory_limit,
+        "micro_batch": micro_batch,
+        "strategy": strategy,
+        "loss_reduction": loss_reduction,
+        "batchnorm": batchnorm,
+        "callbacks": callbacks,
+    }
+    # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
+    bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
+    return type(  # type: ignore[return-value]
+        f"Windowed{trainer.__name__}",
+        bases,
+        {
+            "__doc__": trainer.__doc__,
+            "__module__": trainer.__module__,
+            "_autoaccum_options": (options, split, trim_padding, notices),
+        },
+    )
+
+
+class Windows:
+    """Computes the gradients of one trainer's updates.
+
+    Args:
+        trainer: The trainer.
+        options: Of its `Accumulator`.
+        split: As for `windowed`.
+        trim_padding: As for `windowed`.
+        notices: As for `windowed`.
+
+    Attributes:
+        last_backward: What was done for the last update; None before the first one.
+    """
+
+    last_backward: BackwardReport | None
+
+    def __init__(
+        self,
+        trainer: Any,
+        options: Mapping[str, Any],
+        *,
+        split: Split | None,
+        trim_padding: bool,
+        notices: Notices | None,
+    ) -> None:
+        self.last_backward = None
+        self._trainer = trainer
+        self._options = options
+        self._notices = notices or Notices()
+        if split is None and type(trainer.data_collator).__name__ in _PREFERENCES:
+            split = PairedRows()
+        self._split = split
+        self._trims: bool | None = None if trim_padding else False
+        self._metrics = TrainerMetrics(trainer)
+        self._model: nn.Module | None = None
+        self._accumulator: Accumulator | None = None
+        self._evaluation: EvaluationInParts | None = None
+        self._pending: list[dict[str, Any]] = []
+        self._items: Any = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """How updates are cut; None before the first one."""
+        return None if self._accumulator is None else self._accumulator.plan
+
+    def begin(self) -> None:
+        """Begin a training: nothing of an earlier one is left over.
+
+        Raises:
+            InvalidInputError: The gradient cannot be computed this way.
+        """
+        self._pending.clear()
+        _check(self._trainer)
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> torch.Tensor:
+        """Take one batch; compute the gradient of all batches of an update together, once it is the last of them.
+
+        Args:
+            model: The model, as the trainer has wrapped it.
+            inputs: The batch.
+            items: The trainer's `num_items_in_batch`.
+
+        Returns:
+            The update's loss, a scalar, for its last batch; 0 for the others.
+        """
+        trainer = self._trainer
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
+        self._pending.append(self._prepared(trainer._prepare_inputs(inputs)))
+        if not trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=trainer.args.device)
+        batches, self._pending = self._pending, []
+        self._items = self._over_all_ranks(items)
+        accumulator = self._accumulator_of(_inner(model))
+        if self._trims is None:
+            self._trims = self._may_trim(batches)
+        keep = "outputs" if self._metrics.is_kept else None
+        with self._precision():
+            report = accumulator.backward(Window(batches, self._split), keep=keep)
+        self._metrics.append(report.outputs, "train")
+        self.last_backward = report
+        return torch.tensor(report.loss, device=trainer.args.device)
+
+    def prediction_step(self, step: Callable[[Mapping[str, Any]], Any], inputs: Mapping[str, Any]) -> Any:
+        """Run the trainer's `prediction_step` on a batch, in parts that fit.
+
+        Args:
+            step: The trainer's own, as a function of a batch.
+            inputs: The batch.
+        """
+        if self._evaluation is None:
+            self._evaluation = EvaluationInParts(self._trainer, self._metrics, self._split, self._notices)
+        return self._evaluation.run(step, inputs)
+
+    # --- a micro-batch ------------------------------------------------------------------------------------------------
+
+    def _loss(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the loss of a micro-batch, as the trainer computes it."""
+        trainer = self._trainer
+        inputs = trimmed(batch) if self._trims else without_lengths(batch)
+        samples = count(batch, self._split) if self._metrics.is_kept else 0
+        with (
+            self._metrics.recorded(inputs, samples) as record,
+            own_tokens(trainer.args),
+            self._as_by_itself(),
+            trainer.compute_loss_context_manager(),
+        ):
+            loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._items)
+        return {"loss": loss, "outputs": record} if self._metrics.is_kept else {"loss": loss}
+
+    def _prepared(self, inputs: Any) -> dict[str, Any]:
+        if not isinstance(inputs, Mapping):
+            raise InvalidInputError(
+                f"the trainer's batch is a {type(inputs).__name__}, and not a mapping with the model's arguments; let "
+                "the data collator return a dictionary"
+            )
+        if self._split is None:
+            try:
+                refuse_flattened(inputs)
+            except InvalidInputError as error:
+                raise InvalidInputError(
+                    "a batch is one row of several sequences (packing, padding_free), which cannot be cut into "
+                    "samples; train with packing=False and padding_free=False, or pass split= to windowed()"
+                ) from error
+        return dict(inputs) if self._trims is False else with_lengths(inputs)
+
+    def _may_trim(self, batches: Sequence[dict[str, Any]]) -> bool | None:
+        """Whether a row's loss is the same without its padding; None if no row is padded."""
+        batch = next(filter(is_padded, batches), None)
+        if batch is None or self._model is None:
+            return None
+        window = Window([batch], self._split)
+        row = min(shortest_row(batch), window.samples - 1)
+        losses = []
+        random = RandomState(self._trainer.args.device, [self._model])
+        random.take()
+        try:
+            with torch.no_grad(), evaluation_mode([self._model]), self._precision():
+                for self._trims in (True, False):
+                    random.put_back()
+                    losses.append(self._loss(window.cut(row, row + 1))["loss"])
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            let_go(error)  # asked again with the next update
+            return None
+        finally:
+            self._trims = None
+            random.put_back()
+        with_padding, without = losses
+        rounding = _ROUNDING.get(without.dtype, _ROUNDING_OF_HALF)
+        if self._trainer.accelerator.mixed_precision != "no":
+            rounding = _ROUNDING_OF_HALF
+        if bool((with_padding - without).abs() <= rounding * without.abs()):
+            return True
+        self._notices.say(
+            "the model's loss of a row depends on its padding, so micro-batches keep the padding of their batch "
+            "(trim_padding)"
+        )
+        return False
+
+    # --- the accumulator ----------------------------------------------------------------------------------------------
+
+    def _accumulator_of(self, model: nn.Module) -> Accumulator:
+        """Return what accumulates gradients in a model, newly made whenever the trainer has prepared another one."""
+        if self._accumulator is None or self._model is not model:
+            self._model = model
+            accelerator = self._trainer.accelerator
+            self._accumulator = Accumulator(
+                model,
+                closure=self._loss,
+                device=self._trainer.args.device,
+                precision=_PRECISIONS.get(accelerator.mixed_precision, "fp32"),
+                scale=accelerator.scaler,
+                split=self._split,
+                notices=self._notices,
+                **self._options,
+            )
+        return self._accumulator
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """Return a context that says how the model computes: it enters autocast by itself, within its `forward`."""
+        accelerator = self._trainer.accelerator
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+        return nullcontext() if half is None else torch.autocast(accelerator.device.type, dtype=half)
+
+    def _as_by_itself(self) -> AbstractContextManager[object]:
+        """Return a context in which what the trainer computes outside of the model is cast as without autoaccum."""
+        return torch.autocast(self._trainer.accelerator.device.type, enabled=False)
+
+    def _over_all_ranks(self, items: Any) -> Any:
+        """Return the number of items of an update on all ranks, where the trainer has counted this rank's alone."""
+        trainer = self._trainer
+        if items is None or trainer.accelerator.num_processes == 1 or trainer.args.average_tokens_across_devices:
+            return items
+        counted = torch.as_tensor(items, device=trainer.args.device)
+        return trainer.accelerator.gather(counted.reshape(1)).sum()
+
+
+class _Innermost(Trainer):
+    """What stands between `Trainer` and a class made from it."""
+
+    autoaccum: Any
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = self.autoaccum.training_step(model, inputs, num_items_in_batch)
+        return loss
+
+
+class _Outermost:
+    """What stands before the user's class."""
+
+    _autoaccum_options: tuple[Mapping[str, Any], Split | None, bool, Notices | None]
+    _autoaccum: Windows | None = None
+
+    @property
+    def autoaccum(self) -> Windows:
+        """What computes the gradients."""
+        if self._autoaccum is None:
+            options, split, trim_padding, notices = self._autoaccum_options
+            self._autoaccum = Windows(self, options, split=split, trim_padding=trim_padding, notices=notices)
+        return self._autoaccum
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.autoaccum.begin()
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        def step(part: Mapping[str, Any]) -> Any:
+            return super(_Outermost, self).prediction_step(  # type: ignore[misc]
+                model, part, prediction_loss_only, ignore_keys=ignore_keys
+            )
+
+        return self.autoaccum.prediction_step(step, inputs)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the model without the wrapper that reduces gradients in every backward pass."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _check(trainer: Any) -> None:
+    """Check that gradients of a trainer can be computed micro-batch by micro-batch.
+
+    Raises:
+        InvalidInputError: They cannot.
+    """
+    accelerator, args = trainer.accelerator, trainer.args
+    strategy = accelerator.distributed_type
+    if strategy not in _RANKS or getattr(accelerator, "parallelism_config", None) is not None:
+        name = "a parallelism_config" if strategy in _RANKS else str(strategy.value)
+        raise InvalidInputError(
+            f"this trainer trains with {name}, which reduces or shards gradients in every backward pass, so a rank "
+            "that fails in one would leave the others waiting; train with one process for each card (torchrun), or "
+            "use the trainer without windowed()"
+        )
+    if args.n_gpu > 1:
+        raise InvalidInputError(
+            f"this trainer spreads each batch over {args.n_gpu} cards of one process (DataParallel); start one process "
+            "for each card (torchrun), or let it see one card (CUDA_VISIBLE_DEVICES=0)"
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in _STEP_EARLY:
+        raise InvalidInputError(
+            f"optim={optim!r} steps in the backward pass, so it would step for each micro-batch; choose another one"
+        )
+    makes_batches = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
+    if makes_batches and any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+        raise InvalidInputError(
+            f"{type(trainer).__name__} generates its own batches, with normalisers that belong to them as they were "
+            "generated; use it without windowed()"
+        )

@@ -1,0 +1,422 @@
+"""Transformers' trainer computes the gradient of its whole batch, whatever fits at once and whatever fails."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+import autoaccum  # noqa: E402
+from autoaccum._system.notices import Notices  # noqa: E402
+from autoaccum._training.accumulator import Accumulator  # noqa: E402
+from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa: E402
+from autoaccum.integrations.transformers import windowed  # noqa: E402
+from faults import FailAt  # noqa: E402
+from folders import TESTS  # noqa: E402
+from trainers import MODELS, history, model_of, rows_of, trained, weights  # noqa: E402
+from warm import python  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+
+def cut(trainer=Trainer, **options):
+    return windowed(trainer, **({"micro_batch": 5, "notices": Notices(silent=True)} | options))
+
+
+def assert_same(ours, theirs, rounding=1e-11):
+    """Parameters, and the log field by field; the loss in it is a single-precision number."""
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=rounding)
+    assert ours.state.global_step == theirs.state.global_step
+    assert [list(entry) for entry in history(ours)] == [list(entry) for entry in history(theirs)]
+    for mine, other in zip(history(ours), history(theirs), strict=True):
+        assert mine == pytest.approx(other, rel=1e-6, abs=1e-9)
+
+
+# --- the whole batch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_log_are_those_of_whole_batches(tmp_path, name):
+    ours = trained(cut(), tmp_path, name, eval_strategy="epoch", num_train_epochs=2)
+
+    assert ours.autoaccum.plan.micro_batches == (4, 4, 4)
+    assert_same(ours, trained(Trainer, tmp_path, name, eval_strategy="epoch", num_train_epochs=2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "bert for rows"])
+def test_accumulation_of_smaller_batches_is_one_mean_over_all_of_them(tmp_path, name):
+    """Of a model without `num_items_in_batch`, the trainer by itself takes the mean of the batches' means."""
+    ours = trained(cut(), tmp_path, name, per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    theirs = trained(Trainer, tmp_path, name)
+
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=1e-11)
+    losses = [[entry["loss"] for entry in history(trainer)[:-1]] for trainer in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert ours.autoaccum.last_backward.samples == 2
+
+
+def smoothed(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    total = functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.2)
+    return total / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"compute_loss_func": smoothed},
+        {"gradient_checkpointing": True},
+        {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"average_tokens_across_devices": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_trainer_work_as_without(tmp_path, options):
+    assert_same(trained(cut(), tmp_path, **options), trained(Trainer, tmp_path, **options))
+
+
+def test_loss_of_a_class_of_the_users_own_is_used(tmp_path):
+    class Squared(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            losses = functional.cross_entropy(outputs.logits, labels, reduction="none")
+            loss = (losses**2).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    assert_same(trained(cut(Squared), tmp_path, "bert for rows"), trained(Squared, tmp_path, "bert for rows"))
+
+
+def test_half_precision_is_that_of_the_trainer(tmp_path):
+    casts = []
+
+    class Watching(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, inputs):
+            casts.append(torch.is_autocast_enabled("cpu"))
+            return self.inner(inputs)
+
+    model = model_of("gpt2").float()
+    model.lm_head = Watching(model.lm_head)
+    ours = trained(cut(), tmp_path, model=model, bf16=True, optim="sgd")
+    theirs = trained(Trainer, tmp_path, model=model, bf16=True, optim="sgd")
+
+    assert casts
+    assert all(casts)
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=2e-2)
+    assert history(ours)[0]["loss"] == pytest.approx(history(theirs)[0]["loss"], rel=5e-3)
+
+
+def test_adapters_of_peft_are_trained(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+
+    def with_adapters():
+        torch.manual_seed(1)
+        return peft.get_peft_model(model_of("llama"), config).double()
+
+    ours = trained(cut(), tmp_path, "llama", model=with_adapters())
+
+    assert_same(ours, trained(Trainer, tmp_path, "llama", model=with_adapters()))
+
+
+def test_callbacks_are_called_as_without(tmp_path):
+    def calls(trainer):
+        seen = []
+
+        class Recording(TrainerCallback):
+            def __getattribute__(self, name):
+                found = super().__getattribute__(name)
+                if not name.startswith("on_"):
+                    return found
+                return lambda args, state, control, **kwargs: seen.append((name, state.global_step))
+
+        trained(
+            trainer,
+            tmp_path,
+            callbacks=[Recording()],
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+        return seen
+
+    assert calls(cut()) == calls(Trainer)
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+def lengths_seen(monkeypatch, name, **options):
+    seen = []
+    model = model_of(name)
+    forward = type(model).forward
+
+    def watching(self, *args, **kwargs):
+        if self.training:
+            seen.append(tuple(kwargs["input_ids"].shape))
+        return forward(self, *args, **kwargs)
+
+    watching.__wrapped__ = forward
+    monkeypatch.setattr(type(model), "forward", watching)
+    return model, seen
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_each_micro_batch_is_as_long_as_its_own_longest_row(tmp_path, monkeypatch, trims):
+    model, seen = lengths_seen(monkeypatch, "gpt2")
+    ours = trained(cut(trim_padding=trims), tmp_path, model=model, samples=12)
+
+    shapes = seen[-3:]
+    longest = max(len(row["input_ids"]) for row in rows_of("gpt2", 12))
+    assert sum(rows for rows, _ in shapes) == 12
+    assert (len({length for _, length in shapes}) > 1) is trims
+    assert max(length for _, length in shapes) == longest
+    assert ours.autoaccum.last_backward.samples == 12
+
+
+def test_padding_stays_where_the_loss_depends_on_it(tmp_path):
+    class MeanOfAll(nn.Module):
+        """Averages over padding, too."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.head = nn.Embedding(40, 8).double(), nn.Linear(8, 3).double()
+
+        def forward(self, input_ids, attention_mask, labels):
+            logits = self.head(self.embedding(input_ids).mean(dim=1))
+            return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+    notices = Notices(silent=True)
+    ours = trained(cut(notices=notices), tmp_path, "bert for rows", model=MeanOfAll())
+
+    assert any("depends on its padding" in text for text in notices.texts)
+    assert_same(ours, trained(Trainer, tmp_path, "bert for rows", model=MeanOfAll()))
+
+
+# --- memory that runs out ---------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch, kind, method, points):
+    """Let operators fail within a method; the operators are counted over all its calls."""
+    mode, plain = FailAt(*points), getattr(kind, method)
+
+    def with_faults(*args, **kwargs):
+        with mode:
+            return plain(*args, **kwargs)
+
+    monkeypatch.setattr(kind, method, with_faults)
+    return mode
+
+
+def points_of(count, most):
+    return range(1, count + 1, max(1, count // most))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_memory_that_runs_out_in_training_changes_nothing(tmp_path, monkeypatch, name):
+    theirs = trained(Trainer, tmp_path, name, samples=24)
+    with monkeypatch.context() as patch:
+        whole = failing(patch, Accumulator, "backward", ())
+        trained(cut(), tmp_path, name, samples=24)
+    for point in points_of(whole.count, 12):
+        with monkeypatch.context() as patch:
+            mode = failing(patch, Accumulator, "backward", (point, point + whole.count // 3))
+            ours = trained(cut(), tmp_path, name, samples=24)
+        assert mode.hits
+        assert_same(ours, theirs)
+
+
+def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path, monkeypatch):
+    def run(trainer):
+        return trained(trainer, tmp_path, "bert", samples=12, eval_strategy="epoch", compute_metrics=counted)
+
+    def counted(predictions):
+        return {"shape": sum(predictions.predictions.shape), "sum": float(predictions.predictions.sum())}
+
+    theirs = run(Trainer)
+    with monkeypatch.context() as patch:
+        whole = failing(patch, EvaluationInParts, "run", ())
+        run(cut())
+    for point in points_of(whole.count, 8):
+        with monkeypatch.context() as patch:
+            mode = failing(patch, EvaluationInParts, "run", (point, point + whole.count))
+            assert_same(run(cut()), theirs)
+        assert mode.hits
+
+
+def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
+    ours = trained(cut(), tmp_path, samples=12)
+    monkeypatch.setattr(
+        type(ours.model), "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("told to"))
+    )
+
+    with pytest.raises(autoaccum.DoesNotFitError, match=r"not even one sample fits in an evaluation on .*: told to"):
+        ours.evaluate()
+
+
+LIMITED = """
+import resource, sys
+import torch
+from trainers import trained, Trainer, model_of
+from autoaccum.integrations.transformers import windowed
+import transformers
+torch.set_num_threads(1)
+config = transformers.GPT2Config(vocab_size=2000, n_positions=32, n_embd=64, n_layer=2, n_head=2)
+model = transformers.GPT2LMHeadModel(config)
+kind = windowed(Trainer) if sys.argv[1] == "windowed" else Trainer
+trained(kind, sys.argv[2], model=model, samples=4, per_device_train_batch_size=4)  # what the first training loads
+held = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20), resource.RLIM_INFINITY))
+done = trained(kind, sys.argv[2], model=model, samples=800, per_device_train_batch_size=400)
+print("updates", done.state.global_step, "failures", done.autoaccum.last_backward.oom_events, done.autoaccum.plan)
+"""
+
+
+def limited(tmp_path, kind):
+    command = [*python(), "-c", LIMITED, kind, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+
+
+def test_training_under_a_real_limit_ends_with_it_and_dies_without(tmp_path):
+    without, ours = limited(tmp_path, "plain"), limited(tmp_path, "windowed")
+
+    assert without.returncode != 0
+    assert "can't allocate memory" in without.stderr
+    assert ours.returncode == 0, ours.stderr
+    assert "updates 2" in ours.stdout
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, str(TESTS / "trainer_ranks.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["cut", "accumulated", "own tokens", "failing"])
+def test_ranks_end_with_the_parameters_of_the_trainer_whichever_lacks_memory(of_ranks, run):
+    first, second = (found["gpt2", run] for found in of_ranks)
+    plain = of_ranks[0]["gpt2", "plain"]
+
+    assert torch.equal(first[0], second[0])
+    torch.testing.assert_close(first[0], plain[0], rtol=0.0, atol=1e-11)
+    if run in ("cut", "failing"):  # the others count steps, or tokens, otherwise
+        for mine, other in zip(first[1], plain[1], strict=True):
+            assert mine == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_model_that_ignores_the_number_of_items_has_the_gradient_of_one_process_on_ranks(of_ranks, tmp_path):
+    """The trainer multiplies its loss by the number of ranks."""
+    whole = trained(Trainer, tmp_path, "bert", samples=24)
+    (found, log), (other, _) = (ranks["bert", "failing"] for ranks in of_ranks)
+
+    assert torch.equal(found, other)
+    torch.testing.assert_close(found, weights(whole), rtol=0.0, atol=1e-11)
+    assert log[0]["loss"] == pytest.approx(history(whole)[0]["loss"], rel=1e-6)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_training_that_is_resumed_from_the_trainers_checkpoint_ends_as_one_that_was_not(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "samples": 36, "num_train_epochs": 2}
+    whole = trained(cut(), tmp_path / "whole", **options)
+    resumed = trained(cut(), tmp_path / "resumed", resume=str(tmp_path / "whole/checkpoint-2"), **options)
+
+    assert torch.equal(weights(resumed), weights(whole))
+    assert history(resumed)[:-1] == history(whole)[:-1]
+
+
+def test_trainer_can_train_twice(tmp_path):
+    ours, theirs = trained(cut(), tmp_path, samples=12), trained(Trainer, tmp_path, samples=12)
+    for trainer in (ours, theirs):
+        trainer.train()
+
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=1e-11)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_anything_but_a_trainers_class_is_refused(tmp_path):
+    with pytest.raises(autoaccum.InvalidInputError, match="pass the class"):
+        windowed(nn.Linear)
+    with pytest.raises(autoaccum.InvalidInputError, match="already"):
+        windowed(windowed(Trainer))
+
+
+def test_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = cut()(model=model_of("gpt2"), args=args, train_dataset=rows_of("gpt2", 4))
+    trainer.args.optim = "lomo"
+
+    with pytest.raises(autoaccum.InvalidInputError, match="'lomo' steps in the backward pass"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("strategy", ["DEEPSPEED", "FSDP"])
+def test_strategies_that_reduce_in_the_backward_pass_are_refused(tmp_path, monkeypatch, strategy):
+    from accelerate.utils import DistributedType  # noqa: PLC0415
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = cut()(model=model_of("gpt2"), args=args, train_dataset=rows_of("gpt2", 4))
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType[strategy])
+
+    with pytest.raises(autoaccum.InvalidInputError, match=f"trains with {strategy}"):
+        trainer.train()
+
+
+def test_packed_rows_are_refused(tmp_path):
+    def packed(rows):
+        return {
+            "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
+            "labels": torch.cat([row["labels"] for row in rows])[None],
+            "position_ids": torch.cat([torch.arange(len(row["labels"])) for row in rows])[None],
+        }
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=4)
+    rows = rows_of("llama", 8)
+    trainer = cut()(model=model_of("llama"), args=args, train_dataset=rows, data_collator=packed)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="packing=False"):
+        trainer.train()
+
+
+def test_version_outside_of_those_tried_is_warned_of(monkeypatch):
+    from autoaccum.integrations import _versions  # noqa: PLC0415
+
+    monkeypatch.setattr(_versions.metadata, "version", lambda package: "99.0.1")
+
+    tried = "tried with (transformers|accelerate) .* and this is 99.0.1"
+    with pytest.warns(UserWarning, match=tried):
+        windowed(Trainer)

@@ -1,0 +1,76 @@
+"""TRL's trainers with a small Llama in float64, a tokenizer of words, and data of different lengths."""
+
+import copy
+import random
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from trainers import TEXT, WIDTH
+
+WORDS = [f"w{number}" for number in range(37)]
+TRAINERS = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+}
+
+
+def tokenizer():
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{word: number + 3 for number, word in enumerate(WORDS)}}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def data(kind, samples):
+    chance = random.Random(0)  # noqa: S311
+
+    def text(most):
+        return " " + " ".join(chance.choice(WORDS) for _ in range(chance.randint(2, most)))
+
+    answers = ["completion"] if kind == "sft" else ["chosen", "rejected"]
+    return Dataset.from_list([{"prompt": text(5), **{key: text(12) for key in answers}} for _ in range(samples)])
+
+
+def model(kind):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(num_key_value_heads=1, num_labels=1, **TEXT, **WIDTH)
+    family = transformers.LlamaForSequenceClassification if kind == "reward" else transformers.LlamaForCausalLM
+    return family(config).double()
+
+
+def trained(trainer, kind, folder, *, samples=26, train=True, **options):
+    """A trainer that has trained: 3 updates of 12, 12 and 2 samples, if not told otherwise."""
+    settings = {
+        "per_device_train_batch_size": 12,
+        "per_device_eval_batch_size": 12,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    rows, network = data(kind, samples), model(kind)
+    reference = {"ref_model": copy.deepcopy(network)} if kind == "dpo" else {}
+    made = trainer(
+        model=network,
+        args=TRAINERS[kind][1](str(folder), **(settings | options)),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(13)),
+        processing_class=tokenizer(),
+        **reference,
+    )
+    if train:
+        made.train()
+    return made
