@@ -62,7 +62,7 @@ def refuse_training(trainer: Any, module: Any) -> None:
             raise InvalidInputError(
                 f"{kind} changes the loader's batch size, which Windowed keeps as the batch of an update; leave it out"
             )
-    if type(trainer).__module__.startswith(_OWN_MODULES) and _is_overridden("backward", module):
+    if _is_overridden("backward", module):
         raise InvalidInputError(
             f"{type(module).__name__} overrides backward, which Windowed does not call; leave it out, or use manual "
             f"optimization with {_BY_HAND}"

@@ -138,7 +138,7 @@ class Windowed(pl.Callback):
         if "validation_step" in vars(trainer.strategy):
             return
         self._evaluating = Evaluating(trainer, module, self._options)
-        if self._training is not None:
+        if self._training is not None and self._training.objective.model is module:
             self._evaluating.objective = self._training.objective
         for name in STEPS:
             setattr(trainer.strategy, name, partial(self._evaluating.run, name))
