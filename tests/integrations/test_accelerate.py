@@ -133,7 +133,7 @@ class Loop:
 def assert_same(one, other, tolerance=1e-12):
     for name, value in one.model.state_dict().items():
         torch.testing.assert_close(other.model.state_dict()[name], value, rtol=0, atol=tolerance)
-    assert other.losses == pytest.approx(one.losses, rel=1e-9 if tolerance < 1e-9 else tolerance)
+    assert other.losses == pytest.approx(one.losses, rel=max(tolerance, 1e-09))
     assert (other.rates, other.seen) == (one.rates, one.seen)
 
 
