@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from autoaccum._snapshot import RandomState, evaluation_mode
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
+from autoaccum.integrations._own_autocast import tell_of_autocast
 from autoaccum.integrations._padding import is_padded, shortest_row, trimmed, with_lengths, without_lengths
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
@@ -40,7 +40,7 @@ _STEP_EARLY = ("lomo", "adalomo")
 # The loss of a row may differ by this much, relative to it, once its padding is cut off.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _ROUNDING_OF_HALF = 2e-2
-_PRECISIONS = {"no": "fp32", "bf16": "auto", "fp16": "auto"}
+_HALVES = ("bf16", "fp16")
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
 
 
@@ -196,8 +196,7 @@ class Windows:
         if self._trims is None:
             self._trims = self._may_trim(batches)
         keep = "outputs" if self._metrics.is_kept else None
-        with self._precision():
-            report = accumulator.backward(Window(batches, self._split), keep=keep)
+        report = accumulator.backward(Window(batches, self._split), keep=keep)
         self._metrics.append(report.outputs, "train")
         self.last_backward = report
         return torch.tensor(report.loss, device=trainer.args.device)
@@ -223,7 +222,6 @@ class Windows:
         with (
             self._metrics.recorded(inputs, samples) as record,
             own_tokens(trainer.args),
-            self._as_by_itself(),
             trainer.compute_loss_context_manager(),
         ):
             loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._items)
@@ -256,7 +254,7 @@ class Windows:
         random = RandomState(self._trainer.args.device, [self._model])
         random.take()
         try:
-            with torch.no_grad(), evaluation_mode([self._model]), self._precision():
+            with torch.no_grad(), evaluation_mode([self._model]):
                 for self._trims in (True, False):
                     random.put_back()
                     losses.append(self._loss(window.cut(row, row + 1))["loss"])
@@ -269,9 +267,8 @@ class Windows:
             self._trims = None
             random.put_back()
         with_padding, without = losses
-        rounding = _ROUNDING.get(without.dtype, _ROUNDING_OF_HALF)
-        if self._trainer.accelerator.mixed_precision != "no":
-            rounding = _ROUNDING_OF_HALF
+        is_half = self._trainer.accelerator.mixed_precision in _HALVES
+        rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING.get(without.dtype, _ROUNDING_OF_HALF)
         if bool((with_padding - without).abs() <= rounding * without.abs()):
             return True
         self._notices.say(
@@ -291,23 +288,15 @@ class Windows:
                 model,
                 closure=self._loss,
                 device=self._trainer.args.device,
-                precision=_PRECISIONS.get(accelerator.mixed_precision, "fp32"),
+                precision="fp32",  # the model casts by itself
                 scale=accelerator.scaler,
                 split=self._split,
                 notices=self._notices,
                 **self._options,
             )
+            if accelerator.mixed_precision in _HALVES:
+                tell_of_autocast(self._accumulator, accelerator.mixed_precision)
         return self._accumulator
-
-    def _precision(self) -> AbstractContextManager[object]:
-        """Return a context that says how the model computes: it enters autocast by itself, within its `forward`."""
-        accelerator = self._trainer.accelerator
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-        return nullcontext() if half is None else torch.autocast(accelerator.device.type, dtype=half)
-
-    def _as_by_itself(self) -> AbstractContextManager[object]:
-        """Return a context in which what the trainer computes outside of the model is cast as without autoaccum."""
-        return torch.autocast(self._trainer.accelerator.device.type, enabled=False)
 
     def _over_all_ranks(self, items: Any) -> Any:
         """Return the number of items of an update on all ranks, where the trainer has counted this rank's alone."""
