@@ -49,6 +49,8 @@ def test_only_errors_adapters_and_former_names_are_importable_by_public_names():
         "autoaccum.cli_slurm",
         "autoaccum.errors",
         "autoaccum.integrations",
+        "autoaccum.integrations.accelerate",
+        "autoaccum.integrations.lightning",
         "autoaccum.integrations.transformers",
         "autoaccum.jobs",
         "autoaccum.jobs.slurm_again",

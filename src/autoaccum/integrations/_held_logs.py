@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from autoaccum._system.exceptions import contextmanager
+from autoaccum.integrations._joined_parts import mean
 from autoaccum.integrations._metric_values import MetricValues
-from autoaccum.integrations._parts import mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum.integrations._parts import Weights
+    from autoaccum.integrations._joined_parts import Weights
 
 # Of one call of `log`: its number, what was logged (None for a metric) and its batch size, if it has one.
 Entry = tuple[int, Tensor | None, int | None]

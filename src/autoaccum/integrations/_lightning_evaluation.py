@@ -17,7 +17,7 @@ from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError
 from autoaccum.integrations._held_logs import HeldLogs
-from autoaccum.integrations._parts import Weights, joined
+from autoaccum.integrations._joined_parts import Weights, joined
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

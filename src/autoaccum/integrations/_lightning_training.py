@@ -12,8 +12,8 @@ from autoaccum._data.batches import Window
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._held_logs import HeldLogs
+from autoaccum.integrations._joined_parts import Weights, joined, mean
 from autoaccum.integrations._own_autocast import tell_of_autocast
-from autoaccum.integrations._parts import Weights, joined, mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

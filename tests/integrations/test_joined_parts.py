@@ -9,7 +9,7 @@ from autoaccum._data.batches import Window
 from autoaccum._loss.objective import Objective
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._system.notices import Notices
-from autoaccum.integrations._parts import Weights, joined, mean
+from autoaccum.integrations._joined_parts import Weights, joined, mean
 
 
 class Pair(NamedTuple):
