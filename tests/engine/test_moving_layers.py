@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
@@ -220,6 +221,22 @@ def test_lack_of_memory_while_looking_costs_nothing_and_the_next_window_is_looke
 
     assert len(said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Codebook()), windows=3)) == 1
     assert len(tries) == 2
+
+
+class Counted(nn.Module):
+    """Counts in a metric, which is meant to move and is put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=2)
+
+    def forward(self, inputs):
+        self.accuracy(inputs[:, :2], torch.zeros(len(inputs), dtype=torch.long))
+        return inputs
+
+
+def test_metrics_are_not_named():
+    assert said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted())) == []
 
 
 # --- the remedies of the page -----------------------------------------------------------------------------------------
