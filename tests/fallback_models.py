@@ -65,7 +65,7 @@ class Wide(Stack):
     def __init__(self):
         super().__init__(depth=0)
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Feed() for _ in range(8)])
+        self.blocks = nn.ModuleList([Feed() for _ in range(4)])
 
     def forward(self, inputs):
         return super().forward(inputs.unsqueeze(1).repeat(1, 512, 1)).mean(1)

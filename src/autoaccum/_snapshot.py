@@ -452,18 +452,33 @@ class Snapshot:
         self._mark.put_back()
 
 
+class Modes:
+    """Saves which submodules are in training mode.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modes = [(part, part.training) for module in modules for part in module.modules()]
+
+    def put_back(self) -> None:
+        """Restore the mode of each submodule."""
+        for part, training in self._modes:
+            part.training = training
+
+
 @contextmanager
 def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put modules into evaluation mode for the block, then restore the mode of each submodule."""
     modules = list(modules)
-    modes = [(part, part.training) for module in modules for part in module.modules()]
+    modes = Modes(modules)
     try:
         for module in modules:
             module.eval()
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        modes.put_back()
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ def warm():
     warm_up()
 
 
-@pytest.mark.parametrize("capacities", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capacities", [2, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", WIDE)
 def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model, capacities):
     tally = Tally()

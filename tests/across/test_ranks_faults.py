@@ -41,7 +41,7 @@ def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(crew, size, loss
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("at", [300, 500, 700])
+@pytest.mark.parametrize("at", [100, 150, 200])
 def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(crew, size, at):
     answers = crew.answers("rank_faults:faulted", size=size, points={1: [at]}, lasts=True)
 

@@ -21,8 +21,14 @@ def alone(*, norm=False, **arguments):
     return rank_training.train(0, 1, model=rank_training.net(norm=norm), **arguments)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("loss", [name for name in rank_training.LOSSES if name != "several"])
+def losses():
+    """Every loss on two ranks, and one on three; the others on three are slow."""
+    for loss in (name for name in rank_training.LOSSES if name != "several"):
+        yield loss, 2
+        yield pytest.param(loss, 3, marks=[] if loss == "tokens, found out" else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("loss", "size"), list(losses()))
 def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, size):
     expected = alone(loss=loss, target_batch=16, micro_batch=16, epochs=2)
 
@@ -126,7 +132,7 @@ def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_
 @pytest.mark.parametrize("backward", [False, True])
 def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
     found = crew.answers(
-        "sharded_training:greedy", 4, backward=backward, wait_s=3, size=2, target_batch=16, micro_batch=8, shard=True
+        "sharded_training:greedy", 4, backward=backward, wait_s=2, size=2, target_batch=16, micro_batch=8, shard=True
     )
 
     assert isinstance(found[1], autoaccum.StartAgainError), found
@@ -139,7 +145,7 @@ def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
 def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, norm):
     asked = {"target_batch": 16, "micro_batch": 2 if norm else 1, "norm": norm, "shard": True}
 
-    found = crew.answers("sharded_training:greedy", 0, wait_s=3, size=2, **asked)
+    found = crew.answers("sharded_training:greedy", 0, wait_s=2, size=2, **asked)
 
     assert isinstance(found[1], autoaccum.DoesNotFitError), found
     assert isinstance(found[0], autoaccum.RankFailedError), found

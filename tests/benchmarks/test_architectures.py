@@ -31,6 +31,7 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("one", SAMPLE, ids=lambda one: one[3])
+@pytest.mark.card_fakes
 def test_architecture_is_predicted_for_a_card_without_a_driver(one):
     answer = architectures.predicted(*one)
 
@@ -38,6 +39,7 @@ def test_architecture_is_predicted_for_a_card_without_a_driver(one):
     assert answer["peak_bytes"] > 0
 
 
+@pytest.mark.card_fakes
 def test_architecture_that_is_refused_in_bf16_is_predicted_in_fp32():
     answer = architectures.predicted("transformers", "encoder", "yoso", "YosoForMaskedLM")
 

@@ -179,7 +179,7 @@ def test_fit_falls_back_where_not_one_sample_fits_and_says_so(probe, capsys):
     model, result = fit("2MiB", fallback="checkpoint", probe=probe)
 
     said = capsys.readouterr().err
-    assert "not even one sample fits; from now on activation checkpointing of 8 Feed blocks" in said
+    assert "not even one sample fits; from now on activation checkpointing of 4 Feed blocks" in said
     assert result.steps == 3
     assert all("forward" not in vars(block) for block in model.blocks)
 
@@ -201,10 +201,10 @@ def test_training_after_a_fallback_is_bitwise_training_with_the_same_cut_and_mem
 
 
 def test_ways_are_taken_in_order_until_one_sample_fits(capsys):
-    _, result = fit("1700KiB", fallback=("checkpoint", "offload"))
+    _, result = fit("1500KiB", fallback=("checkpoint", "offload"))
 
     said = capsys.readouterr().err
-    assert said.index("checkpointing of 8 Feed") < said.index("kept in the host's memory")
+    assert said.index("checkpointing of 4 Feed") < said.index("kept in the host's memory")
     assert result.steps == 3
 
 
@@ -213,7 +213,7 @@ def test_error_names_what_does_not_fit_where_no_way_is_left():
         fit("800KiB", fallback=("checkpoint", "offload"))
 
     (note,) = caught.value.__notes__
-    assert note.startswith("autoaccum: in force already: activation checkpointing of 8 Feed blocks; what backward")
+    assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
 
 
 def test_error_names_what_is_not_in_force_yet():
@@ -224,7 +224,7 @@ def test_error_names_what_is_not_in_force_yet():
     with pytest.raises(autoaccum.DoesNotFitError) as both:
         fit("800KiB", fallback=("checkpoint", "offload"))
 
-    assert "fallback='checkpoint') (activation checkpointing of 8 Feed blocks)" in str(neither.value)
+    assert "fallback='checkpoint') (activation checkpointing of 4 Feed blocks)" in str(neither.value)
     assert "fallback='offload'" in str(neither.value)
     assert "fallback='checkpoint'" not in str(one.value)
     assert "fallback='offload'" in str(one.value)

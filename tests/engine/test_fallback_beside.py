@@ -21,7 +21,7 @@ def trained(capacity, *, model=None, loader=None, **options):
     seed()
     made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)} | options
     result = autoaccum.fit(
-        model, loader or data()[:4], 16, device=Simulated(capacity), micro_batch=1, cache=False, progress=False, **made
+        model, loader or data()[:2], 8, device=Simulated(capacity), micro_batch=1, cache=False, progress=False, **made
     )
     return model, result
 
@@ -31,7 +31,7 @@ def assert_same(one, other):
     (model, result), (expected, reference) = one, other
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(_tensors(model), _tensors(expected), strict=True))
     assert [report.loss for report in result.history] == [report.loss for report in reference.history]
-    assert {report.micro_batches for report in (*result.history, *reference.history)} == {(1,) * 16}
+    assert {report.micro_batches for report in (*result.history, *reference.history)} == {(1,) * 8}
 
 
 def _tensors(model):
@@ -63,7 +63,7 @@ def test_plain_training():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision(precision):
-    assert_same(*both(precision=precision, loader=data()[:2]))
+    assert_same(*both(precision=precision, loader=data()[:1]))
 
 
 def test_several_losses():
@@ -78,7 +78,7 @@ def test_several_losses():
 
 def test_validation():
     def validated(capacity, **options):
-        return trained(capacity, val_loader=data()[:3], **options)
+        return trained(capacity, val_loader=data()[:2], **options)
 
     changed, plain = validated(SCARCE, fallback=FALLBACK), validated(PLENTY)
 
@@ -113,7 +113,7 @@ class Interrupting(Wide):
     def __init__(self, call):
         super().__init__()
         self.left = call
-        self.blocks[3].inner[1].register_forward_pre_hook(self._interrupt)
+        self.blocks[2].inner[1].register_forward_pre_hook(self._interrupt)
 
     def _interrupt(self, *_):
         self.left -= 1
@@ -121,8 +121,8 @@ class Interrupting(Wide):
             raise KeyboardInterrupt
 
 
-# Calls of a block: one that fails for lack of memory, then two for each of the 16 micro-batches of a step.
-@pytest.mark.parametrize("call", [40, 41])
+# Calls of a block: one that fails for lack of memory, then two for each of the 8 micro-batches of a step.
+@pytest.mark.parametrize("call", [24, 25])
 def test_an_interrupt(tmp_path, call):
     model = Interrupting(call)
     with pytest.raises(KeyboardInterrupt):

@@ -1,5 +1,6 @@
 """Adapters beside frozen linear layers, on a copy without memory."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ def test_a_model_with_one_linear_layer_gets_none():
     assert with_adapters(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2))) is None
 
 
+@pytest.mark.card_fakes
 def test_gradients_and_state_are_those_of_the_adapters():
     optimizer = torch.optim.AdamW(mlp().parameters(), lr=0.01)
     batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)

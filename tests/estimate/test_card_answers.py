@@ -47,10 +47,12 @@ def answers(question, card):
 @pytest.mark.parametrize(
     ("name", "capability"), [("t4", (7, 5)), ("a100-40gb", (8, 0)), ("rtx-4090", (8, 9)), ("h100-80gb", (9, 0))]
 )
+@pytest.mark.card_fakes
 def test_model_is_told_the_capability_of_the_card_it_is_predicted_for(name, capability):
     assert answers(torch.cuda.get_device_capability, card_named(name)) == {capability}
 
 
+@pytest.mark.card_fakes
 def test_model_is_told_name_memory_and_types_of_the_card():
     card = card_named("t4")
 
@@ -68,6 +70,7 @@ def test_every_card_has_a_capability_that_fits_its_types():
         assert (card.capability >= (8, 0)) is card.bf16, card.name
 
 
+@pytest.mark.card_fakes
 def test_questions_are_answered_by_torch_again_after_the_trace():
     asked = torch.cuda.get_device_properties, torch.cuda.is_bf16_supported, torch.cuda.current_device
 
@@ -84,6 +87,7 @@ def test_questions_are_answered_by_torch_again_after_the_trace():
         (lambda: torch.cuda.get_device_properties(0).multi_processor_count, "multi_processor_count"),
     ],
 )
+@pytest.mark.card_fakes
 def test_question_that_only_the_card_can_answer_is_answered_by_a_real_step(question, named):
     estimate = estimate_step(Asks(question), BATCH, card=card_named("h100-80gb"))
 
@@ -91,6 +95,7 @@ def test_question_that_only_the_card_can_answer_is_answered_by_a_real_step(quest
     assert named in estimate.notes[0]
 
 
+@pytest.mark.card_fakes
 def test_trace_holds_for_the_cards_that_would_have_told_the_model_the_same():
     ampere, ada, hopper = (card_named(name) for name in ("a10", "l4", "h100-80gb"))
 
@@ -103,6 +108,7 @@ def test_trace_holds_for_the_cards_that_would_have_told_the_model_the_same():
     assert silent.holds_for(hopper)
 
 
+@pytest.mark.card_fakes
 def test_each_card_is_predicted_on_the_way_that_the_model_takes_there():
     older, newer = (estimate_step(Wider(), BATCH, card=card_named(name)) for name in ("a100-80gb", "h100-80gb"))
 

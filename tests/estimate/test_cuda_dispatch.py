@@ -8,6 +8,8 @@ from autoaccum._estimate.fake_backward import backward, loosened
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._estimate.tracer import Ledger
 
+pytestmark = pytest.mark.card_fakes
+
 MIB = 1 << 20
 
 

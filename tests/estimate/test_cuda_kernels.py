@@ -9,6 +9,8 @@ from autoaccum._estimate.cuda_dispatch import cuda_workspace
 from autoaccum._estimate.fake_backward import backward, loosened
 from autoaccum._estimate.tracer import Ledger
 
+pytestmark = pytest.mark.card_fakes
+
 N, WIDE = 8, 64
 FLOATS = N * WIDE * 4
 

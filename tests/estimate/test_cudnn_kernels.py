@@ -6,6 +6,8 @@ from autoaccum._estimate.cuda_dispatch import cuda_workspace
 from autoaccum._estimate.cudnn_kernels import layouts_without_driver
 from autoaccum._estimate.tracer import Ledger
 
+pytestmark = pytest.mark.card_fakes
+
 aten = torch.ops.aten
 N, PIXELS = 8, 28
 

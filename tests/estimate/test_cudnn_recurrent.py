@@ -12,6 +12,8 @@ from autoaccum._estimate.fake import Stage
 from autoaccum._estimate.gpus import Card
 from autoaccum._estimate.tracer import Ledger
 
+pytestmark = pytest.mark.card_fakes
+
 MIB = 2**20
 CARD = Card("some-24gb", 24 * 2**30, 400 * MIB, bf16=True, source="made up for tests")
 CUDA = torch.device("cuda", 0)

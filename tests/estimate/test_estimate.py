@@ -329,6 +329,7 @@ def test_model_that_branches_on_values_is_adapted_too():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.card_fakes
 def test_what_is_kept_on_the_host_is_not_on_the_card(precision):
     card = Simulated(2**60, torch.device("cuda", 0))
 
@@ -369,6 +370,7 @@ class Mean(nn.Module):
     ],
     ids=["embedding", "convolution"],
 )
+@pytest.mark.card_fakes
 def test_one_sample_is_told_where_kernels_take_no_constant_share_a_sample(make, batch):
     model = make()
     model(batch[0])  # what is lazy takes its shape
@@ -406,6 +408,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("card", [None, CARD])
+@pytest.mark.card_fakes
 def test_model_that_branches_on_values_is_answered_by_a_real_step(card):
     model = Branching()
     before = model.norm.running_mean.clone()
@@ -431,6 +434,7 @@ class CheckpointManager(nn.Linear):
 
 
 @pytest.mark.parametrize("card", [None, CARD])
+@pytest.mark.card_fakes
 def test_tensors_that_a_model_keeps_as_they_are_are_copied_too(card):
     estimate = estimate_step(CheckpointManager(64, 10), batch_of((64,)), card=card)
 
@@ -462,6 +466,7 @@ class Numpy(nn.Linear):
 
 
 @pytest.mark.parametrize("card", [None, CARD])
+@pytest.mark.card_fakes
 def test_model_that_reads_values_by_numpy_is_answered_by_a_real_step(card):
     estimate = estimate_step(Numpy(64, 10), batch_of((64,)), card=card)
 
@@ -470,6 +475,7 @@ def test_model_that_reads_values_by_numpy_is_answered_by_a_real_step(card):
 
 
 @pytest.mark.parametrize("card", [None, CARD])
+@pytest.mark.card_fakes
 def test_branching_model_that_a_function_makes_is_made_anew_for_a_real_step(card):
     batch = batch_of((64,))
     before = torch.get_rng_state()
@@ -586,6 +592,7 @@ class Warps(nn.Module):
         return nn.functional.grid_sample(x, grid * self.scale, align_corners=True).mean((2, 3))
 
 
+@pytest.mark.card_fakes
 def test_pixels_read_at_learned_places_need_no_real_step_on_a_card():
     on_card, on_cpu = (estimate_step(Warps(), batch_of((10, 32, 32)), card=card) for card in (CARD, None))
 
@@ -602,6 +609,7 @@ def test_stock_vision_transformers_need_no_real_step(name):
     assert not estimate.real_step
 
 
+@pytest.mark.card_fakes
 def test_huge_model_takes_no_memory():
     psutil = pytest.importorskip("psutil")
     before = psutil.Process().memory_info().rss

@@ -238,6 +238,7 @@ class Branching(nn.Linear):
         return outputs * 2 if outputs.sum() > 0 else outputs
 
 
+@pytest.mark.card_fakes
 def test_a_real_step_is_warned_of_and_its_reason_noted():
     report = autoaccum.preflight(
         Branching(64, 4), torch.zeros(2, 64), 8, loss=lambda outputs, _: outputs.mean(), gpus="l4", measure=False
@@ -250,6 +251,7 @@ def test_a_real_step_is_warned_of_and_its_reason_noted():
     assert any("the model branches on values" in note for note in report.notes)
 
 
+@pytest.mark.card_fakes
 def test_a_function_makes_its_model_anew_where_it_branches_on_values():
     made = []
 
@@ -346,6 +348,7 @@ def test_cards_that_may_drive_a_display_are_noted_until_its_share_is_given():
     assert "500.0 MiB for a display" in str(told)
 
 
+@pytest.mark.card_fakes
 def test_a_prediction_says_how_uncertain_it_is_and_why():
     (found,) = report_on(device=None, gpus="l4", measure=False).to_dict()["predicted"]
 

@@ -26,7 +26,7 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Blocks over token embeddings, of any length."""
 
-    def __init__(self, depth=8):
+    def __init__(self, depth=4):
         super().__init__()
         self.tokens = nn.Embedding(1000, 64)
         self.blocks = nn.ModuleList([Block() for _ in range(depth)])
@@ -84,7 +84,7 @@ def test_all_ways_are_named_for_a_model_that_has_all(small):
     } <= names
     assert "a larger card" in names
     described = {remedy.name: remedy.description for remedy in small.remedies}
-    assert "8 Block blocks" in described["activation checkpointing"]
+    assert "4 Block blocks" in described["activation checkpointing"]
 
 
 def test_the_one_that_helps_most_comes_first(small):
@@ -101,7 +101,7 @@ def test_remedies_are_shown_and_written(small):
 
 
 def test_a_remedy_whose_updates_read_values_is_told_where_there_are_none():
-    tokens = torch.zeros(4, 64, dtype=torch.long)
+    tokens = torch.zeros(4, 128, dtype=torch.long)
 
     report = autoaccum.preflight(
         Language, (tokens, tokens), 256, loss=loss, device_memory="900MiB", measure=False, precision="fp32",

@@ -216,9 +216,7 @@ class NestedPiece(Piece):
         """Concatenate spans of pieces in the nesting of this one."""
         columns = zip(*(span.piece._leaves for span in spans), strict=True)  # type: ignore[attr-defined]
         leaves = [
-            _join_leaf([_rows(leaf, dim, span.start, span.stop) for leaf, span in zip(column, spans, strict=True)], dim)
-            if cuttable
-            else column[0]
+            _join_leaf(_rows_of_each(column, dim, spans), dim) if cuttable else column[0]
             for column, cuttable, dim in zip(columns, self._cuttable, self._dims, strict=True)
         ]
         return self._rebuild(leaves)
@@ -419,6 +417,16 @@ def _tensors_of(leaf: Any) -> list[Tensor]:
     if isinstance(leaf, Tensor):
         return [leaf]
     return tensors_in(leaf) if type(leaf) in (list, tuple) else []  # a list of samples
+
+
+def _rows_of_each(column: Sequence[Any], dim: int | None, spans: Sequence[Span]) -> list[Any]:
+    """Return the rows of each span. The same rows come thousands of times where a batch is repeated."""
+    cut: dict[tuple[int, int, int], Any] = {}
+    keys = [(id(span.piece), span.start, span.stop) for span in spans]
+    for key, leaf in zip(keys, column, strict=True):
+        if key not in cut:
+            cut[key] = _rows(leaf, dim, key[1], key[2])
+    return [cut[key] for key in keys]
 
 
 def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:

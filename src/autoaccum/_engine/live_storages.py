@@ -89,6 +89,9 @@ def survey(
         found.own(tensor, "inputs", None, None)
     # By type: `isinstance` reads `__class__`, which proxies answer with code of their own.
     tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    for tensor in tensors:
+        # Up to PyTorch 2.9 a tensor that only C++ holds keeps its Python object, and takes it along when it goes.
+        Tensor._fix_weakref(tensor)  # type: ignore[attr-defined]
     found.walk(tensors, frames.places if is_marked else {})
     for tensor in tensors:
         found.see(tensor, None, frames.places.get(id(tensor)))

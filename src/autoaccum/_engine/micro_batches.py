@@ -358,6 +358,7 @@ class MicroBatches:
         if self._adding is not None:
             self._adding.drop()
         self._step.abandon()
+        self._step.objective.put_back_modes()
         if self._marked:
             self._at_window.put_back()
         self._forget()

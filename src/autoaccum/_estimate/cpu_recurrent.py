@@ -9,11 +9,14 @@ oneDNN; they are traced operator by operator.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
+from autoaccum._estimate.fake import NoFakesError
 from autoaccum._estimate.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ _PAGE = 4096
 _LINE = 64  # bytes of a cache line, to which rows are rounded up
 _FLOAT = 4
 _GATES = 4
+# The kinds of spaces that `kept_bytes` adds up.
+_SPACES = 7
 # Rows of a multiple of so many elements would fall on the same cache lines, and get one line more.
 _ALIASING = 256
 # Blocks of weights in bf16: output channels, and input channels.
@@ -76,11 +81,33 @@ def kept_bytes(source: Tensor, weight: Tensor) -> int:
     return sum(map(_paged, spaces))
 
 
+@functools.cache
+def _spaces_here() -> int:
+    """Return how many spaces the installed oneDNN keeps: each is a page in a layer of one state.
+
+    oneDNN 3.7, which is PyTorch 2.8's, keeps nine, and its workspaces are larger too.
+    """
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        one, gates = torch.zeros(1, 1, 1), torch.zeros(_GATES, 1)
+        bias, state = gates.flatten(), one[0]
+        results = torch.ops.aten.mkldnn_rnn_layer(
+            one, gates, gates, bias, bias, state, state, False, [], 2, 1, 1, True, False, False, True
+        )
+    kept: Tensor = results[3]
+    return math.ceil(kept.nbytes / _PAGE)
+
+
 def layer(args: Sequence[Any]) -> tuple[Tensor, ...] | None:
-    """Return a layer's fake results with the workspace that it keeps; None if nothing is kept."""
+    """Return a layer's fake results with the workspace that it keeps; None if nothing is kept.
+
+    Raises:
+        NoFakesError: The installed oneDNN keeps other spaces than those known here.
+    """
     source, weight, hidden, cell = args[0], args[1], args[5], args[6]
     if not args[_TRAIN] or source.dim() != 3:  # noqa: PLR2004 - (steps, samples, inputs)
         return None
+    if _spaces_here() != _SPACES:
+        raise NoFakesError("this PyTorch's oneDNN keeps more for an LSTM than the formulas for oneDNN 3.13 say")
     states = weight.shape[0] // _GATES
     return (
         source.new_empty(*source.shape[:2], states),

@@ -33,7 +33,7 @@ from autoaccum._loss.reduction_inference import Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._loss.whole_batch import call_with
-from autoaccum._snapshot import RandomState, evaluation_mode
+from autoaccum._snapshot import Modes, RandomState, evaluation_mode
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ class Objective:
         else:
             self.sources = (Source(Objective._forward_and_loss),)
         self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
+        self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
         self._entries = Entries(notices, self._settler.forget)
         self._loss_reduction = loss_reduction
         self._settings: tuple[Any, ...] | None = None
@@ -451,6 +452,7 @@ class Objective:
         settler = self._settler
         if settler.is_settled and (len(sizes) == 1 or (settler.has_compared and not settler.compares_again)):
             return
+        self._modes = Modes(self.modules)
         random = RandomState(torch.device("cpu"))
         if not window.is_nested:
             random.take()
@@ -459,6 +461,16 @@ class Objective:
         finally:
             if not window.is_nested:
                 random.put_back()  # looking at targets collates samples, which may draw
+        self._modes = None
+
+    def put_back_modes(self) -> None:
+        """Restore the modes of the modules if something was tried in evaluation mode and never ended.
+
+        An interrupt can come between a block's end and the code that restores what the block changed.
+        """
+        if self._modes is not None:
+            self._modes.put_back()
+            self._modes = None
 
     def begin_window(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next, and count windows.

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from autoaccum._loss.weighting import IGNORE_INDEX, Over, Tally, Weighting, shar
 if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
 
     from autoaccum._data.batches import Window
 
@@ -407,12 +411,13 @@ def telling_split(weights: Tensor, best: int, size: int, chance: random.Random, 
         chance: The random generator for drawing splits.
         draws: The number of splits to choose from.
     """
-    share = weights / weights.mean(1, keepdim=True).clamp(min=1e-9)
-    far = (share - share[best]).abs()
+    tallies = weights.numpy()  # dozens of tiny sums: torch takes several times as long, on a watched device even more
+    share = tallies / np.maximum(tallies.mean(1, keepdims=True), 1e-9)
+    far = np.abs(share - share[best])
     # For each candidate, the samples for which it differs most from the best; they are put on one side.
-    farthest = [row.nonzero().flatten().tolist() for row in far >= far.amax(1, keepdim=True)]
-    splits = [_draw(farthest, weights.shape[1], size, chance) for _ in range(draws)]
-    return max(splits, key=lambda split: _distance(weights, best, *split))
+    farthest = [np.flatnonzero(row).tolist() for row in far >= far.max(1, keepdims=True)]
+    splits = [_draw(farthest, tallies.shape[1], size, chance) for _ in range(draws)]
+    return splits[int(_distances(tallies, best, splits).argmax())]
 
 
 def _draw(farthest: Sequence[Sequence[int]], samples: int, size: int, chance: random.Random) -> list[list[int]]:
@@ -424,9 +429,16 @@ def _draw(farthest: Sequence[Sequence[int]], samples: int, size: int, chance: ra
     return [first, others[: size - len(first)]]
 
 
-def _distance(weights: Tensor, best: int, first: Sequence[int], second: Sequence[int]) -> float:
-    ones, all_of_them = weights[:, first].sum(1), weights[:, [*first, *second]].sum(1)
-    if not all_of_them[best]:
-        return 0.0  # where nothing counts, the loss is probably NaN, which tells nothing
-    apart = (ones / all_of_them - ones[best] / all_of_them[best]).abs().nan_to_num(_FAR_APART)
-    return float(apart.clamp(max=_FAR_APART).sum())
+def _distances(
+    tallies: npt.NDArray[np.floating], best: int, splits: Sequence[Sequence[Sequence[int]]]
+) -> npt.NDArray[np.floating]:
+    """Return for each split how far the candidates' shares of its first part are from those of the best."""
+    parts = [part for split in splits for part in split]  # none is empty
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    of_parts = np.add.reduceat(tallies[:, list(chain.from_iterable(parts))], starts, axis=1)
+    ones, all_of_them = of_parts[:, ::2], of_parts[:, ::2] + of_parts[:, 1::2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares_of_first = ones / all_of_them
+    apart = np.nan_to_num(np.abs(shares_of_first - shares_of_first[best]), nan=_FAR_APART)
+    # Where nothing counts, the loss is probably NaN, which tells nothing.
+    return np.where(all_of_them[best] == 0, 0.0, np.minimum(apart, _FAR_APART).sum(0))
