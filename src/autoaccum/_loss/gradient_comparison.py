@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from autoaccum._loss.counting import target_tensors
 from autoaccum._loss.observation import Mode
-from autoaccum._loss.stand_ins import doubled, stand_ins
+from autoaccum._loss.stand_ins import doubled, standing_in
 from autoaccum._loss.weighting import Over, Weighting, in_full, shares
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def deviation(
     with (
         run.without_trace() as attributes,
         torch.enable_grad(),
-        stand_ins(modules, in_double=copies, may_be_written=is_training) as held,
+        standing_in(modules, in_double=copies, may_be_written=is_training) as held,
     ):
         if not held.trained or (is_training and not attributes.can_be_put_back):
             return None

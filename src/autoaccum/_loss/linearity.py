@@ -19,7 +19,7 @@ from autoaccum._data.splits import FIRST
 from autoaccum._loss.gradient_comparison import deviation
 from autoaccum._loss.nonlinear_terms import bent_entries
 from autoaccum._loss.observation import Mode
-from autoaccum._loss.stand_ins import may_be_copied, may_be_replaced, stand_ins
+from autoaccum._loss.stand_ins import may_be_copied, may_be_replaced, standing_in
 from autoaccum._loss.unknown_loss import randomness, window_scope
 from autoaccum._loss.weighting import Over
 from autoaccum.errors import InvalidInputError
@@ -182,7 +182,7 @@ def _mixes_samples(attempt: Attempt, mode: Mode) -> bool:
         with (
             run.without_trace(),
             torch.no_grad(),
-            stand_ins(run.objective.modules, in_double=False, may_be_written=is_training) as held,
+            standing_in(run.objective.modules, in_double=False, may_be_written=is_training) as held,
         ):
             whole = FIRST.piece(run.outputs([*one, *other], attempt.sample, way))
             held.renew()

@@ -106,7 +106,7 @@ class StandIns:
 
 
 @contextmanager
-def stand_ins(modules: Sequence[nn.Module], *, in_double: bool, may_be_written: bool) -> Iterator[StandIns]:
+def standing_in(modules: Sequence[nn.Module], *, in_double: bool, may_be_written: bool) -> Iterator[StandIns]:
     """Put other parameters in the place of the modules' own for the block; arguments as for `StandIns`."""
     made = StandIns(modules, in_double=in_double, may_be_written=may_be_written)
     try:
