@@ -194,7 +194,8 @@ def _set(value: Any, name: str, held: Any) -> None:
 def _write(tensor: Tensor, before: Tensor) -> None:
     with torch.no_grad():
         if tensor.shape == before.shape:
-            if not torch.equal(tensor, before):  # a write would forbid the backward pass of a graph that holds it
+            # A write would forbid the backward pass of a graph that holds it. Fakes have no values to compare.
+            if type(tensor) is not Tensor or tensor.is_meta or not torch.equal(tensor, before):
                 tensor.copy_(before)
         else:
             tensor.data = before

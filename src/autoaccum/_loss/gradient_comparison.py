@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from autoaccum._loss.terms import Term
 
 _BY_SAMPLES = Weighting(Over.SAMPLES)
-# Two runs in training mode agree under both, or draw numbers.
-_SEEDS = (1, 2)
 
 
 class _Noise(NamedTuple):
@@ -67,7 +65,7 @@ class Deviation(NamedTuple):
 
 
 def deviation(
-    run: Run, sample: Window, split: Rows, way: Way, known: Mapping[str, Weighting], *, copies: bool
+    run: Run, sample: Window, split: Rows, way: Way, known: Mapping[str, Weighting], *, copies: bool, seed: int = 0
 ) -> Deviation | None:
     """Return how far the parts of a sample together are from its gradient; None if no further than by rounding.
 
@@ -80,6 +78,7 @@ def deviation(
         way: How the objective is run.
         known: The weighting of each loss.
         copies: Whether to run with copies of the parameters in float64.
+        seed: Of the random numbers in training mode; the second run of the samples has the next one.
     """
     noise = _IN_DOUBLE if copies else _IN_HALF if way.casts or run.is_in_half else _noise_of_single(run)
     parts, sizes = [sample.chosen(part).cut(0, len(part)) for part in split], tuple(map(len, split))
@@ -101,7 +100,7 @@ def deviation(
 
         rows = [row for part in split for row in part]
         if is_training:
-            run.seed(_SEEDS[0])
+            run.seed(seed)
         whole = terms(rows)
         of_whole, of_parts = _factors(whole, known, parts, sizes)
         if not _add_gradient(whole, of_whole, held):
@@ -111,7 +110,7 @@ def deviation(
         _negate_gradients(held)  # what is added later has its sign: a term may be there by its gradient alone
         if is_training:
             renew()
-            run.seed(_SEEDS[1])
+            run.seed(seed + 1)
             gradients = _gradients(held)
             again = terms(rows)
             _add_gradient(again, _factors(again, known, parts, sizes)[0], held)
