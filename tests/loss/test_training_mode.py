@@ -211,18 +211,18 @@ def test_model_that_draws_numbers_of_its_own_is_left_alone():
     assert said_of(Mixed(IN, 3), functional.cross_entropy) == []
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_layer_that_is_dropped_at_random_is_no_term(seed):
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layer_that_is_dropped_at_random_is_no_term(rate, layers):
     """Two runs may drop the same layers by chance."""
 
     class Dropping(nn.Sequential):
         def forward(self, inputs):
             for layer in list(self)[:-1]:
-                inputs = inputs if self.training and torch.rand(()) < 0.5 else layer(inputs)
+                inputs = inputs if self.training and torch.rand(()) < rate else layer(inputs)
             return self[-1](inputs)
 
-    torch.manual_seed(seed)
-    model = Dropping(*(nn.Linear(IN, IN) for _ in range(1 + seed % 3)), nn.Linear(IN, 3))
+    model = Dropping(*(nn.Linear(IN, IN) for _ in range(layers)), nn.Linear(IN, 3))
 
     assert said_of(model, functional.cross_entropy) == []
 
