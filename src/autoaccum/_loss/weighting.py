@@ -44,6 +44,7 @@ class Over(Enum):
     ELEMENTS = "a mean over the elements of the targets"
     COUNTED = "a mean over the targets that count"
     SHIFTED = "a mean over the targets that count, shifted by one"
+    SUMMED = "a sum over the samples, divided by the sum of an integer that each sample carries"
     VECTOR = "one loss a sample, averaged over the samples"
     PAIR = "a (sum, weight) pair"
     DIVIDED = "a sum over the samples, divided by a count that the batch carries"
@@ -76,7 +77,7 @@ class Weighting:
     @property
     def needs_targets(self) -> bool:
         """Whether the weight depends on the targets, and not only on the number of samples."""
-        return bool(self.void) or self.over in (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED)
+        return bool(self.void) or self.over in (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED, Over.SUMMED)
 
     @property
     def description(self) -> str:
@@ -86,6 +87,9 @@ class Weighting:
                 f"a sum over the samples, divided by {spelled(self.divisor)}, which each of the loader's batches "
                 "carries for itself; the loss of a window is divided by their sum"
             )
+        if self.over is Over.SUMMED:
+            carried = repr(self.target) if self.target else "the targets"
+            return f"a sum over the samples, divided by the sum of {carried}"
         if self.over not in (Over.COUNTED, Over.SHIFTED) or self.ignore_index == IGNORE_INDEX:
             return self.over.value
         where = f" in {self.target!r}" if self.target else ""
@@ -104,8 +108,8 @@ class Weighting:
         targets = self._choose(named_targets) if self.needs_targets else None
         if targets is None:
             return samples
-        if self.over is Over.ELEMENTS:
-            return targets.numel()
+        if self.over in (Over.ELEMENTS, Over.SUMMED):
+            return targets.numel() if self.over is Over.ELEMENTS else int(targets.clamp(min=0).sum())
         if self._are_probabilities(targets):
             # Of shape (N, C, ...): torch's mean runs over everything but the classes.
             return targets.numel() // targets.shape[1] if targets.dim() > 1 else 1
@@ -120,6 +124,8 @@ class Weighting:
             return torch.ones(samples)
         if self.over is Over.ELEMENTS:
             return torch.full((samples,), targets.numel() / samples)
+        if self.over is Over.SUMMED:
+            return targets.clamp(min=0).float().cpu()
         return self._counting(targets).reshape(samples, -1).sum(1).float().cpu()
 
     def worth(self, tally: Tally) -> float:
@@ -135,7 +141,7 @@ class Weighting:
 
     def counts_all(self, named_targets: Mapping[str, Tensor]) -> bool:
         """Whether every target counts the same, so that samples of one shape have the same weight."""
-        if self.void or self.class_weights is not None:
+        if self.void or self.class_weights is not None or self.over is Over.SUMMED:
             return False
         targets = self._choose(named_targets)
         if targets is None or self.over is Over.ELEMENTS or self._are_probabilities(targets):
