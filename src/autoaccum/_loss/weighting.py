@@ -87,13 +87,14 @@ class Weighting:
                 f"a sum over the samples, divided by {spelled(self.divisor)}, which each of the loader's batches "
                 "carries for itself; the loss of a window is divided by their sum"
             )
+        over: str = self.over.value
         if self.over is Over.SUMMED:
             carried = repr(self.target) if self.target else "the targets"
             return f"a sum over the samples, divided by the sum of {carried}"
         if self.over not in (Over.COUNTED, Over.SHIFTED) or self.ignore_index == IGNORE_INDEX:
-            return self.over.value
+            return over
         where = f" in {self.target!r}" if self.target else ""
-        return f"{self.over.value} (those that are not {self.ignore_index}{where})"
+        return f"{over} (those that are not {self.ignore_index}{where})"
 
     def tally(self, samples: int, named_targets: Mapping[str, Tensor]) -> Tally:
         """Return the tally of some samples; tallies of several parts can be added, in any order.
