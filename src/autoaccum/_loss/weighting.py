@@ -214,12 +214,21 @@ def shares(weighting: Weighting, tallies: Sequence[Tally], samples: int, total: 
         total = float(samples)
     if total == 0.0:
         raise InvalidInputError(
-            f"no target of this window of {len(tallies)} micro-batches counts (all are ignore_index="
-            f"{weighting.ignore_index} or of weight 0), so the mean loss over it does not exist; leave such samples out"
+            f"{_why_nothing_counts(weighting, len(tallies))}, so the mean loss over it does not exist; leave such "
+            "samples out"
         )
     if weighting.class_weights is None:
         return [tally / total for tally in tallies]  # type: ignore[misc]
     return [weighting.worth(tally) / total for tally in tallies]
+
+
+def _why_nothing_counts(weighting: Weighting, micro_batches: int) -> str:
+    where = f"this window of {micro_batches} micro-batches"
+    if weighting.over is Over.WEIGHED:
+        return f"split.weight(batch) is 0 for all of {where}"
+    if weighting.over is Over.SUMMED:
+        return f"what the loss is divided by is 0 for all of {where} ({weighting.description})"
+    return f"no target of {where} counts (all are ignore_index={weighting.ignore_index} or of weight 0)"
 
 
 # The divisor of `reduction="mean"` for torch's losses of (outputs, targets), according to their documentation.
