@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from autoaccum._loss.counting import target_tensors
@@ -69,7 +69,8 @@ def deviation(
 ) -> Deviation | None:
     """Return how far the parts of a sample together are from its gradient; None if no further than by rounding.
 
-    In training mode, the samples are run twice, with other random numbers; None if what runs change cannot be restored.
+    In training mode, None also if what runs change cannot be restored; and if the parts are far, the samples are run
+    twice more, with other random numbers, to see whether these are why.
 
     Args:
         run: Runs the objective.
@@ -78,7 +79,7 @@ def deviation(
         way: How the objective is run.
         known: The weighting of each loss.
         copies: Whether to run with copies of the parameters in float64.
-        seed: Of the random numbers in training mode; the second run of the samples has the next one.
+        seed: Of the random numbers in training mode; the last run has the next one.
     """
     noise = _IN_DOUBLE if copies else _IN_HALF if way.casts or run.is_in_half else _noise_of_single(run)
     parts, sizes = [sample.chosen(part).cut(0, len(part)) for part in split], tuple(map(len, split))
@@ -98,32 +99,33 @@ def deviation(
             attributes.put_back()
             held.renew()
 
-        rows = [row for part in split for row in part]
-        if is_training:
-            run.seed(seed)
-        whole = terms(rows)
-        of_whole, of_parts = _factors(whole, known, parts, sizes)
-        if not _add_gradient(whole, of_whole, held):
+        def add_whole(seed: int) -> list[dict[str, float]] | None:
+            """Add the gradient of all samples; return the factors of their parts, or None if there is no gradient."""
+            if is_training:
+                run.seed(seed)
+            whole = terms([row for part in split for row in part])
+            of_whole, of_parts = _factors(whole, known, parts, sizes)
+            return of_parts if _add_gradient(whole, of_whole, held) else None
+
+        of_parts = add_whole(seed)
+        if of_parts is None:
             return None
-        del whole
         norms = _norms(held)
         _negate_gradients(held)  # what is added later has its sign: a term may be there by its gradient alone
-        if is_training:
-            renew()
-            run.seed(seed + 1)
-            gradients = _gradients(held)
-            again = terms(rows)
-            _add_gradient(again, _factors(again, known, parts, sizes)[0], held)
-            del again
-            if (drawn := _worst(_norms(held), norms, noise)) is not None:
-                return Deviation(drawn[1], drawn[0], sizes, is_random=True)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
         for part, factors in zip(split, of_parts, strict=True):
             renew()
             _add_gradient(terms(part), factors, held)
         worst = _worst(_norms(held), norms, noise)
-    return None if worst is None else Deviation(worst[1], worst[0], sizes)
+        if worst is None or not is_training:
+            return None if worst is None else Deviation(worst[1], worst[0], sizes)
+        held.clear_gradients()
+        renew()
+        add_whole(seed)
+        _negate_gradients(held)
+        renew()
+        add_whole(seed + 1)
+        is_random = _worst(_norms(held), norms, noise) is not None
+    return Deviation(worst[1], worst[0], sizes, is_random=is_random)
 
 
 def _add_gradient(terms: Sequence[Term], factors: Mapping[str, float], held: StandIns) -> bool:
@@ -147,12 +149,6 @@ def _negate_gradients(held: StandIns) -> None:
     for parameter in dict.fromkeys(held.trained.values()):  # once each: a parameter may have two names
         if parameter.grad is not None:
             parameter.grad.neg_()
-
-
-def _gradients(held: StandIns) -> list[tuple[nn.Parameter, Tensor | None]]:
-    return [
-        (parameter, None if parameter.grad is None else parameter.grad.clone()) for parameter in held.trained.values()
-    ]
 
 
 def _worst(apart: Mapping[str, float], norms: Mapping[str, float], noise: _Noise) -> tuple[str, float] | None:

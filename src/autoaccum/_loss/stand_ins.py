@@ -87,6 +87,11 @@ class StandIns:
                 made.data.copy_(parameter)
         self._replace_buffers()
 
+    def clear_gradients(self) -> None:
+        """Drop what has been collected."""
+        for made in self._made.values():
+            made.grad = None
+
     def take_out(self) -> None:
         """Restore the modules' own parameters, buffers and gradients."""
         for holder, own in self._buffers:
