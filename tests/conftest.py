@@ -42,7 +42,7 @@ for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signa
 _modules_kept_out = 0
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
-_FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
+_FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_", "TRITON_")
 
 
 def pytest_collection_modifyitems(items):

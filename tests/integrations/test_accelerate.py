@@ -229,6 +229,7 @@ def test_training_resumes_from_accelerates_checkpoint(tmp_path):
     assert_same(plain, second)
 
 
+@pytest.mark.slow
 def test_loop_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
     code = """
         import warnings

@@ -341,6 +341,7 @@ def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, r
     assert hits == len(points)
 
 
+@pytest.mark.slow
 def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
     code = """
         import warnings

@@ -238,7 +238,7 @@ def test_memory_that_runs_out_in_training_changes_nothing(tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         whole = failing(patch, Accumulator, "backward", ())
         trained(cut(), tmp_path, name, samples=24)
-    for point in points_of(whole.count, 12):
+    for point in points_of(whole.count, 6):
         with monkeypatch.context() as patch:
             mode = failing(patch, Accumulator, "backward", (point, point + whole.count // 3))
             ours = trained(cut(), tmp_path, name, samples=24)
@@ -257,7 +257,7 @@ def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path
     with monkeypatch.context() as patch:
         whole = failing(patch, EvaluationInParts, "run", ())
         run(cut())
-    for point in points_of(whole.count, 8):
+    for point in points_of(whole.count, 6):
         with monkeypatch.context() as patch:
             mode = failing(patch, EvaluationInParts, "run", (point, point + whole.count))
             assert_same(run(cut()), theirs)
@@ -298,6 +298,7 @@ def limited(tmp_path, kind):
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_training_under_a_real_limit_ends_with_it_and_dies_without(tmp_path):
     without, ours = limited(tmp_path, "plain"), limited(tmp_path, "windowed")
 

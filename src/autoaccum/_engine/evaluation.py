@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied, map_tensors
+from autoaccum._data.object_state import Holdings
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.counting import is_pair
 from autoaccum._loss.weighting import Over, in_full
-from autoaccum._object_state import Holdings
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced, shrink

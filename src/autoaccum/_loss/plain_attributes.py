@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from autoaccum._object_state import Holdings
+from autoaccum._data.object_state import Holdings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
