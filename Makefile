@@ -139,7 +139,7 @@ published: $(foreach version,4.45.0 4.48.1 4.51.3 5.13.1,$(VENV)-published-$(ver
 	$(VENV)-published-4.45.0/bin/python benchmarks/allocated.py --sources text --out benchmarks/results/allocated.json
 	$(VENV)-published-4.48.1/bin/python benchmarks/allocated.py --sources images text --out benchmarks/results/allocated.json
 	$(VENV)-published-4.51.3/bin/python benchmarks/allocated.py --sources videos litgpt --out benchmarks/results/allocated.json
-	$(VENV)-published-5.13.1/bin/python benchmarks/allocated.py --sources adapters --out benchmarks/results/allocated.json
+	$(VENV)-published-5.13.1/bin/python benchmarks/allocated.py --sources adapters bert --out benchmarks/results/allocated.json
 
 # timm has the backbones of some of transformers' models.
 $(VENV)/.for-architectures: $(VENV)/.for-development

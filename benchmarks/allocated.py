@@ -23,6 +23,7 @@ import warnings
 from pathlib import Path
 
 import allocated_adapters
+import allocated_bert
 import allocated_images
 import allocated_litgpt
 import allocated_text
@@ -36,6 +37,7 @@ SOURCES = {
     "text": allocated_text,
     "litgpt": allocated_litgpt,
     "adapters": allocated_adapters,
+    "bert": allocated_bert,
 }
 NEEDED = {
     "images": "mmsegmentation",
@@ -43,12 +45,13 @@ NEEDED = {
     "text": "transformers",
     "litgpt": "litgpt",
     "adapters": "peft",
+    "bert": "transformers",
 }
 # Why a published training cannot run here: its operators or files are missing.
 LEFT_OUT = (RuntimeError, TypeError, ValueError, ImportError, FileNotFoundError, KeyError, AttributeError)
 FAR = 0.05
 # The sources whose trainings are told one by one.
-BY_THE_RUN = ("text", "litgpt")
+BY_THE_RUN = ("text", "litgpt", "bert")
 # A GiB in thousands of MiB; of a family of images this many, to this share.
 GIB_IN_THOUSANDS = 1.024
 LEAST_OF_A_FAMILY = 4

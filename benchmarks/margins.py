@@ -23,9 +23,10 @@ SHARE_OF_RUNS = 0.95
 LEAST_RUNS = 20
 KINDS = ("convolutions", "others")
 HALF = ("amp", "fp16", "bf16")
-# Sources of allocated.json by what they trained: language models in bf16, and otherwise models with convolutions, but
-# for the families named.
+# Sources of allocated.json by what they trained: language models, mostly in bf16, and otherwise models with
+# convolutions, but for the families named.
 IN_BF16 = ("text", "litgpt", "adapters")
+LANGUAGE_MODELS = (*IN_BF16, "bert")
 WITHOUT_CONVOLUTIONS = ("timesformer",)
 
 
@@ -38,7 +39,7 @@ def runs():
     for row in _rows("allocated.json"):
         # A configuration's name says whether images were in half precision.
         is_half = row["kind"] in IN_BF16 or any(word in row["run"] for word in HALF)
-        kind = "others" if row["kind"] in IN_BF16 or row["of"] in WITHOUT_CONVOLUTIONS else "convolutions"
+        kind = "others" if row["kind"] in LANGUAGE_MODELS or row["of"] in WITHOUT_CONVOLUTIONS else "convolutions"
         yield row["number"], kind, "half" if is_half else "fp32", excess(row)
 
 

@@ -49,7 +49,7 @@ class FailAt(TorchDispatchMode):
 
 
 # What is left out if it fails: the comparison of gradients, and further questions about a loss.
-_OPTIONAL = {("linearity.py", "deviation"), ("observation.py", "more"), ("observation.py", "repeat")}
+_OPTIONAL = {("gradient_comparison.py", "deviation"), ("observation.py", "more"), ("observation.py", "repeat")}
 
 
 def _is_comparing():

@@ -506,3 +506,11 @@ def test_host_limit_in_which_native_code_could_die_is_refused(limit, model, load
 )
 def test_arguments_of_the_wrong_kind_are_refused_with_what_they_should_be(options, text, model, loader):
     assert text in refused(model, loader, **options)
+
+
+@pytest.mark.parametrize("loss", [lambda outputs, targets: outputs.argmax(1) != targets, lambda _, targets: targets])
+def test_losses_of_samples_that_are_no_floating_point_numbers_are_refused(model, loader, loss):
+    said = refused(model, loader, loss=loss)
+
+    assert "has no gradient, as counts and comparisons have none" in said
+    assert "metrics=" in said

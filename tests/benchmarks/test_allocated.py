@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import allocated
 import allocated_adapters
+import allocated_bert
 import allocated_doubts
 import allocated_images
 import allocated_litgpt
@@ -170,3 +171,31 @@ def test_what_cannot_be_predicted_is_left_out_with_its_reason(monkeypatch):
     allocated.add(results, "images", allocated_images.run_of(ENTRY | {"Name": "fcn"}))
 
     assert results == {"rows": [], "left_out": {"fcn": "NotImplementedError"}}
+
+
+def test_sizes_of_bert_large_are_what_the_card_held_without_its_context():
+    runs = {run["run"]: run for run in allocated_bert.runs()}
+
+    assert len(runs) == 9
+    assert runs["bert-large batch 4"]["real_bytes"] == (14949 - 1343 + 2) * 2**20
+
+
+def test_softmax_of_the_time_of_bert_large_keeps_its_input():
+    kept = []
+    scores = torch.randn(2, 3, requires_grad=True)
+
+    with allocated_bert._former_softmax(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, id):
+        result = torch.nn.functional.softmax(scores, dim=-1)
+
+    assert [tensor.data_ptr() for tensor in kept] == [scores.data_ptr(), result.data_ptr()]
+    torch.testing.assert_close(result, scores.softmax(-1))
+
+
+@pytest.mark.parametrize(("elements", "held"), [(4095, 2 * 4 * 4095), (8192, 2 * (8192 + 4 * 4))])
+def test_states_of_8_bits_are_those_of_large_parameters(elements, held):
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    optimizer = allocated_bert._Adam8bit([parameter])
+
+    optimizer.step()
+
+    assert sum(state.nbytes for state in optimizer.state[parameter].values()) == held

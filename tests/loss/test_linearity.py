@@ -154,7 +154,8 @@ def test_loss_of_outputs_is_compared_in_float64_by_its_value_and_once_by_its_gra
 
     assert told(model, batch, loss=functional.cross_entropy, windows=3) == []
 
-    assert sum(passes) == 3 + 3 * 2  # a few samples and their two parts, and each window's two micro-batches
+    # A few samples and their two parts, in evaluation and in training mode, and each window's two micro-batches.
+    assert sum(passes) == 2 * 3 + 3 * 2
 
 
 def test_hidden_term_of_a_loss_of_outputs_shows_in_float64_and_its_gradient_is_measured():

@@ -64,7 +64,7 @@ def test_question_is_answered_once_and_costs_no_further_run():
 
     asked.settle(*[rows([0, 1, 1, 2])] * 5)
 
-    assert runs <= 6  # of which three compare gradients
+    assert runs <= 10  # of which seven compare gradients
     assert asked.runs == runs
     assert asked.found[0] is Over.COUNTED
 
@@ -106,7 +106,7 @@ def test_loss_may_write_to_what_it_is_given():
     asked = Asked(nn.Linear(4, 3), writing).settle(rows([1, 2, 2, 3, 1]))
 
     assert asked.found == (Over.COUNTED, 2)
-    assert asked.runs <= 4  # and not once for each part
+    assert asked.runs <= 8  # and not once for each part
 
 
 # --- class weights ----------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_function_that_holds_tensors_in_single_precision_is_asked_in_that():
     asked = Asked(nn.Linear(4, 3), mixed).settle(rows([0, 1, 2, 2, 1]))
 
     assert asked.found == (Over.COUNTED, 2)
-    assert asked.runs <= 8  # with its gradients, and not once for each part
+    assert asked.runs <= 12  # with its gradients, and not once for each part
 
 
 class Frozen(nn.Module):

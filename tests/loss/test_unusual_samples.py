@@ -77,6 +77,28 @@ def test_sum_that_is_divided_by_what_occurs_later():
     assert "earlier windows showed a sum" in text
 
 
+def hard_ones(outputs, targets):
+    """The mean of the losses above a threshold."""
+    losses = functional.cross_entropy(outputs, targets, reduction="none")
+    return losses[losses > 0.7].mean()
+
+
+@pytest.mark.parametrize(("alike", "asked"), [(1, 2), (2, 4), (3, 4), (4, 8)])
+def test_samples_that_come_to_be_chosen_by_their_loss(alike, asked):
+    """With inputs near zero every loss is that of chance, and chosen; of the others some are not."""
+    small, (first, *_) = windows(0.01 * X, Y), windows(3 * X, Y)
+    assert 0 < sum(functional.cross_entropy(linear()(first[0]), first[1], reduction="none") < 0.6) < N
+
+    (text,) = told(small[:alike] + [first] * (8 - alike), hard_ones)
+
+    assert f"which window {asked} contradicts" in text
+    assert "samples chosen by their loss" in text
+
+
+def test_samples_that_are_all_chosen_are_a_mean():
+    assert told(windows(0.01 * X, Y) * 2, hard_ones) == []
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_nothing_contradicts_a_mean_over_the_targets_that_count(padded):
     targets = torch.randint(3, (4 * N,), generator=torch.Generator().manual_seed(0))

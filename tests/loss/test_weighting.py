@@ -329,3 +329,16 @@ def test_pairs_that_add_up_are_taken():
 def test_pairs_that_do_not_add_up_are_refused(whole, parts, found):
     with pytest.raises(InvalidInputError, match=f"{found}.*a pair means \\(sum, weight\\)"):
         check_pair("mine", whole, parts, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        (Weighting(Over.WEIGHED), r"split.weight\(batch\) is 0 for all of this window of 2 micro-batches"),
+        (Weighting(Over.SUMMED, target="lengths"), "divided by the sum of 'lengths'"),
+        (Weighting(Over.COUNTED), "no target of this window of 2 micro-batches counts"),
+    ],
+)
+def test_window_in_which_nothing_counts_is_refused_by_what_did_not_count(how, found):
+    with pytest.raises(InvalidInputError, match=found):
+        shares(how, [0, 0], 8)

@@ -216,14 +216,15 @@ def test_autocast_of_the_users_own_stays_in_force():
     model.register_forward_hook(lambda *given: seen.append(given[2].dtype) if model.training else None)
     inputs, targets = batch()
     accumulating = accumulator(model, precision="auto")
+    double = {torch.float64}  # in which gradients are compared
 
     with torch.autocast("cpu", torch.bfloat16):
         accumulating.backward((inputs.float(), targets))
-    within = set(seen)
+    within = set(seen) - double
     seen.clear()
     accumulating.backward((inputs.float(), targets))
 
-    assert (within, set(seen)) == ({torch.bfloat16}, {torch.float32})
+    assert (within, set(seen) - double) == ({torch.bfloat16}, {torch.float32})
 
 
 def test_loop_with_its_own_optimizer_trains_as_one_with_whole_batches():

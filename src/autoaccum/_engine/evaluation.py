@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied, map_tensors
-from autoaccum._engine.object_state import Holdings
+from autoaccum._data.object_state import Holdings
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.window_loss import WindowLoss

@@ -1,4 +1,4 @@
-"""Runs an objective on a few samples, in evaluation mode and without a trace, and returns its losses.
+"""Runs an objective on a few samples without a trace, usually in evaluation mode, and returns its losses.
 
 The losses of the samples and of parts of them show how the objective weights its samples; `reduction_inference` decides
 which samples are run.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +21,9 @@ from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._data.numbers import numbers_in, with_number
 from autoaccum._data.splits import FIRST
 from autoaccum._loss.counting import target_tensors
+from autoaccum._loss.plain_attributes import PlainAttributes
 from autoaccum._loss.reduction_candidates import VIA_SINGLE, Rounding, Split, rounding_of
+from autoaccum._loss.training_mode import quiet_training
 from autoaccum._loss.weighting import Weighting, check_pair
 from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
@@ -43,6 +46,14 @@ _NEEDS_A_GRAPH = "does not require grad"
 # The most elements of outputs in all splits.
 _ELEMENTS = 2**25
 _HALF = (torch.float16, torch.bfloat16)
+
+
+class Mode(Enum):
+    """The mode that modules are run in."""
+
+    EVALUATION = "evaluation mode"
+    TRAINING = "training mode, without dropout and the like"
+    BARE_TRAINING = "training mode, without layers that have no parameters"
 
 
 class Way(NamedTuple):
@@ -218,9 +229,11 @@ class Run:
         place: Moves a batch to the device.
         mark: Taken before and restored afterwards.
         autocast: Returns a context to run the model in if it fails without.
+        mode: The mode of its modules.
 
     Attributes:
         objective: As the argument.
+        mode: As the argument.
     """
 
     def __init__(
@@ -229,11 +242,17 @@ class Run:
         place: Callable[[Any], Any],
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]],
+        mode: Mode = Mode.EVALUATION,
     ) -> None:
         self.objective = objective
+        self.mode = mode
         self._place = place
         self._mark = mark
         self._autocast = autocast
+
+    def in_mode(self, mode: Mode) -> Run:
+        """Return a run of the same objective in another mode."""
+        return Run(self.objective, self._place, self._mark, self._autocast, mode)
 
     def observe(self, sample: Window, splits: Sequence[Rows], way: Way, *, seed: int | None = None) -> list[Observed]:
         """Return the losses for splits of a sample; if each needs forward passes, for the first split only.
@@ -257,7 +276,7 @@ class Run:
     def _observe(self, sample: Window, splits: Sequence[Rows], way: Way, seed: int | None) -> list[Observed]:
         with self.without_trace():
             if seed is not None:
-                self._mark.random.seed(seed)
+                self.seed(seed)
             if self.in_effect(way, sample).outputs is None:
                 return [self._anew(sample, splits[0], way)]
             assert way.outputs is not None
@@ -268,19 +287,34 @@ class Run:
         return way if sample.is_plain else Way(None, way.casts)
 
     @contextmanager
-    def without_trace(self) -> Iterator[None]:
-        """Put the modules into evaluation mode for the block; restore modes, buffers and random state afterwards."""
+    def without_trace(self) -> Iterator[PlainAttributes]:
+        """Put the modules into the run's mode for the block; restore modes, buffers and random state afterwards.
+
+        Yields:
+            Their plain attributes, which are restored too.
+        """
         self._mark.take()
+        attributes = PlainAttributes(self.objective.modules)
         try:
-            with evaluation_mode(self.objective.modules), self._as_written():
-                yield
+            with self._modes(), self._as_written():
+                yield attributes
         finally:
             with signals.held():
+                attributes.put_back()
                 try:
                     self._mark.put_back()
                 except Exception:
                     self._mark.put_back()  # nothing may stay half restored where the error is let go
                     raise
+
+    def seed(self, seed: int) -> None:
+        """Seed every generator that is restored afterwards."""
+        self._mark.random.seed(seed)
+
+    def _modes(self) -> AbstractContextManager[None]:
+        if self.mode is Mode.EVALUATION:
+            return evaluation_mode(self.objective.modules)
+        return quiet_training(self.objective.modules, layers_without_parameters=self.mode is Mode.BARE_TRAINING)
 
     def terms(
         self, rows: Sequence[int], sample: Window, way: Way, *, convert: Callable[[Tensor], Tensor] | None = None

@@ -52,7 +52,7 @@ _MATTERS = 1e-3
 _LEAST = 3
 _FAR_APART = 0.1
 
-_LIKELIER_FIRST = (Over.COUNTED, Over.SHIFTED, Over.ELEMENTS, Over.SAMPLES, Over.SUM)
+_LIKELIER_FIRST = (Over.COUNTED, Over.SHIFTED, Over.ELEMENTS, Over.SAMPLES, Over.SUM, Over.SUMMED)
 
 
 class Rounding(NamedTuple):
@@ -184,7 +184,7 @@ class Question:
         if len(self.candidates) != 1:
             return not self.candidates
         target = self.candidates[0].target
-        return target is None or not self._watched[target].are_few
+        return target is None or self.candidates[0].over is Over.SUMMED or not self._watched[target].are_few
 
     def watch(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Add the candidates that the targets of a window, given piece by piece, make possible."""
@@ -319,11 +319,13 @@ class _Values:
         low, high = self._now
         if how.over is Over.ELEMENTS:
             return False
+        if how.over is Over.SUMMED:
+            return low != high
         return low <= how.ignore_index <= high or (how.nor is not None and low <= how.nor <= high)
 
     def not_compared_with(self, how: Weighting) -> list[int]:
         """Return the classes not yet returned here, which a weighting may treat differently without our knowing."""
-        if not self.are_few or self._is_mask is not None:
+        if not self.are_few or self._is_mask is not None or how.over is Over.SUMMED:
             return []
         new = [value for value in self._known - self._compared if value not in (how.ignore_index, IGNORE_INDEX)]
         self._compared.update(new)
@@ -351,7 +353,8 @@ def _whatever_the_values(name: str, targets: Tensor) -> list[Weighting]:
         return [Weighting(Over.ELEMENTS, target=name)] if has_rows else []
     if targets.dtype is torch.bool:
         return []
-    return [Weighting(over, target=name) for over in ((Over.COUNTED, Over.SHIFTED) if has_rows else (Over.COUNTED,))]
+    overs = (Over.COUNTED, Over.SHIFTED) if has_rows else (Over.COUNTED, Over.SUMMED)
+    return [Weighting(over, target=name) for over in overs]
 
 
 def _paddings(targets: Tensor) -> list[int]:
@@ -371,7 +374,7 @@ def _log_width(misfits: Sequence[float]) -> float:
 
 
 def _is_special(how: Weighting) -> bool:
-    return how.ignore_index != IGNORE_INDEX or how.nor is not None
+    return how.ignore_index != IGNORE_INDEX or how.nor is not None or how.over is Over.SUMMED
 
 
 def _beforehand(how: Weighting) -> float:

@@ -64,6 +64,11 @@ def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
         if raw.dim() == 0:
             return Term(name, raw)
         if raw.dim() == 1 and raw.shape[0] == samples:
+            if not (raw.is_floating_point() or raw.is_complex()):
+                raise InvalidInputError(
+                    f"loss {name!r} is {describe(raw)} and type {raw.dtype}, which has no gradient, as counts and "
+                    "comparisons have none; return a differentiable loss, and report this one by metrics="
+                )
             return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Over.VECTOR)
         raise InvalidInputError(
             f"loss {name!r} has shape {tuple(raw.shape)} for {samples} samples; return a scalar, a vector of {samples} "

@@ -44,6 +44,7 @@ class Over(Enum):
     ELEMENTS = "a mean over the elements of the targets"
     COUNTED = "a mean over the targets that count"
     SHIFTED = "a mean over the targets that count, shifted by one"
+    SUMMED = "a sum over the samples, divided by the sum of an integer that each sample carries"
     VECTOR = "one loss a sample, averaged over the samples"
     PAIR = "a (sum, weight) pair"
     DIVIDED = "a sum over the samples, divided by a count that the batch carries"
@@ -76,7 +77,7 @@ class Weighting:
     @property
     def needs_targets(self) -> bool:
         """Whether the weight depends on the targets, and not only on the number of samples."""
-        return bool(self.void) or self.over in (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED)
+        return bool(self.void) or self.over in (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED, Over.SUMMED)
 
     @property
     def description(self) -> str:
@@ -86,10 +87,14 @@ class Weighting:
                 f"a sum over the samples, divided by {spelled(self.divisor)}, which each of the loader's batches "
                 "carries for itself; the loss of a window is divided by their sum"
             )
+        over: str = self.over.value
+        if self.over is Over.SUMMED:
+            carried = repr(self.target) if self.target else "the targets"
+            return f"a sum over the samples, divided by the sum of {carried}"
         if self.over not in (Over.COUNTED, Over.SHIFTED) or self.ignore_index == IGNORE_INDEX:
-            return self.over.value
+            return over
         where = f" in {self.target!r}" if self.target else ""
-        return f"{self.over.value} (those that are not {self.ignore_index}{where})"
+        return f"{over} (those that are not {self.ignore_index}{where})"
 
     def tally(self, samples: int, named_targets: Mapping[str, Tensor]) -> Tally:
         """Return the tally of some samples; tallies of several parts can be added, in any order.
@@ -104,8 +109,8 @@ class Weighting:
         targets = self._choose(named_targets) if self.needs_targets else None
         if targets is None:
             return samples
-        if self.over is Over.ELEMENTS:
-            return targets.numel()
+        if self.over in (Over.ELEMENTS, Over.SUMMED):
+            return targets.numel() if self.over is Over.ELEMENTS else int(targets.clamp(min=0).sum())
         if self._are_probabilities(targets):
             # Of shape (N, C, ...): torch's mean runs over everything but the classes.
             return targets.numel() // targets.shape[1] if targets.dim() > 1 else 1
@@ -120,6 +125,8 @@ class Weighting:
             return torch.ones(samples)
         if self.over is Over.ELEMENTS:
             return torch.full((samples,), targets.numel() / samples)
+        if self.over is Over.SUMMED:
+            return targets.clamp(min=0).float().cpu()
         return self._counting(targets).reshape(samples, -1).sum(1).float().cpu()
 
     def worth(self, tally: Tally) -> float:
@@ -135,7 +142,7 @@ class Weighting:
 
     def counts_all(self, named_targets: Mapping[str, Tensor]) -> bool:
         """Whether every target counts the same, so that samples of one shape have the same weight."""
-        if self.void or self.class_weights is not None:
+        if self.void or self.class_weights is not None or self.over is Over.SUMMED:
             return False
         targets = self._choose(named_targets)
         if targets is None or self.over is Over.ELEMENTS or self._are_probabilities(targets):
@@ -207,12 +214,21 @@ def shares(weighting: Weighting, tallies: Sequence[Tally], samples: int, total: 
         total = float(samples)
     if total == 0.0:
         raise InvalidInputError(
-            f"no target of this window of {len(tallies)} micro-batches counts (all are ignore_index="
-            f"{weighting.ignore_index} or of weight 0), so the mean loss over it does not exist; leave such samples out"
+            f"{_why_nothing_counts(weighting, len(tallies))}, so the mean loss over it does not exist; leave such "
+            "samples out"
         )
     if weighting.class_weights is None:
         return [tally / total for tally in tallies]  # type: ignore[misc]
     return [weighting.worth(tally) / total for tally in tallies]
+
+
+def _why_nothing_counts(weighting: Weighting, micro_batches: int) -> str:
+    where = f"this window of {micro_batches} micro-batches"
+    if weighting.over is Over.WEIGHED:
+        return f"split.weight(batch) is 0 for all of {where}"
+    if weighting.over is Over.SUMMED:
+        return f"what the loss is divided by is 0 for all of {where} ({weighting.description})"
+    return f"no target of {where} counts (all are ignore_index={weighting.ignore_index} or of weight 0)"
 
 
 # The divisor of `reduction="mean"` for torch's losses of (outputs, targets), according to their documentation.

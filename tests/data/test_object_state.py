@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum._engine.object_state import Holdings
+from autoaccum._data.object_state import Holdings
 
 
 class Box:

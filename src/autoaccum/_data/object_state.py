@@ -51,13 +51,15 @@ class Holdings:
 
     Args:
         roots: The objects. Modules among them are followed; modules found inside them are not.
+        follows: Whether an object that is no container is followed; None follows all.
 
     Attributes:
         is_complete: Whether everything was recorded, so that it can be restored.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], *, follows: Callable[[Any], bool] | None = None) -> None:
         self.is_complete = True
+        self._follows = follows
         self._undo: list[Callable[[], None]] = []
         self._bytes = 0
         self._tensors: list[tuple[Tensor, int]] = []  # too large to copy: restorable only if not written
@@ -103,6 +105,8 @@ class Holdings:
         for kind, note in notes.items():
             if isinstance(value, kind):
                 return note(value)
+        if self._follows is not None and not self._follows(value):
+            return []
         if isinstance(value, random.Random):
             self._undo.append(functools.partial(value.setstate, value.getstate()))
         return self._attributes(value)
@@ -190,6 +194,8 @@ def _set(value: Any, name: str, held: Any) -> None:
 def _write(tensor: Tensor, before: Tensor) -> None:
     with torch.no_grad():
         if tensor.shape == before.shape:
-            tensor.copy_(before)
+            # A write would forbid the backward pass of a graph that holds it. Fakes have no values to compare.
+            if type(tensor) is not Tensor or tensor.is_meta or not torch.equal(tensor, before):
+                tensor.copy_(before)
         else:
             tensor.data = before

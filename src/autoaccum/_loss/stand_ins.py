@@ -1,0 +1,125 @@
+"""Puts copies in the place of modules' parameters and buffers while gradients are compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum._system.exceptions import contextmanager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+# The most elements of all parameters together that are copied in float64: 32 MiB.
+_COPIED = 2**22
+
+
+def may_be_replaced(modules: Sequence[nn.Module]) -> bool:
+    """Whether the parameters of modules are theirs to set, as those of compiled scripts are not."""
+    return not any(isinstance(part, torch.jit.ScriptModule) for module in modules for part in module.modules())
+
+
+def may_be_copied(modules: Sequence[nn.Module]) -> bool:
+    """Whether the parameters of modules are few enough, and of types, for copies in float64."""
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    return (
+        all(type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in parameters)
+        and all(parameter.device.type != "mps" for parameter in parameters)
+        and sum(parameter.numel() for parameter in parameters) <= _COPIED
+    )
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64 if it holds floating-point numbers."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+class StandIns:
+    """Parameters in the place of the modules' own, which collect gradients of their own.
+
+    Args:
+        modules: The modules.
+        in_double: Whether they are in float64.
+        may_be_written: Whether forward() may write parameters and buffers, so that each has a copy.
+
+    Attributes:
+        trained: Those that collect a gradient, by name.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, in_double: bool, may_be_written: bool) -> None:
+        self._convert: Callable[[Tensor], Tensor] = doubled if in_double else _as_is
+        self._may_be_written = may_be_written
+        self._replaces_buffers = in_double or may_be_written
+        self._places = [
+            (part, f"{path}.{name}" if path else name, name, parameter)
+            for number, module in enumerate(modules)
+            for path, part in module.named_modules(prefix="loss" if number else "")
+            for name, parameter in part._parameters.items()
+            if type(parameter) is nn.Parameter
+        ]
+        # A module may hold its parameters a second time, where they are not replaced.
+        self._gradients = {parameter: parameter.grad for module in modules for parameter in module.parameters()}
+        self._buffers = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
+        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        self.trained: dict[str, nn.Parameter] = {}
+
+    def put_in(self) -> None:
+        """Take the places of the modules' own."""
+        for parameter in self._gradients:
+            parameter.grad = None
+        for part, path, name, parameter in self._places:
+            if parameter not in self._made:
+                values = self._copied(parameter.detach())
+                self._made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(part, name, self._made[parameter])
+            if parameter.requires_grad:
+                self.trained[path] = self._made[parameter]
+        self._replace_buffers()
+
+    def renew(self) -> None:
+        """Undo what forward() has written, before the next run begins."""
+        if not self._may_be_written:
+            return
+        with torch.no_grad():
+            for parameter, made in self._made.items():
+                made.data.copy_(parameter)
+        self._replace_buffers()
+
+    def clear_gradients(self) -> None:
+        """Drop what has been collected."""
+        for made in self._made.values():
+            made.grad = None
+
+    def take_out(self) -> None:
+        """Restore the modules' own parameters, buffers and gradients."""
+        for holder, own in self._buffers:
+            holder.update(own)
+        for part, _, name, parameter in self._places:
+            setattr(part, name, parameter)
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+
+    def _replace_buffers(self) -> None:
+        for holder, own in self._buffers if self._replaces_buffers else ():
+            holder.update({name: None if value is None else self._copied(value) for name, value in own.items()})
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        converted = self._convert(tensor)
+        return converted.clone() if self._may_be_written and converted is tensor else converted
+
+
+@contextmanager
+def standing_in(modules: Sequence[nn.Module], *, in_double: bool, may_be_written: bool) -> Iterator[StandIns]:
+    """Put other parameters in the place of the modules' own for the block; arguments as for `StandIns`."""
+    made = StandIns(modules, in_double=in_double, may_be_written=may_be_written)
+    try:
+        made.put_in()
+        yield made
+    finally:
+        made.take_out()
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
