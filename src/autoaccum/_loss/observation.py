@@ -300,12 +300,9 @@ class Run:
                 yield attributes
         finally:
             with signals.held():
-                attributes.put_back()
-                try:
-                    self._mark.put_back()
-                except Exception:
-                    self._mark.put_back()  # nothing may stay half restored where the error is let go
-                    raise
+                # Both in any case, attributes first: the mark knows better how metrics write their states.
+                with _repeated(self._mark.put_back), _repeated(attributes.put_back):
+                    pass
 
     def seed(self, seed: int) -> None:
         """Seed every generator that is restored afterwards."""
@@ -366,6 +363,19 @@ class Run:
     def _anew(self, sample: Window, split: Rows, way: Way) -> Observed:
         in_half = way.casts or self.is_in_half
         return _observed(lambda rows: self.terms(rows, sample, way), sample, split, in_half=in_half)
+
+
+@contextmanager
+def _repeated(put_back: Callable[[], object]) -> Iterator[None]:
+    """Restore something after the block, a second time if it fails: nothing may stay half restored."""
+    try:
+        yield
+    finally:
+        try:
+            put_back()
+        except Exception:
+            put_back()
+            raise
 
 
 def _observed(terms: Callable[[list[int]], list[Term]], sample: Window, split: Rows, *, in_half: bool) -> Observed:
