@@ -7,7 +7,7 @@ which samples are run.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -299,10 +299,9 @@ class Run:
             with self._modes(), self._as_written():
                 yield attributes
         finally:
-            with signals.held():
-                # Both in any case, attributes first: the mark knows better how metrics write their states.
-                with _repeated(self._mark.put_back), _repeated(attributes.put_back):
-                    pass
+            with signals.held(), ExitStack() as restoring:
+                restoring.callback(_restore, self._mark.put_back)  # last: it knows how metrics write their states
+                restoring.callback(_restore, attributes.put_back)
 
     def seed(self, seed: int) -> None:
         """Seed every generator that is restored afterwards."""
@@ -365,17 +364,13 @@ class Run:
         return _observed(lambda rows: self.terms(rows, sample, way), sample, split, in_half=in_half)
 
 
-@contextmanager
-def _repeated(put_back: Callable[[], object]) -> Iterator[None]:
-    """Restore something after the block, a second time if it fails: nothing may stay half restored."""
+def _restore(put_back: Callable[[], object]) -> None:
+    """Restore something, a second time if it fails: nothing may stay half restored where the error is let go."""
     try:
-        yield
-    finally:
-        try:
-            put_back()
-        except Exception:
-            put_back()
-            raise
+        put_back()
+    except Exception:
+        put_back()
+        raise
 
 
 def _observed(terms: Callable[[list[int]], list[Term]], sample: Window, split: Rows, *, in_half: bool) -> Observed:
