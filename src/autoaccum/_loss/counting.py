@@ -37,6 +37,13 @@ def target_tensors(batch: Any) -> dict[str, Tensor]:
     return {str(name): value for name, value in _named_targets(batch) if isinstance(value, Tensor) and value.dim()}
 
 
+def other_tensors(batch: Any) -> frozenset[str]:
+    """Return the names of `target_tensors` that nothing marks as targets: masks and integer tensors of a mapping."""
+    if is_pair(batch):
+        return frozenset()
+    return frozenset(name for name in target_tensors(batch) if not _is_named_as_target(name))
+
+
 def _named_targets(batch: Any) -> Iterable[tuple[Any, Any]]:
     if is_pair(batch):
         targets = batch[1]
@@ -44,9 +51,13 @@ def _named_targets(batch: Any) -> Iterable[tuple[Any, Any]]:
             return targets.items()
         return enumerate(targets) if isinstance(targets, list | tuple) else [("", targets)]
     items = list(batch.items()) if isinstance(batch, Mapping) else []
-    named = [(name, value) for name, value in items if any(word in str(name) for word in _TARGET_WORDS)]
+    named = [(name, value) for name, value in items if _is_named_as_target(name)]
     names = {name for name, _ in named}
     return [*named, *((name, value) for name, value in items if name not in names and _may_count(str(name), value))]
+
+
+def _is_named_as_target(name: Any) -> bool:
+    return any(word in str(name) for word in _TARGET_WORDS)
 
 
 def _may_count(name: str, value: Any) -> bool:

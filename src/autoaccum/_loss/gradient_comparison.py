@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from autoaccum._loss.counting import target_tensors
 from autoaccum._loss.observation import Mode
+from autoaccum._loss.reduction_candidates import Rounding, Split
 from autoaccum._loss.stand_ins import doubled, standing_in
 from autoaccum._loss.weighting import Over, Weighting, in_full, shares
 
@@ -46,6 +47,10 @@ _IN_DOUBLE = _Noise(1e-3, 1e-7)
 _IN_SINGLE = _Noise(1e-3, 1e-5)
 _IN_TENSOR_FLOAT = _Noise(2e-2, 1e-3)
 _IN_HALF = _Noise(5e-2, 1e-2)
+# The same for slopes.
+_SLOPE_IN_DOUBLE = Rounding(1e-7, 1e-5)
+_SLOPE_IN_SINGLE = Rounding(1e-5, 1e-3)
+_SLOPE_IN_HALF = Rounding(1e-2, 5e-2)
 
 
 class Deviation(NamedTuple):
@@ -126,6 +131,47 @@ def deviation(
         add_whole(seed + 1)
         is_random = _worst(_norms(held), norms, noise) is not None
     return Deviation(worst[1], worst[0], sizes, is_random=is_random)
+
+
+def slopes(run: Run, sample: Window, split: Rows, way: Way, name: str, *, copies: bool) -> Split | None:
+    """Return the slope of one loss of a sample in the direction of its gradient, and the slopes of its parts' losses.
+
+    A loss is weighted as its gradient is, so slopes tell what equal losses do not (of a head that is zero).
+
+    Args:
+        run: Runs the objective.
+        sample: The samples.
+        split: The rows of its parts.
+        way: How the objective is run.
+        name: The loss.
+        copies: Whether to run with copies of the parameters in float64.
+
+    Returns:
+        The slopes; None if the loss has no gradient, or none that is finite.
+    """
+    parts = [sample.chosen(part).cut(0, len(part)) for part in split]
+    with (
+        run.without_trace(),
+        torch.enable_grad(),
+        standing_in(run.objective.modules, in_double=copies, may_be_written=False) as held,
+    ):
+        trained = list(dict.fromkeys(held.trained.values()))
+
+        def gradient(rows: Sequence[int]) -> list[Tensor]:
+            terms = run.terms(rows, sample, way, convert=doubled if copies else None)
+            (value,) = (term.value for term in terms if term.name == name)
+            return list(torch.autograd.grad(in_full(value), trained, materialize_grads=True))
+
+        direction = gradient([row for part in split for row in part])
+        length = math.hypot(*(float(one.norm()) for one in direction))
+        if not 0.0 < length < math.inf:
+            return None
+        of_parts = [
+            sum(float((mine * whole).sum()) / length for mine, whole in zip(gradient(part), direction, strict=True))
+            for part in split
+        ]
+    rounding = _SLOPE_IN_DOUBLE if copies else _SLOPE_IN_HALF if way.casts or run.is_in_half else _SLOPE_IN_SINGLE
+    return Split(length, tuple(of_parts), tuple(map(target_tensors, parts)), tuple(map(len, split)), rounding)
 
 
 def _add_gradient(terms: Sequence[Term], factors: Mapping[str, float], held: StandIns) -> bool:

@@ -16,7 +16,7 @@ from torch import distributed
 
 from autoaccum import _oom
 from autoaccum._data.splits import FIRST
-from autoaccum._loss.gradient_comparison import deviation
+from autoaccum._loss.gradient_comparison import deviation, slopes
 from autoaccum._loss.nonlinear_terms import bent_entries
 from autoaccum._loss.observation import Mode
 from autoaccum._loss.stand_ins import may_be_copied, may_be_replaced, standing_in
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from autoaccum._loss.gradient_comparison import Deviation
     from autoaccum._loss.observation import Attempt
+    from autoaccum._loss.reduction_candidates import Split
     from autoaccum._loss.weighting import Weighting
 
 # Windows in which memory may be lacking.
@@ -181,6 +182,23 @@ def _measured(
                 raise
             _oom.let_go(error)  # a model with types of its own
     return deviation(run, attempt.sample, [one, other], way, known, copies=False, seed=seed)
+
+
+def slopes_of(name: str, attempt: Attempt) -> Split | None:
+    """Return the slopes of a loss for a few samples and parts of them; None if they cannot be had."""
+    run, way = attempt.run, attempt.way
+    modules = run.objective.modules
+    is_training = torch.is_grad_enabled() and run.objective.may_look
+    if not is_training or not attempt.can_be_split or not may_be_replaced(modules):
+        return None
+    split = attempt.splits[0]
+    try:
+        return slopes(run, attempt.sample, split, way, name, copies=not way.casts and may_be_copied(modules))
+    except Exception as error:
+        if _oom.is_device_lost(error):
+            raise
+        _oom.let_go(error)  # no memory for it, or a model with types of its own: values tell, later
+        return None
 
 
 def _mixes_samples(attempt: Attempt, mode: Mode) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoaccum._loss.counting import tallies_of, target_tensors
+from autoaccum._loss.counting import other_tensors, tallies_of, target_tensors
 from autoaccum._loss.weighting import IGNORE_INDEX, Over, Tally, Weighting, shares, spread
 
 if TYPE_CHECKING:
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 # Among candidates within rounding, one this much less likely than the best is excluded, in natural logarithms.
 _RULED_OUT = 12.0
-# Prior penalties: without padding, a mean over targets fits a mean over samples too; and any value might be ignored,
-# but of so many values some fit by chance.
+# Prior penalties: without padding, a mean over targets fits a mean over samples too; tensors that nothing marks as
+# targets (tokens) are the length of samples more often than what a mean runs over; and any value might be ignored, but
+# of so many values some fit by chance.
 _UNUSUAL = 3.0
+_NO_TARGET = 6.0
 _ANY_VALUE = 9.0
 # How many times a fruitless attempt in half precision counts, since the next one is unlikely to tell more.
 _IN_HALF = 3
@@ -93,7 +95,7 @@ def rounding_of(dtype: torch.dtype, *, in_half: bool) -> Rounding:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The loss of a few samples, and the losses of two parts of them.
+    """The loss of a few samples, and the losses of two parts of them; or the slopes of these in one direction.
 
     Attributes:
         whole: The loss of all samples.
@@ -113,6 +115,12 @@ class Split:
     def elements(self) -> int:
         """The number of targets."""
         return sum(targets.numel() for named in self.named for targets in named.values())
+
+    @property
+    def is_level(self) -> bool:
+        """Whether the losses are equal but for rounding."""
+        values = (self.whole, *self.parts)
+        return max(values) - min(values) <= self.rounding.most * max(map(abs, values))
 
     def misfit(self, how: Weighting) -> float:
         """Return how far the whole is from its reconstruction by this weighting, in units of rounding.
@@ -145,14 +153,18 @@ def misfit(how: Weighting, whole: float, parts: Sequence[float], tallies: Sequen
 class Question:
     """The reduction of one loss, as far as known.
 
+    Args:
+        others: The names of tensors that nothing marks as targets.
+
     Attributes:
         candidates: The weightings consistent with all splits so far, the likelier first; empty if none fits.
         in_vain: The number of attempts without progress; those in half precision count several times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: frozenset[str] = frozenset()) -> None:
         self.candidates = [Weighting(Over.SAMPLES), Weighting(Over.SUM)]
         self.in_vain = 0
+        self._others = others
         self._splits: list[Split] = []
         self._off: dict[Weighting, list[float]] = {how: [] for how in self.candidates}
         self._watched: dict[str, _Values] = {}
@@ -172,6 +184,11 @@ class Question:
     def is_untouched(self) -> bool:
         """Whether there has been no split yet."""
         return not self._splits
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether all losses were equal, so that they tell no mean from another, and several candidates remain."""
+        return len(self.candidates) > 1 and all(split.is_level for split in self._splits)
 
     @property
     def is_doubtful(self) -> bool:
@@ -212,6 +229,10 @@ class Question:
             unlike = [how for how in apart if how.target is not None and self._watched[how.target].may_hold(how)]
             apart = unlike + [how for how in apart if how not in unlike][:1]
         return len(apart) > 1 and _differ(apart, window, sizes)
+
+    def fits(self, split: Split) -> bool:
+        """Whether a candidate reproduces these losses."""
+        return any(split.misfit(how) < math.inf for how in self.candidates)
 
     def learn(self, splits: Sequence[Split]) -> None:
         """Exclude the candidates that do not reproduce these losses."""
@@ -271,15 +292,22 @@ class Question:
         Rounding is assumed to be normally distributed, with the spread of the best candidate's misfits.
         """
         splits = len(self._splits)
-        unlikelihood = {how: _beforehand(how) + splits * _log_width(self._off[how]) for how in self.candidates}
+        unlikelihood = {how: self._beforehand(how) + splits * _log_width(self._off[how]) for how in self.candidates}
         least = min(unlikelihood.values(), default=0.0)
         return {how: value - least for how, value in unlikelihood.items()}
+
+    def _beforehand(self, how: Weighting) -> float:
+        if _is_special(how):
+            return _ANY_VALUE
+        usual = how.over in (Over.COUNTED, Over.SHIFTED, Over.ELEMENTS)
+        return _UNUSUAL if not usual else _NO_TARGET if how.target in self._others else 0.0
 
 
 def question_of(window: Window) -> Question:
     """Return the question of a loss, with the candidates that the targets of a window make possible."""
-    question = Question()
-    question.watch([target_tensors(part) for part in window])
+    pieces = list(window)
+    question = Question(frozenset().union(*map(other_tensors, pieces)))
+    question.watch([target_tensors(piece) for piece in pieces])
     return question
 
 
@@ -375,11 +403,6 @@ def _log_width(misfits: Sequence[float]) -> float:
 
 def _is_special(how: Weighting) -> bool:
     return how.ignore_index != IGNORE_INDEX or how.nor is not None or how.over is Over.SUMMED
-
-
-def _beforehand(how: Weighting) -> float:
-    usual = how.over in (Over.COUNTED, Over.SHIFTED, Over.ELEMENTS)
-    return _ANY_VALUE if _is_special(how) else 0.0 if usual else _UNUSUAL
 
 
 def _differ(hows: Sequence[Weighting], window: Window, sizes: Sequence[int]) -> bool:

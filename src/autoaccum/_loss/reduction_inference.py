@@ -16,7 +16,7 @@ from autoaccum import _oom
 from autoaccum._loss import unknown_loss
 from autoaccum._loss.batch_numbers import DifferingNumbers, divisor_of
 from autoaccum._loss.counting import constants_of, tallies_of_each, target_tensors
-from autoaccum._loss.linearity import Bends
+from autoaccum._loss.linearity import Bends, slopes_of
 from autoaccum._loss.nonlinear_terms import rest_of
 from autoaccum._loss.observation import Attempt, Run, Way
 from autoaccum._loss.reduction_candidates import Question, question_of, telling_split
@@ -197,7 +197,9 @@ class Settler:
             last = self._ask(question, window, max(sizes), run, chance)
             in_vain += len(question.candidates) == before
         if chance is not None:
-            self._say_what_cannot_be_told()
+            # Pieces of other lengths cannot be joined with these, and later windows may have no others.
+            is_stuck = in_vain >= _AT_ONCE and len(window.groups()) > 1
+            self._say_what_cannot_be_told(window if is_stuck else None, sizes)
         return last
 
     @property
@@ -329,8 +331,7 @@ class Settler:
             self._unchecked.add(name)
 
     def _compared(self, name: str, question: Question, attempt: Attempt) -> Weighting:
-        if question.is_doubtful:
-            self._confirm(name, question, attempt)
+        self._look_closer(name, question, attempt)
         self._ruled_out[name] = question.ruled_out
         if not question.candidates:
             return self._without_bent(name, attempt) or self._unknown(name, attempt)
@@ -354,9 +355,13 @@ class Settler:
             self._inferred.add(name)
         return how
 
-    def _confirm(self, name: str, question: Question, attempt: Attempt) -> None:
-        """Try an unusual candidate on other samples: small counts agree by chance."""
-        for number in range(_CONFIRMATIONS):
+    def _look_closer(self, name: str, question: Question, attempt: Attempt) -> None:
+        """Compare gradients where losses are equal, and try an unusual candidate on other samples."""
+        # A gradient that no candidate has is told of by `Bends`, which knows more about it.
+        slopes = slopes_of(name, attempt) if question.is_undecided else None
+        if slopes is not None and question.fits(slopes):
+            question.learn([slopes])
+        for number in range(_CONFIRMATIONS if question.is_doubtful else 0):  # small counts agree by chance
             if not question.candidates:
                 return
             chance = random.Random(number)  # noqa: S311 - no secret, and the same in every run
@@ -411,11 +416,12 @@ class Settler:
         self.doubts.append(text)
         self._notices.say(text)
 
-    def _say_what_cannot_be_told(self) -> None:
+    def _say_what_cannot_be_told(self, stuck: Window | None, sizes: Sequence[int]) -> None:
         for name, question in list(self._questions.items()):
             is_given_up = question.in_vain >= _IN_ALL
             if is_given_up:
                 del self._questions[name]
+            is_stuck = stuck is not None and question.matters(stuck, sizes)
             if self._said is not None:
                 continue
             if question.is_untouched and question.in_vain >= _AT_ONCE:
@@ -423,7 +429,7 @@ class Settler:
                     f"loss {name!r} is not finite for any few samples of a window, so its reduction is not known; "
                     f"{_BY_SAMPLES}"
                 )
-            elif is_given_up:
+            elif is_given_up or is_stuck:
                 self._notices.say(
                     f"loss {name!r}: the samples seen so far do not determine its reduction; assumed to be "
                     f"{self.known[name].description}. Use {_EXACT} for exact weights"
