@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 
+# How often the clock is read while a name is waited for.
+_POLL_S = 0.02
+
+
 class _OneStepLate(Callback):
     """Holds each step back until the next event, then hands it to `_write_step`."""
 
@@ -253,6 +257,7 @@ class TensorBoardLog(_OneStepLate):
         self._held = None
         with self._failures_told():
             self._close()
+            self._wait_for_a_later_name()
             self._writer = self._make_writer(str(self.log_dir), purge_step=step + 1)
 
     def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
@@ -273,12 +278,21 @@ class TensorBoardLog(_OneStepLate):
 
     def _made(self) -> Any:
         try:
+            self._wait_for_a_later_name()
             return self._make_writer(str(self.log_dir))
         except OSError as error:
             raise InvalidInputError(
                 f"the event file in {str(self.log_dir)!r} cannot be opened for writing ({error.strerror}); pass a "
                 "folder that you may write to"
             ) from error
+
+    def _wait_for_a_later_name(self) -> None:
+        """Wait for the next second if a file of this one is there: in one second, a tenth file is read before a ninth.
+
+        TensorBoard reads event files in the order of their names, which hold the second and a count without zeros.
+        """
+        while any(self.log_dir.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(_POLL_S)
 
     def _add(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
         if self._writer is not None:
