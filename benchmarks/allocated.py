@@ -123,7 +123,7 @@ def markdown(rows):
         "within 1 %",
         "within 5 %",
         "more than 5 % under",
-        "of these contradicted by their source",
+        "of these explained",
         "5 % over",
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", summary("all", rows)]
@@ -155,7 +155,7 @@ def markdown(rows):
             ]
     far = sorted((row for row in rows if abs(error_of(row)) > FAR), key=error_of)
     if far:
-        lines += ["", "| more than 5 % off | off by | what its source says against it |", "|---|---|---|"]
+        lines += ["", "| more than 5 % off | off by | what explains it |", "|---|---|---|"]
         lines += [f"| {row['run']} | {error_of(row):+.1%} | {DOUBTS.get(row['run'], '')} |" for row in far]
     return "\n".join(lines)
 
