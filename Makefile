@@ -115,6 +115,15 @@ test-on-%:
 	$(call install,.venv-$*) --editable . --group dev; \
 	.venv-$*/bin/python -m pytest $(WORKERS)
 
+# The oldest PyTorch that pyproject.toml allows, with the torchvision that was made for it.
+OLDEST_TORCH := 'torch==2.8.0' 'torchvision==0.23.0'
+
+.PHONY: test-oldest-torch
+test-oldest-torch:  ## run the tests but the slow ones with the oldest PyTorch that is supported
+	$(call new_environment,.venv-oldest-torch,$(PYTHON))
+	$(call install,.venv-oldest-torch) --editable . --group dev $(OLDEST_TORCH)
+	.venv-oldest-torch/bin/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
+
 .PHONY: overhead
 overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand
 	$(BIN)/python benchmarks/overhead.py
