@@ -269,6 +269,19 @@ def test_nothing_of_it_stays_behind(tmp_path, capacity):
     assert [vars(part).keys() for part in model.modules()] == [vars(part).keys() for part in plain.modules()]
 
 
+def test_interrupt_while_it_begins_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    before = hooks()
+    monkeypatch.setattr(nn.modules.module, "register_module_forward_hook", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(2**22, tmp_path)
+
+    assert hooks() == before
+
+
 class Counting(autoaccum.Callback):
     """Counts the tensors that are alive as memory has run out, without a collection that would hide a cycle."""
 

@@ -22,7 +22,7 @@ from autoaccum._arguments import check_path
 from autoaccum._engine.live_storages import CATEGORIES, survey
 from autoaccum._engine.tensor_origins import Places
 from autoaccum._oom import first_line
-from autoaccum._system import safe_files
+from autoaccum._system import safe_files, signals
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class PostMortem:
         self._is_looking = False
 
     def __enter__(self) -> None:
-        self._is_looking = True
-        self._step.witness = self
-        if self._marks:
-            self._places.begin()
-        if self._step.memory.device.type == "cuda":
-            self._history = _History(self._step.memory.device)
+        try:
+            with signals.held():  # an interrupt would leave hooks on all modules of the process
+                self._begin()
+        except BaseException:
+            self._end()
+            raise
 
     def __exit__(self, _kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
         self._end()
@@ -111,6 +111,14 @@ class PostMortem:
             self._end()
         if failure:
             self._notices.say(f"memory ran out, and no report of it could be written to {self._folder} ({failure})")
+
+    def _begin(self) -> None:
+        self._is_looking = True
+        self._step.witness = self
+        if self._marks:
+            self._places.begin()
+        if self._step.memory.device.type == "cuda":
+            self._history = _History(self._step.memory.device)
 
     def _end(self) -> None:
         self._is_looking = False

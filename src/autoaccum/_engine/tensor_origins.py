@@ -92,10 +92,8 @@ class Places:
         """Start marking, unless the model is compiled: hooks would break its graphs."""
         if self._can_mark:
             # Hooks on all modules of the process, since a module's own hooks would be copied with the model.
-            self._handles = [
-                hooks.register_module_forward_pre_hook(self._enter),
-                hooks.register_module_forward_hook(self._leave, with_kwargs=True),
-            ]
+            self._handles.append(hooks.register_module_forward_pre_hook(self._enter))
+            self._handles.append(hooks.register_module_forward_hook(self._leave, with_kwargs=True))
 
     def end(self) -> None:
         """Stop marking; existing marks stay with their nodes."""
