@@ -46,7 +46,7 @@ ELSEWHERE = {
     "_estimate/gpus.py": "a table of cards (tests/estimate/test_gpus.py)",
     "_cli/report.py": "asks only whether there is a card",
     "_estimate/cuda_dispatch.py": "rules about cards, for fakes (benchmarks/gpu_estimates.py)",
-    "_estimate/card_answers.py": "stands in for a card (tests/estimate/test_card_answers.py)",
+    "_estimate/card_properties.py": "stands in for a card (tests/estimate/test_card_properties.py)",
     "_estimate/stuck.py": "asks only whether there is a card",
     "_estimate/cudnn_kernels.py": "as _estimate/cuda_dispatch.py",
     "_estimate/estimate.py": "as _estimate/cuda_dispatch.py",

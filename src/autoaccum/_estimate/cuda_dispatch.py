@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoaccum._estimate import cuda_kernels, cudnn_kernels
-from autoaccum._estimate.card_answers import CardAnswers
+from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
 from autoaccum._system.exceptions import contextmanager

@@ -31,7 +31,7 @@ from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
 from autoaccum._estimate import cudnn_recurrent, layer_drop
-from autoaccum._estimate.card_answers import CardAnswers
+from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace
 from autoaccum._estimate.fake import Stage, batch_like, built_for_real, built_on_meta

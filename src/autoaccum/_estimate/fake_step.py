@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._estimate.allocation_trace import Storage, Timeline
-    from autoaccum._estimate.card_answers import CardAnswers
+    from autoaccum._estimate.card_properties import CardAnswers
     from autoaccum._estimate.workspace import Workspace
     from autoaccum._loss.objective import Source
     from autoaccum._loss.terms import Term

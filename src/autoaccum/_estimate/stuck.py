@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from autoaccum._estimate.card_answers import UnknownOfCardError
+from autoaccum._estimate.card_properties import UnknownOfCardError
 from autoaccum._estimate.fake import NoFakesError
 from autoaccum._oom import first_line
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoaccum._estimate.allocation_trace import Category
-from autoaccum._estimate.card_answers import properties_of
+from autoaccum._estimate.card_properties import properties_of
 from autoaccum._estimate.cuda_allocator import Served, serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
 from autoaccum._sizing.footprint import Estimate, Footprint

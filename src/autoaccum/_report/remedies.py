@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.fallback import checkpointed, offloaded
-from autoaccum._estimate.adapters import RANK, alike, with_adapters
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
+from autoaccum._estimate.lora import RANK, alike, with_adapters
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.records import Remedy
 from autoaccum.errors import InvalidInputError

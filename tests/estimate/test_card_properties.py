@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum._estimate.card_answers import CardAnswers
+from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import card_named, custom_card, known_cards
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum._estimate.adapters import RANK, alike, with_adapters
 from autoaccum._estimate.estimate import trace_step
+from autoaccum._estimate.lora import RANK, alike, with_adapters
 
 
 def mlp():
