@@ -51,6 +51,8 @@ _COMPARED = 2
 _OF_THOSE_THAT_FIT = 4
 # Other samples that an unusual candidate is tried on.
 _CONFIRMATIONS = 4
+# Times that a loss is asked for its slopes, for which memory may be lacking.
+_SLOPES_ASKED = 3
 # The number of splits if each costs only the loss and no forward pass.
 _SPLITS = 8
 # The number of candidates for the first split, which decides most, and for each of the others.
@@ -358,7 +360,10 @@ class Settler:
     def _look_closer(self, name: str, question: Question, attempt: Attempt) -> None:
         """Compare gradients where losses are equal, and try an unusual candidate on other samples."""
         # A gradient that no candidate has is told of by `Bends`, which knows more about it.
-        slopes = slopes_of(name, attempt) if question.is_undecided else None
+        slopes = None
+        if question.is_undecided and question.slopes_asked < _SLOPES_ASKED:
+            question.slopes_asked += 1
+            slopes = slopes_of(name, attempt)
         if slopes is not None and question.fits(slopes):
             question.learn([slopes])
         for number in range(_CONFIRMATIONS if question.is_doubtful else 0):  # small counts agree by chance
