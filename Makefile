@@ -108,7 +108,7 @@ test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test, slow or not, on 
 
 test-on-%:
 	@found="$$(command -v python$* || true)"; \
-	"$${found:-false}" --version >/dev/null 2>&1 || found="$$(ls -d "$$(pyenv root 2>/dev/null)"/versions/$*.*/bin/python 2>/dev/null | tail -1 || true)"; \
+	"$${found:-false}" --version >/dev/null 2>&1 || found="$$(ls -d "$$(pyenv root 2>/dev/null || echo ~/.pyenv)"/versions/$*.*/bin/python 2>/dev/null | tail -1 || true)"; \
 	if [ -z "$$found" ]; then echo "Python $* is not on this machine: not tested"; exit 0; fi; \
 	echo "Python $*: $$found"; \
 	$(call new_environment,.venv-$*,$$found); \
