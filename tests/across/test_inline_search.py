@@ -388,6 +388,9 @@ class Plain(nn.Sequential):
         torch.manual_seed(0)
         super().__init__(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
 
+    def forward(self, inputs):  # PyTorch 2.8 does not compile that of Sequential
+        return super().forward(inputs)
+
 
 def test_model_is_compiled_for_the_sizes_of_its_cut_alone(graphs):
     model = Plain()

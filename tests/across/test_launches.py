@@ -16,6 +16,8 @@ from autoaccum._system.notices import Notices
 from helpers import runner_of
 from launches import CARD, Launches, WaitsError, fake_card
 
+pytestmark = pytest.mark.card_fakes
+
 SAMPLES, SIZES, WIDTH = 16, (4, 4, 4, 4), 32
 
 

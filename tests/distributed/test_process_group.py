@@ -15,6 +15,7 @@ from torch import distributed
 
 import autoaccum
 
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # Gloo may print to stdout
 ENDINGS = {
     "end": lambda: None,
     "exit code": lambda: sys.exit(75),
@@ -33,7 +34,7 @@ for name, end in ENDINGS.items():
             address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", **address})
             line = f"{name} {rank}"
-            atexit.register(lambda: os.write(1, f"{line}: {distributed.is_initialized()}\\n".encode()))
+            atexit.register(lambda: os.write(log, f"{line}: {distributed.is_initialized()}\\n".encode()))
             autoaccum.join_ranks("cpu")
             assert distributed.is_initialized()
             end()
@@ -44,10 +45,11 @@ for name, end in ENDINGS.items():
 """
 
 
-def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_process():
-    ended = subprocess.run([*warm.python(), "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=True)
+def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_process(tmp_path):
+    log = tmp_path / "log"
+    subprocess.run([*warm.python(), "-c", SCRIPT, str(log)], capture_output=True, text=True, timeout=300, check=True)
 
     left = {"end": False, "exit code": False, "error": True, "destroyed": False}
-    assert sorted(ended.stdout.splitlines()) == sorted(
+    assert sorted(log.read_text().splitlines()) == sorted(
         f"{name} {rank}: {is_left}" for name, is_left in left.items() for rank in range(2)
     )

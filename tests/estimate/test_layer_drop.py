@@ -41,7 +41,7 @@ def predicted(model, card):
     )
 
 
-@pytest.mark.parametrize("card", ["h100-80gb", None])
+@pytest.mark.parametrize("card", [pytest.param("h100-80gb", marks=pytest.mark.card_fakes), None])
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_layers_dropped_at_random_are_predicted_as_kept(by_torch, card):
     random.seed(0)

@@ -72,6 +72,7 @@ def test_every_remedy_takes_less_or_lets_more_samples_fit(small):
         assert remedy.description
 
 
+@pytest.mark.card_fakes
 def test_all_ways_are_named_for_a_model_that_has_all(small):
     names = {remedy.name for remedy in small.remedies}
 
@@ -100,6 +101,7 @@ def test_remedies_are_shown_and_written(small):
     assert small.to_dict()["remedies_on"] == small.remedies_on
 
 
+@pytest.mark.card_fakes
 def test_a_remedy_whose_updates_read_values_is_told_where_there_are_none():
     tokens = torch.zeros(4, 128, dtype=torch.long)
 
@@ -112,6 +114,7 @@ def test_a_remedy_whose_updates_read_values_is_told_where_there_are_none():
     assert {"Adafactor", "activation checkpointing", "8-bit optimizer"} <= set(names)
 
 
+@pytest.mark.card_fakes
 def test_where_no_change_helps_it_is_said():
     report = autoaccum.preflight(
         lambda: nn.Sequential(*(nn.Linear(200_000, 200_000) for _ in range(4))), torch.zeros(2, 200_000), 64,
@@ -338,6 +341,7 @@ def wide():
     return nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
 
 
+@pytest.mark.card_fakes
 def test_adapters_are_told_for_a_large_model_by_themselves_and_with_others():
     report = autoaccum.preflight(
         wide, (torch.zeros(4, 4096), torch.zeros(4, dtype=torch.long)), 64, device_memory="2GiB", measure=False,
