@@ -101,6 +101,19 @@ def nothing_kept_out_at_the_end():
     gc.unfreeze()
 
 
+def _keep_out():
+    global _modules_kept_out  # noqa: PLW0603
+    gc.collect()
+    gc.freeze()
+    _modules_kept_out = len(sys.modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections_after_other_modules(nothing_kept_out_at_the_end):
+    """Keeps what earlier tests left in caches out of garbage collections, as torch's of operators on fake tensors."""
+    _keep_out()
+
+
 @pytest.fixture(autouse=True)
 def short_collections(nothing_kept_out_at_the_end):
     """Keeps what is imported out of garbage collections: memory is given back hundreds of times in these tests.
@@ -108,11 +121,8 @@ def short_collections(nothing_kept_out_at_the_end):
     Much of it comes late, as a part of torch that the first optimizer brings does: so this looks again before each
     test.
     """
-    global _modules_kept_out  # noqa: PLW0603
     if len(sys.modules) > _modules_kept_out + 20:
-        gc.collect()
-        gc.freeze()
-        _modules_kept_out = len(sys.modules)
+        _keep_out()
 
 
 @pytest.fixture(autouse=True)
