@@ -5,6 +5,7 @@ import kept_bytecode  # noqa: F401 - first, since what follows is large
 # isort: split
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -125,10 +126,19 @@ def short_collections(nothing_kept_out_at_the_end):
         _keep_out()
 
 
+@pytest.fixture(scope="session")
+def plan_folders(tmp_path_factory):
+    """Folders in one of their own: pytest goes through all that it has made whenever it makes another."""
+    parent = tmp_path_factory.mktemp("plans")
+    return (parent / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def plan_cache_of_its_own(no_leaks, monkeypatch, tmp_path_factory):
+def plan_cache_of_its_own(no_leaks, monkeypatch, plan_folders):
     """Keeps what a test finds out from the user's own plans, and from other tests."""
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path_factory.mktemp("plans")))
+    folder = next(plan_folders)
+    folder.mkdir()
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(folder))
 
 
 @pytest.fixture(autouse=True)
