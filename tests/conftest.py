@@ -5,6 +5,7 @@ import kept_bytecode  # noqa: F401 - first, since what follows is large
 # isort: split
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -101,6 +102,19 @@ def nothing_kept_out_at_the_end():
     gc.unfreeze()
 
 
+def _keep_out():
+    global _modules_kept_out  # noqa: PLW0603
+    gc.collect()
+    gc.freeze()
+    _modules_kept_out = len(sys.modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections_after_other_modules(nothing_kept_out_at_the_end):
+    """Keeps what earlier tests left in caches out of garbage collections, as torch's of operators on fake tensors."""
+    _keep_out()
+
+
 @pytest.fixture(autouse=True)
 def short_collections(nothing_kept_out_at_the_end):
     """Keeps what is imported out of garbage collections: memory is given back hundreds of times in these tests.
@@ -108,17 +122,23 @@ def short_collections(nothing_kept_out_at_the_end):
     Much of it comes late, as a part of torch that the first optimizer brings does: so this looks again before each
     test.
     """
-    global _modules_kept_out  # noqa: PLW0603
     if len(sys.modules) > _modules_kept_out + 20:
-        gc.collect()
-        gc.freeze()
-        _modules_kept_out = len(sys.modules)
+        _keep_out()
+
+
+@pytest.fixture(scope="session")
+def plan_folders(tmp_path_factory):
+    """Folders in one of their own: pytest goes through all that it has made whenever it makes another."""
+    parent = tmp_path_factory.mktemp("plans")
+    return (parent / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def plan_cache_of_its_own(no_leaks, monkeypatch, tmp_path_factory):
+def plan_cache_of_its_own(no_leaks, monkeypatch, plan_folders):
     """Keeps what a test finds out from the user's own plans, and from other tests."""
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path_factory.mktemp("plans")))
+    folder = next(plan_folders)
+    folder.mkdir()
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(folder))
 
 
 @pytest.fixture(autouse=True)

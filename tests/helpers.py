@@ -1,7 +1,9 @@
 """What several test files want: small models, loaders that count, states to compare."""
 
 import copy
+import itertools
 
+import pytest
 import torch
 from torch import nn
 
@@ -78,3 +80,12 @@ def state_of(model):
 def assert_bitwise(found, expected):
     """Same values to the last bit, types and keys included; NaN equals NaN."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def a_few_of(*axes):
+    """Combinations for `parametrize`: the quick tests take so many that every value occurs, the slow ones the rest."""
+    most = max(map(len, axes))
+    quick = {tuple(list(axis)[number % len(axis)] for axis in axes) for number in range(most)}
+    return [
+        pytest.param(*values, marks=() if values in quick else pytest.mark.slow) for values in itertools.product(*axes)
+    ]

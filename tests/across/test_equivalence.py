@@ -465,22 +465,28 @@ def cases(draw):
     return LOSSES[kind], (inputs, targets), draw(cuts(samples))
 
 
-@settings(max_examples=300)
-@given(case=cases())
-def test_any_mask_any_cut_any_loss_gives_the_full_batch_gradient(case):
-    loss, window, sizes = case
-    torch.manual_seed(0)
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.slow)])
+def test_any_mask_any_cut_any_loss_gives_the_full_batch_gradient(examples):
+    @settings(max_examples=examples)
+    @given(case=cases())
+    def assert_of(case):
+        loss, window, sizes = case
+        torch.manual_seed(0)
+        assert_full_batch_gradient(tagger(), loss(torch.float64), window, sizes)
 
-    assert_full_batch_gradient(tagger(), loss(torch.float64), window, sizes)
+    assert_of()
 
 
-@settings(max_examples=100)
-@given(case=cases())
-def test_any_float32_gradient_is_as_exact_as_the_full_batch(case):
-    loss, window, sizes = case
-    torch.manual_seed(0)
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_float32_gradient_is_as_exact_as_the_full_batch(examples):
+    @settings(max_examples=examples)
+    @given(case=cases())
+    def assert_of(case):
+        loss, window, sizes = case
+        torch.manual_seed(0)
+        assert_as_exact_as_full_batch(tagger(), (loss(torch.float64), loss(torch.float32)), window, sizes)
 
-    assert_as_exact_as_full_batch(tagger(), (loss(torch.float64), loss(torch.float32)), window, sizes)
+    assert_of()
 
 
 @pytest.mark.parametrize("sizes", [(34, 33, 33), (50, 50), (99, 1), (10,) * 10])

@@ -19,27 +19,30 @@ def warm():
     warm_up()
 
 
-@pytest.mark.parametrize("capacities", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("every", "capacities"), [(3, 2), pytest.param(1, 10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", WIDE)
-def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model, capacities):
+def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model, every, capacities):
     tally = Tally()
 
-    for case in allocating([model]):
+    for case in allocating([model])[::every]:
         sweep = Sweep(case)
         sweep.capacities(capacities)
         tally.add(sweep.tally)
 
     assert tally.mismatches == []
     assert not tally.damaged
-    assert tally.injected > 10
-    assert tally.survived + tally.refused > 5
+    assert tally.injected > 10 // every
+    assert tally.survived + tally.refused > 5 // every
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on the host takes Linux")
 @pytest.mark.parametrize(
-    "every", [pytest.param(4, id="a few limits"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    ("case", "every"),
+    [
+        *(pytest.param(case, 4, id=f"{case}-a few limits") for case in _failing_host.CASES[1:]),
+        *(pytest.param(case, 1, id=f"{case}-all", marks=pytest.mark.slow) for case in _failing_host.CASES),
+    ],
 )
-@pytest.mark.parametrize("case", _failing_host.CASES, ids=str)
 def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case, every):
     tally = _failing_host.tally_of(case, every)
 

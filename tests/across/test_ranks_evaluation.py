@@ -6,6 +6,7 @@ import pytest
 
 import autoaccum
 import rank_evaluation
+from helpers import a_few_of
 
 
 def assert_evaluations_are(found, expected):
@@ -19,8 +20,7 @@ def assert_evaluations_are(found, expected):
         assert metrics == pytest.approx(right_metrics, rel=1e-6)  # torchmetrics counts in single precision
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", rank_evaluation.LOADERS)
+@pytest.mark.parametrize(("kind", "size"), a_few_of(rank_evaluation.LOADERS, [2, 3]))
 def test_loader_of_everything_on_every_rank_is_counted_once(crew, kind, size):
     expected = rank_evaluation.evaluated(0, 1, kind, 20)
 
@@ -70,8 +70,10 @@ def test_validation_loader_that_is_shared_out_already_is_refused(crew):
 # --- metrics that count for themselves --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [3, 20])  # with 20 all but one rank have no samples
-@pytest.mark.parametrize("kind", sorted(rank_evaluation.METRICS.keys() - rank_evaluation.REFUSED))
+@pytest.mark.parametrize(
+    ("kind", "batch_size"),  # with 20 all but one rank have no samples
+    a_few_of(sorted(rank_evaluation.METRICS.keys() - rank_evaluation.REFUSED), [3, 20]),
+)
 def test_metric_with_a_count_of_its_own_is_that_of_all_samples(crew, kind, batch_size):
     expected = rank_evaluation.counted(0, 1, kind, batch_size)
 

@@ -5,6 +5,7 @@ import torch
 
 import autoaccum
 import rank_training
+from helpers import a_few_of
 from rank_training import FAR, assert_alike, far
 
 
@@ -12,8 +13,7 @@ def alone(**arguments):
     return rank_training.train(0, 1, **arguments)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("loss", rank_training.LOSSES)
+@pytest.mark.parametrize(("loss", "size"), a_few_of(rank_training.LOSSES, [2, 3]))
 def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, size):
     expected = alone(loss=loss, target_batch=16, micro_batch=16, epochs=2)
 

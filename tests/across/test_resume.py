@@ -16,6 +16,7 @@ import autoaccum
 import warm
 from autoaccum.errors import CheckpointError
 from folders import TESTS
+from helpers import a_few_of
 from long_runs import (
     BATCH,
     EPOCHS,
@@ -237,8 +238,7 @@ def failing_run(place, error, folder):
 PLACES = ["loader", "forward", "metric", "on_step", "on_epoch_end", "on_evaluation"]
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "kind"), a_few_of(PLACES, [ValueError, KeyboardInterrupt, SystemExit]))
 def test_error_anywhere_arrives_unchanged_and_leaves_a_checkpoint_to_go_on_from(tmp_path, undisturbed, place, kind):
     error = kind(3)  # made here: with its traceback it would keep a model alive for the tests to come
     run, callbacks, options = failing_run(place, error, tmp_path)
@@ -496,8 +496,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, 8])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(("name", "step"), a_few_of(LOADERS, [2, STEPS_PER_EPOCH, 8]))
 def test_loaders_are_wound_to_where_they_were(tmp_path, name, step):
     assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=LOADERS[name])
 

@@ -232,13 +232,17 @@ def points_of(count, most):
     return range(1, count + 1, max(1, count // most))
 
 
+SHARES = [pytest.param(2, id="a few"), pytest.param(6, id="more", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("most", SHARES)
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_memory_that_runs_out_in_training_changes_nothing(tmp_path, monkeypatch, name):
+def test_memory_that_runs_out_in_training_changes_nothing(tmp_path, monkeypatch, name, most):
     theirs = trained(Trainer, tmp_path, name, samples=24)
     with monkeypatch.context() as patch:
         whole = failing(patch, Accumulator, "backward", ())
         trained(cut(), tmp_path, name, samples=24)
-    for point in points_of(whole.count, 6):
+    for point in points_of(whole.count, most):
         with monkeypatch.context() as patch:
             mode = failing(patch, Accumulator, "backward", (point, point + whole.count // 3))
             ours = trained(cut(), tmp_path, name, samples=24)
@@ -246,7 +250,8 @@ def test_memory_that_runs_out_in_training_changes_nothing(tmp_path, monkeypatch,
         assert_same(ours, theirs)
 
 
-def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("most", SHARES)
+def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path, monkeypatch, most):
     def run(trainer):
         return trained(trainer, tmp_path, "bert", samples=12, eval_strategy="epoch", compute_metrics=counted)
 
@@ -257,7 +262,7 @@ def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path
     with monkeypatch.context() as patch:
         whole = failing(patch, EvaluationInParts, "run", ())
         run(cut())
-    for point in points_of(whole.count, 6):
+    for point in points_of(whole.count, most):
         with monkeypatch.context() as patch:
             mode = failing(patch, EvaluationInParts, "run", (point, point + whole.count))
             assert_same(run(cut()), theirs)

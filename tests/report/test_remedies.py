@@ -26,7 +26,7 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Blocks over token embeddings, of any length."""
 
-    def __init__(self, depth=4):
+    def __init__(self, depth=2):
         super().__init__()
         self.tokens = nn.Embedding(1000, 64)
         self.blocks = nn.ModuleList([Block() for _ in range(depth)])
@@ -85,7 +85,7 @@ def test_all_ways_are_named_for_a_model_that_has_all(small):
     } <= names
     assert "a larger card" in names
     described = {remedy.name: remedy.description for remedy in small.remedies}
-    assert "4 Block blocks" in described["activation checkpointing"]
+    assert "2 Block blocks" in described["activation checkpointing"]
 
 
 def test_the_one_that_helps_most_comes_first(small):
@@ -106,8 +106,8 @@ def test_a_remedy_whose_updates_read_values_is_told_where_there_are_none():
     tokens = torch.zeros(4, 128, dtype=torch.long)
 
     report = autoaccum.preflight(
-        Language, (tokens, tokens), 256, loss=loss, device_memory="900MiB", measure=False, precision="fp32",
-        memory_limit="40MiB",
+        partial(Language, depth=4), (tokens, tokens), 64, loss=loss, device_memory="900MiB", measure=False,
+        precision="fp32", memory_limit="40MiB",
     )  # fmt: skip
 
     names = [remedy.name for remedy in report.remedies]
@@ -127,7 +127,7 @@ def test_where_no_change_helps_it_is_said():
 
 def test_what_would_help_is_told_for_the_first_that_needs_it_and_that_is_said():
     report = autoaccum.preflight(
-        Language, (torch.zeros(4, 512, dtype=torch.long),) * 2, 256, loss=loss, gpus=["t4", "l4"], measure=False,
+        Language, (torch.zeros(4, 512, dtype=torch.long),) * 2, 64, loss=loss, gpus=["t4", "l4"], measure=False,
         precision="fp32", memory_limit="40MiB",
     )  # fmt: skip
 

@@ -259,9 +259,12 @@ def test_outputs_are_kept_in_order_where_asked_for(micro_batch):
     assert accumulating.backward(batch()).outputs == ()
 
 
-def points_of(count):
+def points_of(count, every):
     """Operators at which to fail: some of those that ask what the loss runs over, which come first, and the others."""
-    return sorted({*range(1, count + 1, max(1, count // 6)), *range(max(1, count - 120), count + 1, 7)})
+    return sorted({*range(1, count + 1, max(1, count // 6)), *range(max(1, count - 120), count + 1, every)})
+
+
+SHARES = [pytest.param(17, id="a few"), pytest.param(4, id="many", marks=pytest.mark.slow)]
 
 
 # --- closures ---------------------------------------------------------------------------------------------------------
@@ -338,7 +341,8 @@ def test_gradient_penalty_in_a_closure_is_exact():
     assert_equal_gradients(critic, gradients(plain))
 
 
-def test_teacher_of_a_closure_moves_as_if_nothing_had_failed():
+@pytest.mark.parametrize("every", SHARES)
+def test_teacher_of_a_closure_moves_as_if_nothing_had_failed(every):
     def distilled(most, points=()):
         torch.manual_seed(0)
         student, teacher = Failing(most, dropout=0.3), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
@@ -356,7 +360,7 @@ def test_teacher_of_a_closure_moves_as_if_nothing_had_failed():
 
     *_, fail = distilled(None)
     equal = {}
-    for point in points_of(fail.count):
+    for point in points_of(fail.count, every):
         cut, found, fail = distilled(None, [point])
         assert fail.hits == 1
         assert_bitwise(found, equal.setdefault(cut, found))
@@ -388,7 +392,8 @@ def test_closure_that_draws_noise_is_exact_in_its_mean():
 
 @pytest.mark.parametrize("loss", ["module", "pair"])
 @pytest.mark.parametrize("has_earlier", [False, True])
-def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(loss, has_earlier):
+@pytest.mark.parametrize("every", SHARES)
+def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(loss, has_earlier, every):
     def run(cut, *points):
         model = Failing(dropout=0.3)
         model.body[1].train()
@@ -403,7 +408,7 @@ def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(los
 
     plain = {}
     _, _, _, whole = run(6)
-    for point in points_of(whole.count):
+    for point in points_of(whole.count, every):
         state, random, report, fail = run(6, point)
         assert fail.hits == 1
         cut = report.micro_batches
@@ -414,7 +419,7 @@ def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(los
     assert len(plain) > 1
 
 
-@pytest.mark.parametrize("every", [pytest.param(6, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [pytest.param(19, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [FailAt, InterruptAt])
 def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every):
     class Odd(Exception):  # noqa: N818 - not named by its suffix

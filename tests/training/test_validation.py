@@ -74,11 +74,17 @@ def test_loader_that_shares_a_generator_with_the_training_is_left_as_it_is():
     assert trained(val_steps=2) == trained(val_steps=100)
 
 
+@pytest.fixture(scope="module")
+def evaluated_run():
+    run, told = Run(val_steps=4, scheduler=plateau), Evaluated()
+    run.fit(told)
+    return run, told
+
+
 @pytest.mark.parametrize("stop", [1, 4, 5, 6, 10, 14])
-def test_resumed_run_evaluates_at_the_same_windows_and_ends_bit_for_bit_alike(tmp_path, stop):
+def test_resumed_run_evaluates_at_the_same_windows_and_ends_bit_for_bit_alike(tmp_path, stop, evaluated_run):
     options = {"val_steps": 4, "scheduler": plateau}
-    undisturbed, told = Run(**options), Evaluated()
-    undisturbed.fit(told)
+    undisturbed, told = evaluated_run
 
     first, second = Evaluated(), Evaluated()
     with pytest.raises(StoppedError):

@@ -73,7 +73,7 @@ class OnlineSearch:
         self._fitted_before = fitted_before
         self._tolerance = _TOLERANCE if fails_cleanly else 1.0
         self._known = line
-        self._seen: list[_Seen] = []
+        self._seen: dict[_Seen, None] = {}  # each once, newest last: a window may have thousands of micro-batches
         self._smallest_failed = most + 1
         self._too_large = most + 1
         self._cap = most
@@ -142,7 +142,8 @@ class OnlineSearch:
         if is_first:
             self._first, self._first_size = seen, size
         elif seen is not None:
-            self._seen.append(seen)
+            self._seen.pop(seen, None)
+            self._seen[seen] = None
         if is_whole:
             self.largest = max(self.largest, size)
         elif not is_first:
@@ -156,7 +157,7 @@ class OnlineSearch:
             self._has_tried_again = True
             return size
         self._smallest_failed = min(self._smallest_failed, size)
-        self._seen = [seen for seen in self._seen if seen.size < size]
+        self._seen = {seen: None for seen in self._seen if seen.size < size}
         if size <= self.largest:
             # Less memory is left than when it fitted, so smaller sizes that fitted then prove nothing either.
             self.largest = 0
