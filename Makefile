@@ -78,6 +78,15 @@ test: $(VENV)/.for-development  ## run every test but the slow ones
 test-slow: $(VENV)/.for-development  ## run the slow tests: larger sweeps, and what waits for real processes
 	$(BIN)/python -m pytest $(WORKERS) -m slow $(TEST_OPTIONS)
 
+# Ray is large, and only these tests need it; without it, test-slow skips them.
+$(VENV)/.for-ray: $(VENV)/.for-development
+	$(call install,$(VENV)) --group ray
+	touch $@
+
+.PHONY: test-ray
+test-ray: $(VENV)/.for-ray  ## run the slow tests of Ray Train, with workers that are killed (some 4 minutes)
+	$(BIN)/python -m pytest tests/across/test_ranks_ray.py $(TEST_OPTIONS)
+
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style, format and which package imports which
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import subprocess
+import threading
 
 import pytest
 import torch
@@ -725,3 +726,18 @@ def test_smaller_cut_after_memory_ran_out_is_kept_and_counted(tmp_path):
     assert result.oom_events == 1
     assert {report.micro_batches for report in result.history if report.samples == 12} == {(3, 3, 3, 3)}
     assert [plan.micro_batch for _, plan in result.plans] == [4, 3]
+
+
+def test_call_outside_of_the_main_thread_says_that_signals_write_no_checkpoint(tmp_path, capfd):
+    def train(folder):
+        model = torch.nn.Linear(3, 2)
+        autoaccum.fit(model, [(torch.randn(4, 3), torch.randn(4, 2))], 4, checkpoint=folder, device="cpu")
+
+    train(tmp_path / "main")
+    in_main = capfd.readouterr().err
+    thread = threading.Thread(target=train, args=(tmp_path / "other",))
+    thread.start()
+    thread.join()
+
+    assert "SIGTERM" not in in_main
+    assert "SIGTERM and SIGUSR1 write none, since fit was called outside of the main thread" in capfd.readouterr().err

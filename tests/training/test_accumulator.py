@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._system.notices import Notices
@@ -572,6 +573,137 @@ def test_gradients_that_a_hook_takes_away_are_refused(how):
     with pytest.raises(autoaccum.InvalidInputError, match="cleared or replaced"):
         accumulator(model, micro_batch=5).backward(batch())
     assert gradients(model) == [None] * 6
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("how", ["tensor", "module"])
+def test_gradients_that_a_hook_changes_in_place_are_refused(how):
+    model, calls = Failing(), itertools.count()
+    weight = model.body[0].weight
+
+    def hook(*_):
+        if weight.grad is not None and next(calls):
+            weight.grad.mul_(0.5)
+
+    if how == "tensor":
+        weight.register_hook(hook)
+    else:
+        model.body[0].register_full_backward_hook(hook)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"a hook changed \.grad"):
+        accumulator(model, micro_batch=3).backward(batch())
+    assert gradients(model) == [None] * 6
+
+
+def test_reentrant_checkpoints_of_a_layer_that_is_used_twice_add_to_its_gradient_twice():
+    model, plain = Failing(), Failing()
+
+    def twice(model):
+        def closure(part):
+            hidden = part[0].clone().requires_grad_()
+            for _ in range(2):
+                hidden = checkpoint(torch.nn.Sequential(model.body, widen), hidden, use_reentrant=True)
+            return hidden.square().mean()
+
+        return closure
+
+    widen = nn.Linear(CLASSES, 5).double().requires_grad_(requires_grad=False)
+    accumulator(model, closure=twice(model), micro_batch=5).backward(batch())
+
+    twice(plain)(batch()).backward()
+    assert_equal_gradients(model, gradients(plain))
+
+
+MEDDLING = {
+    "clears them": lambda model, loss: model.zero_grad(),
+    "fills them with zeros": lambda model, loss: model.zero_grad(set_to_none=False),
+    "goes backward itself": lambda model, loss: loss.requires_grad and loss.backward(retain_graph=True),
+    "steps an optimizer": lambda model, loss: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).zero_grad(),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5])
+@pytest.mark.parametrize("meddle", MEDDLING.values(), ids=MEDDLING)
+def test_closure_that_changes_gradients_is_refused_and_earlier_ones_stay(meddle, micro_batch):
+    model = Failing()
+    accumulator(model).backward(batch(1))
+    before = gradients(model)
+
+    def closure(part):
+        loss = functional.cross_entropy(model(part[0]), part[1])
+        meddle(model, loss)
+        return loss
+
+    with pytest.raises(autoaccum.InvalidInputError, match="in the middle of a batch"):
+        accumulator(model, closure=closure, micro_batch=micro_batch).backward(batch())
+    assert_bitwise(gradients(model), before)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_callback_that_clears_gradients_is_refused(to_none):
+    class Clears(autoaccum.Callback):
+        def on_oom(self, event, *, step):
+            model.zero_grad(set_to_none=to_none)
+
+    class FailsThird(Failing):
+        passes = 0
+
+        def forward(self, inputs):
+            self.passes += self.training
+            if self.training and self.passes == 3:
+                raise torch.OutOfMemoryError("told to")
+            return super().forward(inputs)
+
+    model = FailsThird()
+    accumulating = accumulator(model, micro_batch=5, loss_reduction="mean", callbacks=[Clears()])
+
+    with pytest.raises(autoaccum.InvalidInputError, match="in the middle of a batch"):
+        accumulating.backward(batch())
+    assert gradients(model) == [None] * 6
+
+
+class FailsBackward(torch.autograd.Function):
+    """Lacks memory in the backward pass, once."""
+
+    @staticmethod
+    def forward(ctx, inputs, fails):
+        ctx.fails = fails
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if len(gradient) == 4 and next(ctx.fails):  # of a micro-batch, and not of a few samples
+            raise torch.OutOfMemoryError("told to")
+        return gradient, None
+
+
+@pytest.mark.parametrize("whose", ["the loss's", "the batch's"])
+@pytest.mark.parametrize("fails_at", [None, 1, 2])
+def test_gradient_of_a_tensor_that_is_no_parameter_is_whole_or_refused(whose, fails_at):
+    def run(fails):
+        model, (inputs, targets) = Failing(), batch()
+        shift = torch.zeros(CLASSES, dtype=torch.float64, requires_grad=whose == "the loss's")
+        other = shift if whose == "the loss's" else inputs.requires_grad_()
+
+        def loss(outputs, targets):
+            if not model.training:
+                return functional.cross_entropy(outputs + shift, targets)
+            return functional.cross_entropy(FailsBackward.apply(outputs, fails) + shift, targets)
+
+        accumulating = accumulator(model, loss, micro_batch=4, loss_reduction="mean")
+        return other, lambda: accumulating.backward((inputs, targets))
+
+    whole, backward = run(itertools.repeat(False))
+    backward()
+    other, backward = run(iter([number == fails_at for number in range(1, 99)]))
+
+    # The first pass that fails has not come as far as the batch's own tensor, and later ones follow passes that have.
+    if fails_at is None or (whose == "the batch's" and fails_at == 1):
+        backward()
+        torch.testing.assert_close(other.grad, whole.grad, rtol=1e-12, atol=1e-14)
+    else:
+        with pytest.raises(autoaccum.InvalidInputError, match="no parameter of the model"):
+            backward()
 
 
 def test_parameters_of_other_modules_are_refused_unless_they_are_found():

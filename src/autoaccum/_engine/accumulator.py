@@ -188,6 +188,7 @@ class GradientAccumulator:
             self._put(earlier)
             raise
         finally:
+            self._watched.end_batch()
             lane.work.end()
         if not self._has_told_of_hooks and len(lane.work.sizes) > 1:
             self._has_told_of_hooks = True
@@ -214,6 +215,7 @@ class GradientAccumulator:
         lane.recovery.begin()
         lane.sizing.begin(window)
         lane.work.begin(window, self._peers.begin(window, lane.sizing))
+        self._watched.begin_batch(window.tensors(), has_earlier=any(gradient is not None for gradient in earlier))
         try:
             while (done := self._attempt(lane, earlier)) is None:
                 pass
@@ -243,6 +245,7 @@ class GradientAccumulator:
             lack = lane.recovery.put_back_or_raise(error)
         sums.clear()  # nothing of a failed attempt stays alive while the next one is planned
         if lack is not None:
+            self._watched.refuse_what_is_not_restored()
             lane.recovery.cut_smaller(lack)
         else:
             self._step.memory.release()

@@ -78,7 +78,19 @@ class Witness(Protocol):
 
 
 class Watch(Protocol):
-    """Checks gradients before and after each backward pass."""
+    """Checks gradients before and after each backward pass, and between them."""
+
+    def begin_micro_batch(self, *, is_first: bool) -> None:
+        """Check that nothing has changed gradients since the last one."""
+
+    def note(self) -> None:
+        """Record that gradients are as they have to be."""
+
+    def check(self) -> None:
+        """Check that they are as they were when last noted."""
+
+    def forget(self) -> None:
+        """Record that all gradients of the window were dropped."""
 
     def begin(self, total: Tensor) -> None:
         """Check a loss before its backward pass."""

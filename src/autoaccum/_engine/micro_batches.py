@@ -149,6 +149,8 @@ class MicroBatches:
             pair_weight = self._pair_weight()
             losses = {name: _total(values) for name, values in _by_name(self._accumulated.losses).items()}
             noted = self._accumulated.reported
+            if self._step.watch is not None:
+                self._step.watch.check()
         self.size = None
         self._see_what_is_written()
         if not self._moving.has_looked and not self._sizing.is_learning:
@@ -297,6 +299,8 @@ class MicroBatches:
     def _one(self, feed: Generator[Any, None, None], size: int, *, aside: bool) -> None:
         """Run one micro-batch forward and backward."""
         step, stage = self._step, self._step.stage
+        if step.watch is not None:
+            step.watch.begin_micro_batch(is_first=self._done == 0)
         self.size = size
         self._moved = step.has_added = False
         self._adding = None
@@ -312,8 +316,14 @@ class MicroBatches:
         given = Accumulated()
         if aside:
             self._adding = Aside(step.parameters)
-            with self._adding:
-                step.accumulate(batch, size, self._factors[self._done], given)
+            try:
+                with self._adding:
+                    if step.watch is not None:
+                        step.watch.note()
+                    step.accumulate(batch, size, self._factors[self._done], given)
+            finally:
+                if step.watch is not None:
+                    step.watch.note()
         else:
             step.accumulate(batch, size, self._factors[self._done], given)
         if self._sizing.measures:
@@ -358,6 +368,8 @@ class MicroBatches:
         if self._adding is not None:
             self._adding.drop()
         self._step.abandon()
+        if self._step.watch is not None:
+            self._step.watch.forget()
         self._step.objective.put_back_modes()
         if self._marked:
             self._at_window.put_back()

@@ -23,6 +23,11 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCH
 _HELD = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
+def can_be_handled() -> bool:
+    """Whether this thread is the one in which Python runs handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
 class held:  # noqa: N801 - it is used like a function: `with held():`
     """Hold back signals until the block has ended, then deliver them to their handlers.
 
@@ -91,7 +96,7 @@ class Watch:
         self._process = os.getpid()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if can_be_handled():
             self._install(signal.SIGTERM, self._on_terminate)
             if hasattr(signal, "SIGUSR1"):
                 self._install(signal.SIGUSR1, self._on_wish)

@@ -65,7 +65,14 @@ class Interrupts:
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context that handles signals; a signal that ends the process takes effect when the context ends."""
-        return nullcontext() if self._checkpoints is None else self._watch
+        if self._checkpoints is None:
+            return nullcontext()
+        if not signals.can_be_handled():
+            self._notices.say(
+                "checkpoint: SIGTERM and SIGUSR1 write none, since fit was called outside of the main thread, where "
+                "Python handles no signals (as in a worker of Ray Train); those at intervals and at the end are written"
+            )
+        return self._watch
 
     def run(self, train: Callable[[], None], on_back: Callable[[], None]) -> None:
         """Train to the end, going back to the last checkpoint if the optimizer damages the parameters.
