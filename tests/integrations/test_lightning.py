@@ -619,6 +619,16 @@ def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, op
         fitted(module(), vectors(), windowed(), *callbacks, **options)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"micro_batch": 0}, {"strategy": "best"}, {"loss_reduction": "max"}, {"split": 1}, {"memory_limit": "much"}],
+    ids=str,
+)
+def test_wrong_option_is_refused_where_it_is_written(option):
+    with pytest.raises(autoaccum.errors.InvalidInputError, match=next(iter(option))):
+        Windowed(**option)
+
+
 def test_batch_size_finder_is_refused():
     trainer = pl.Trainer(callbacks=[BatchSizeFinder()], accelerator="cpu", logger=False, enable_checkpointing=False)
 

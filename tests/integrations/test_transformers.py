@@ -381,6 +381,78 @@ def test_anything_but_a_trainers_class_is_refused(tmp_path):
         windowed(windowed(Trainer))
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"micro_batch": 0},
+        {"micro_batch": "most"},
+        {"strategy": "best"},
+        {"loss_reduction": "max"},
+        {"batchnorm": "none"},
+        {"split": 1},
+        {"trim_padding": "no"},
+        {"callbacks": [print]},
+        {"notices": print},
+        {"memory_limit": "much"},
+        {"memory_limit": 2.5},
+    ],
+    ids=str,
+)
+def test_wrong_option_is_refused_where_it_is_written(option):
+    with pytest.raises(autoaccum.InvalidInputError, match=next(iter(option))):
+        windowed(Trainer, **option)
+
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class OwnStepAfterwards(windowed(Trainer)):
+    training_step = OwnStep.training_step
+
+
+class SkipsABatch(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.state.global_step == 1:
+            return torch.zeros(())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "updates"), [(windowed(OwnStep), 0), (OwnStepAfterwards, 0), (windowed(SkipsABatch), 1)]
+)
+def test_training_step_that_bypasses_micro_batches_is_refused(tmp_path, kind, updates):
+    made = []
+
+    class Kept(kind):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"(OwnStep|SkipsABatch).* has not called super\(\)"):
+        trained(Kept, tmp_path)
+
+    assert made[0].state.global_step == updates
+
+
+def test_training_step_that_calls_the_trainers_is_used_as_it_is(tmp_path):
+    losses = []
+
+    class Watching(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            losses.append(super().training_step(model, inputs, num_items_in_batch))
+            return losses[-1]
+
+    ours = trained(cut(Watching), tmp_path)
+
+    assert_same(ours, trained(Trainer, tmp_path))
+    assert len(losses) == 3
+    assert "training_step" not in vars(ours)
+
+
 def test_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = cut()(model=model_of("gpt2"), args=args, train_dataset=rows_of("gpt2", 4))

@@ -40,7 +40,7 @@ from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
-from autoaccum._system.notices import Notices
+from autoaccum._system.notices import Notices, check_notices
 from autoaccum.errors import InvalidInputError, UpdateCompleteError
 
 if TYPE_CHECKING:
@@ -440,8 +440,7 @@ class Runner(WindowRunner):
         check_callbacks(callbacks)
         check_loss_scope(loss_scope)
         check_batchnorm(batchnorm)
-        if notices is not None and not isinstance(notices, Notices):
-            raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None for stderr")
+        check_notices(notices)
         notices = notices or Notices()
         memory = devices.resolve(device, model, notices)
         limit_bytes = parse_limit(memory_limit, memory)

@@ -134,8 +134,7 @@ class Objective:
         split: Split | None = None,
         further: Sequence[nn.Module] = (),
     ) -> None:
-        if loss_reduction is not None and not is_one_of(loss_reduction, ("mean", "sum")):
-            raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
+        check_loss_reduction(loss_reduction)
         _check_loss(loss)
         check_split(split)
         if forward is not None:
@@ -605,6 +604,16 @@ class Objective:
                 return model(**batch)
             return model(**{name: value for name, value in batch.items() if name in self._accepted})
         return call_with(model, batch)
+
+
+def check_loss_reduction(loss_reduction: object) -> None:
+    """Check the argument `loss_reduction`.
+
+    Raises:
+        InvalidInputError: It is not one of the reductions.
+    """
+    if loss_reduction is not None and not is_one_of(loss_reduction, ("mean", "sum")):
+        raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
 
 
 def _said_by(loss_reduction: str | None, split: Split | None) -> Weighting | None:

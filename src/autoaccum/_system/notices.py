@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autoaccum._arguments import shown
 from autoaccum._system.output import write_line
+from autoaccum.errors import InvalidInputError
 
 
 @dataclass
@@ -31,3 +33,13 @@ class Notices:
     def texts(self) -> tuple[str, ...]:
         """All notices so far, in order."""
         return tuple(self._said.values())
+
+
+def check_notices(notices: object) -> None:
+    """Check the argument `notices`.
+
+    Raises:
+        InvalidInputError: It is neither `Notices` nor None.
+    """
+    if notices is not None and not isinstance(notices, Notices):
+        raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None for stderr")

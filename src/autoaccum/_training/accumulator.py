@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._arguments import check_choice, check_function, shown
+from autoaccum._arguments import check_choice, check_function
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -23,7 +23,7 @@ from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._memory.limits import parse_limit
 from autoaccum._sizing.planner import check_finding
-from autoaccum._system.notices import Notices
+from autoaccum._system.notices import Notices, check_notices
 from autoaccum.errors import InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
@@ -116,8 +116,7 @@ class Accumulator:
         check_loss_scope(loss_scope)
         check_batchnorm(batchnorm)
         _check_functions(loss, closure, forward, loss_scope)
-        if notices is not None and not isinstance(notices, Notices):
-            raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None for stderr")
+        check_notices(notices)
         self._notices = notices = notices or Notices()
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module

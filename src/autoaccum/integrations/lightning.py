@@ -25,6 +25,7 @@ except ImportError:  # the package's older name, of the same interface
 from autoaccum.integrations._lightning_evaluation import STEPS, Evaluating
 from autoaccum.integrations._lightning_refusals import refuse_strategy, refuse_training
 from autoaccum.integrations._lightning_training import Training
+from autoaccum.integrations._options import check_options
 from autoaccum.integrations._versions import warn_if_untried
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Windowed(pl.Callback):
         notices: Reports choices made on your behalf; None for stderr.
 
     Raises:
-        InvalidInputError: When training begins: an argument cannot be used, or the trainer or its module does what
+        InvalidInputError: An argument cannot be used. When training begins: the trainer or its module does what
             micro-batches cannot be a part of.
     """
 
@@ -96,6 +97,7 @@ class Windowed(pl.Callback):
             "callbacks": callbacks,
             "notices": notices,
         }
+        check_options(self._options)
         self._training: Training | None = None
         self._evaluating: Evaluating | None = None
 

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer
 
+from autoaccum._arguments import check_bool
 from autoaccum._data.batches import Window, count
 from autoaccum._data.reading import refuse_flattened
 from autoaccum._oom import is_oom, let_go
@@ -17,12 +18,14 @@ from autoaccum._snapshot import RandomState, evaluation_mode
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
+from autoaccum.integrations._options import check_options
 from autoaccum.integrations._own_autocast import tell_of_autocast
 from autoaccum.integrations._padding import is_padded, shortest_row, trimmed, with_lengths, without_lengths
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
 from autoaccum.integrations._trainer_metrics import TrainerMetrics
 from autoaccum.integrations._versions import warn_if_untried
+from autoaccum.integrations._watched_steps import WatchedSteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,9 +88,10 @@ def windowed(
     the last update.
 
     Raises:
-        InvalidInputError: `trainer` is no such class, or has been passed to this function before. `train()` raises it
-            for DeepSpeed, FSDP and other strategies, several cards in one process, and optimizers that step in the
-            backward pass.
+        InvalidInputError: `trainer` is no such class, or has been passed to this function before, or another argument
+            cannot be used. `train()` raises it for DeepSpeed, FSDP and other strategies, several cards in one process,
+            optimizers that step in the backward pass, and classes whose `training_step` does not call that of their
+            base.
     """
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         raise InvalidInputError(
@@ -98,6 +102,7 @@ def windowed(
         raise InvalidInputError(f"{trainer.__name__} has been passed to windowed() already; use it as it is")
     for package, (first, last) in _TRIED.items():
         warn_if_untried(package, first, last)
+    check_bool("trim_padding", trim_padding)
     options = {
         "memory_limit": memory_limit,
         "micro_batch": micro_batch,
@@ -106,6 +111,7 @@ def windowed(
         "batchnorm": batchnorm,
         "callbacks": callbacks,
     }
+    check_options({**options, "split": split, "notices": notices})
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     return type(  # type: ignore[return-value]
@@ -131,6 +137,7 @@ class Windows:
 
     Attributes:
         last_backward: What was done for the last update; None before the first one.
+        steps: Watches the trainer's training steps.
     """
 
     last_backward: BackwardReport | None
@@ -158,6 +165,7 @@ class Windows:
         self._evaluation: EvaluationInParts | None = None
         self._pending: list[dict[str, Any]] = []
         self._items: Any = None
+        self.steps = WatchedSteps(trainer)
 
     @property
     def plan(self) -> Plan | None:
@@ -184,6 +192,7 @@ class Windows:
         Returns:
             The update's loss, a scalar, for its last batch; 0 for the others.
         """
+        self.steps.take()
         trainer = self._trainer
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -334,7 +343,8 @@ class _Outermost:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.autoaccum.begin()
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        with self.autoaccum.steps.watching():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
