@@ -14,13 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 # torch.tensor allocates where no mode can see it and passes the result through one of these, so their results count
 # although they share the storage of their argument.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 # The CUDA caching allocator rounds sizes up to this.
 _ROUNDING_BYTES = 512
+_SEQUENCES = (tuple, list)
 
 Record = TypeVar("Record")
 
@@ -84,12 +85,16 @@ class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         # Taken before the operator runs: a result in one of these storages is a view or an in-place update.
         inputs = (args, tuple(kwargs.values()))
-        given = set() if func in _LIFTS else {key_of(storage) for storage in self._storages(inputs)}
+        given = set() if func in _LIFTS else set(map(key_of, self._storages(inputs)))
         result = func(*args, **kwargs)
-        outputs = {key_of(storage): storage for storage in self._storages((result,))}
-        # An in-place update may have resized a storage that is already counted.
-        counted = {key: storage for key, storage in outputs.items() if key not in given or key in self._record_by_key}
-        self._count(counted)
+        counted = {}
+        for storage in self._storages((result,)):
+            key = key_of(storage)
+            # An in-place update may have resized a storage that is already counted.
+            if key not in given or key in self._record_by_key:
+                counted[key] = storage
+        if counted:
+            self._count(counted)
         return result
 
     def check(self, extra_bytes: int) -> None:
@@ -114,13 +119,16 @@ class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
         self.live_bytes += total
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _storages(self, values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
+    def _storages(self, values: Sequence[Any]) -> list[torch.UntypedStorage]:
+        # Runs twice for each operator, so without generators.
+        found = []
         for value in values:
             if isinstance(value, torch.Tensor):
                 if value.layout is torch.strided and value.device.type == self._device_type:
-                    yield value.untyped_storage()
-            elif isinstance(value, tuple | list):
-                yield from self._storages(value)
+                    found.append(value.untyped_storage())
+            elif isinstance(value, _SEQUENCES):
+                found += self._storages(value)
+        return found
 
 
 class Transients(StorageWatch):  # type: ignore[no-untyped-call]
