@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
 from autoaccum._engine.runner import WindowRunner
+from autoaccum._sizing import headroom
 
 WINDOWS, TARGET = 4, 4
 _LIBRARY = str(Path(autoaccum.__file__).parent)
@@ -185,7 +186,12 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
         fault.disarm()
         return made(runner, window)
 
-    with fault, contextlib.redirect_stderr(io.StringIO()), mock.patch.object(WindowRunner, "step", begin):
+    with (
+        fault,
+        contextlib.redirect_stderr(io.StringIO()),
+        mock.patch.object(WindowRunner, "step", begin),
+        mock.patch.object(headroom, "_LOOK_INTERVAL_S", 0.0),  # or the number of calls would depend on time
+    ):
         try:
             result = autoaccum.fit(
                 model, loader, TARGET, optimizer=optimizer, scheduler=scheduler, max_steps=WINDOWS, micro_batch=2,
