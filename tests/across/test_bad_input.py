@@ -345,6 +345,17 @@ def test_shapes_for_which_no_loss_can_be_chosen_are_refused(outputs, targets, te
     assert text.replace("(4", "(") in said.replace("(4", "(").replace("(2", "(")
 
 
+def test_detector_that_is_called_with_images_alone_is_told_how_to_get_its_targets():
+    class Detector(nn.Linear):
+        def forward(self, images, targets=None):
+            found = super().forward(torch.stack(images))
+            return list(found) if targets is None else {"loss": sum(map(torch.sum, found))}
+
+    batch = [torch.zeros(4), torch.ones(4)], [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(2, 4)}]
+
+    assert "forward=lambda model, batch: model(*batch)" in refused(Detector(4, 4), [batch], target_batch=2)
+
+
 @pytest.mark.parametrize(
     "loss", [nn.MSELoss(), nn.L1Loss(), nn.PoissonNLLLoss(), nn.KLDivLoss(), nn.HingeEmbeddingLoss()]
 )

@@ -682,7 +682,8 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
     """Choose cross entropy for integer targets and mean squared error for floating-point ones."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
-            f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss="
+            f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss=, or "
+            "forward=lambda model, batch: model(*batch) if the model computes its loss itself from inputs and targets"
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")

@@ -10,6 +10,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # From <malloc.h>.
 _M_TRIM_THRESHOLD = -1
@@ -59,6 +63,7 @@ class Holes:
 
     def __init__(self) -> None:
         self._taken: list[int] = []
+        self._free: Callable[[int], object] | None = None
 
     def take(self) -> None:
         """Take the free blocks of `_LEAST_HOLE_BYTES` and more."""
@@ -66,6 +71,8 @@ class Holes:
         # By these names, since a preloaded allocator takes the place of malloc, and its blocks have other headers.
         if libc is None or not hasattr(libc, "__libc_malloc"):
             return
+        # Looked up here, since nothing can be looked up when the interpreter ends.
+        self._free = getattr(libc, "__libc_free")
         # From here on a block that the heap has no room for is mapped, and marked so.
         libc.mallopt(_M_MMAP_THRESHOLD, _LEAST_HOLE_BYTES)
         try:
@@ -82,9 +89,8 @@ class Holes:
 
     def free(self) -> None:
         """Give the blocks back to the heap."""
-        libc = _libc()
-        while self._taken and libc is not None:
-            getattr(libc, "__libc_free")(self._taken.pop())
+        while self._taken and self._free is not None:
+            self._free(self._taken.pop())
 
     def __del__(self) -> None:
         self.free()
