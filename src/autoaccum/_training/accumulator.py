@@ -230,6 +230,11 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
     if torch.distributed.get_world_size() == 1:
         return None
     refuse_what_talks(step.objective.modules)
+    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.objective.modules):
+        raise InvalidInputError(
+            "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
+            "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
+        )
     if loss_scope != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={loss_scope!r} computes the loss of a whole batch at once, but each of "
