@@ -75,3 +75,15 @@ def train(rank, size, *, loss="module", most=(), fails=(), twice=False, frozen_a
     found["parameters"] = [parameter.detach() for parameter in model.parameters()]
     found["buffers"] = list(model.buffers())
     return found
+
+
+def wrapped(rank, size):
+    """Return what an accumulator says of a closure that calls a model in DistributedDataParallel."""
+    model = torch.nn.parallel.DistributedDataParallel(net(rank))
+    try:
+        autoaccum.Accumulator(
+            model, closure=lambda part: functional.cross_entropy(model(part[0]), part[1]), device="cpu"
+        )
+    except autoaccum.InvalidInputError as error:
+        return str(error)
+    return ""

@@ -47,3 +47,7 @@ def test_sample_that_does_not_fit_on_one_rank_ends_all(crew):
 
     assert isinstance(first, autoaccum.DoesNotFitError)
     assert isinstance(second, autoaccum.RankFailedError)
+
+
+def test_closure_that_calls_a_wrapped_model_is_refused(crew):
+    assert all("DistributedDataParallel" in said for said in crew.run("rank_accumulating:wrapped", size=2))

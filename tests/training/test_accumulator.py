@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 from contextlib import suppress
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
+from autoaccum._loss import stand_ins
 from autoaccum._system.notices import Notices
 from faults import FailAt, InterruptAt
 from helpers import assert_bitwise, state_of
@@ -691,7 +693,7 @@ def test_gradient_of_a_tensor_that_is_no_parameter_is_whole_or_refused(whose, fa
             return functional.cross_entropy(FailsBackward.apply(outputs, fails) + shift, targets)
 
         accumulating = accumulator(model, loss, micro_batch=4, loss_reduction="mean")
-        return other, lambda: accumulating.backward((inputs, targets))
+        return other, lambda: accumulating.backward((inputs, targets.clamp(0)))
 
     whole, backward = run(itertools.repeat(False))
     backward()
@@ -799,6 +801,50 @@ def test_outputs_of_a_list_of_losses_cannot_be_kept():
 
     with pytest.raises(autoaccum.InvalidInputError, match="keep='outputs': a list of losses"):
         accumulating.backward(batch(), keep="outputs")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(copied):
+    with pytest.raises(autoaccum.InvalidInputError, match="cannot be copied or pickled"):
+        copied(accumulator(Failing()))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [lambda loss: None, lambda loss: loss.item(), lambda loss: loss.detach(), lambda loss: loss * torch.ones(2)],
+)
+def test_scale_that_returns_no_loss_is_refused(scale):
+    model = Failing()
+
+    with pytest.raises(autoaccum.InvalidInputError, match="scale= returned"):
+        accumulator(model, scale=scale).backward(batch())
+    assert gradients(model) == [None] * 6
+
+
+def test_inference_mode_is_refused():
+    model = Failing()
+    with torch.inference_mode():
+        made_there = batch()
+        with pytest.raises(autoaccum.InvalidInputError, match=r"within torch\.inference_mode"):
+            accumulator(model).backward(batch())
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"made within torch\.inference_mode"):
+        accumulator(model).backward(made_there)
+    assert gradients(model) == [None] * 6
+
+
+def test_autocast_around_the_call_is_no_deviation_of_the_loss(monkeypatch, capfd):
+    monkeypatch.setattr(stand_ins, "_COPIED", 0)  # as for a model that is too large to be copied in float64
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    inputs, targets = torch.randn(64, 32), torch.randint(10, (64,))
+    accumulating = autoaccum.Accumulator(model, loss=functional.cross_entropy, micro_batch=16, device="cpu")
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            accumulating.backward((inputs, targets))
+
+    assert "% off" not in capfd.readouterr().err
 
 
 def test_backward_within_backward_is_refused():

@@ -235,7 +235,15 @@ class Window(Sequence[Any]):
 
     def versions(self) -> list[int]:
         """How often each tensor was modified in place, including through views."""
-        return [tensor._version for tensor in self.tensors()]
+        try:
+            return [tensor._version for tensor in self.tensors()]
+        except RuntimeError as error:
+            if not any(tensor.is_inference() for tensor in self.tensors()):
+                raise
+            raise InvalidInputError(
+                "a tensor of a batch was made within torch.inference_mode(), so autograd cannot use it; make it under "
+                "torch.no_grad() instead, or pass tensor.clone()"
+            ) from error
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of every piece."""

@@ -39,8 +39,8 @@ def refuse_sharded(modules: Iterable[nn.Module]) -> None:
     """
     for name, _ in _spread(modules):
         raise InvalidInputError(
-            f"parameter {name!r} is a DTensor, spread over ranks by fully_shard or tensor parallelism, and this call "
-            "is of one process; train it by fit in every process that torchrun started, or leave fully_shard out"
+            f"parameter {name!r} is a DTensor, spread over ranks by fully_shard or tensor parallelism, and only fit "
+            "trains such a model, in every process that torchrun started; call fit there, or leave fully_shard out"
         )
 
 

@@ -27,6 +27,7 @@ from autoaccum._engine.phases import Phase, Stage
 from autoaccum._engine.time_first import TimeFirst
 from autoaccum._loss import reported
 from autoaccum._loss.objective import Objective, no_gradient
+from autoaccum._loss.terms import describe
 from autoaccum._loss.weighting import Over
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
@@ -425,9 +426,25 @@ def assemble_without_optimizer(
         how = precision.resolve_without_scaler(precision_name, memory.device, model, notices, scale)
     _move(objective.modules, None, memory)
     step = GradientStep(objective, how, memory)
-    step.scale = scale.scale if isinstance(scale, torch.amp.GradScaler) else scale
+    if scale is not None:
+        step.scale = scale.scale if isinstance(scale, torch.amp.GradScaler) else _checked(scale)
     _watch(step, notices)
     return step
+
+
+def _checked(scale: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function that scales a loss, and checks that it can still be differentiated."""
+
+    def scaled(loss: Tensor) -> Tensor:
+        found: Any = scale(loss)
+        if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+            raise InvalidInputError(
+                f"scale= returned {describe(found)}, which cannot be backpropagated; return the loss times a factor, "
+                "a number with its graph"
+            )
+        return found
+
+    return scaled
 
 
 def _watch(step: GradientStep, notices: Notices) -> None:

@@ -333,8 +333,12 @@ class Run:
     @property
     def is_in_half(self) -> bool:
         """Whether a parameter is in half precision, or the objective computes in it by itself."""
-        return self.objective.casts_itself or any(
-            parameter.dtype in _HALF for module in self.objective.modules for parameter in module.parameters()
+        found = [parameter for module in self.objective.modules for parameter in module.parameters()]
+        types = {parameter.device.type for parameter in found} - {"meta"}
+        return (
+            self.objective.casts_itself
+            or any(parameter.dtype in _HALF for parameter in found)
+            or any(map(torch.is_autocast_enabled, types))  # the user's own, around the call
         )
 
     def _as_written(self) -> AbstractContextManager[object]:

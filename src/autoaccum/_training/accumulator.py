@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -150,7 +151,18 @@ class Accumulator:
             loss_scope=loss_scope,
             batchnorm=batchnorm,
         )
-        self._is_at_work = False
+        self._at_work = threading.Lock()
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise InvalidInputError(
+            "an Accumulator cannot be copied or pickled, since it belongs to this process, its model and its device; "
+            "copy or pickle the model, and make an Accumulator for it"
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -185,9 +197,13 @@ class Accumulator:
                 raise InvalidInputError(
                     "keep='outputs': a list of losses returns no outputs; leave it out, or pass closure= instead"
                 )
-        if self._is_at_work:
-            raise InvalidInputError("backward was called within backward (by a hook, a closure or a callback)")
-        self._is_at_work = True
+        if torch.is_inference_mode_enabled():
+            raise InvalidInputError("backward was called within torch.inference_mode(), where there are no gradients")
+        if not self._at_work.acquire(blocking=False):
+            raise InvalidInputError(
+                "backward was called within backward (by a hook, a closure or a callback), or by a second thread; make "
+                "an Accumulator for each thread, and wait for one call before the next"
+            )
         step.keeps_outputs = keep is not None
         try:
             window = as_window(batch, step.objective.split)
@@ -198,7 +214,7 @@ class Accumulator:
                 self._ranks.fail(error)  # the others wait for this one
             raise
         finally:
-            self._is_at_work = False
+            self._at_work.release()
 
 
 def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices) -> Ranks | None:
@@ -214,6 +230,11 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
     if torch.distributed.get_world_size() == 1:
         return None
     refuse_what_talks(step.objective.modules)
+    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.objective.modules):
+        raise InvalidInputError(
+            "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
+            "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
+        )
     if loss_scope != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={loss_scope!r} computes the loss of a whole batch at once, but each of "
