@@ -160,11 +160,13 @@ class Question:
         candidates: The weightings consistent with all splits so far, the likelier first; empty if none fits.
         in_vain: The number of attempts without progress; those in half precision count several times.
         slopes_asked: The number of times that slopes were asked for.
+        has_seen_repeated: Whether samples with the same target were tried.
     """
 
     def __init__(self, others: frozenset[str] = frozenset()) -> None:
         self.candidates = [Weighting(Over.SAMPLES), Weighting(Over.SUM)]
         self.in_vain = self.slopes_asked = 0
+        self.has_seen_repeated = False
         self._others = others
         self._splits: list[Split] = []
         self._off: dict[Weighting, list[float]] = {how: [] for how in self.candidates}

@@ -21,7 +21,7 @@ from autoaccum._loss.nonlinear_terms import rest_of
 from autoaccum._loss.observation import Attempt, Run, Way
 from autoaccum._loss.reduction_candidates import Question, question_of, telling_split
 from autoaccum._loss.unknown_loss import randomness
-from autoaccum._loss.unusual_samples import choose_unusual
+from autoaccum._loss.unusual_samples import choose_repeated, choose_unusual
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum.errors import InvalidInputError
 
@@ -366,13 +366,23 @@ class Settler:
             slopes = slopes_of(name, attempt)
         if slopes is not None and question.fits(slopes):
             question.learn([slopes])
+        if not question.has_seen_repeated:
+            question.has_seen_repeated = True
+            self._show(question, name, attempt, choose_repeated(attempt.window))
         for number in range(_CONFIRMATIONS if question.is_doubtful else 0):  # small counts agree by chance
-            if not question.candidates:
-                return
             chance = random.Random(number)  # noqa: S311 - no secret, and the same in every run
-            sample, splits = choose_unusual(attempt.window, max(_LEAST, attempt.sample.samples), chance)
-            other = attempt._replace(sample=sample, splits=splits)
-            question.learn(other._replace(observed=other.more(splits)).splits_of(name))
+            self._show(
+                question,
+                name,
+                attempt,
+                choose_unusual(attempt.window, max(_LEAST, attempt.sample.samples), chance),
+            )
+
+    def _show(self, question: Question, name: str, attempt: Attempt, chosen: tuple[Window, list[Rows]] | None) -> None:
+        """Compare the candidates with a loss of other samples."""
+        if question.candidates and chosen is not None:
+            other = attempt._replace(sample=chosen[0], splits=chosen[1])
+            question.learn(other._replace(observed=other.more(other.splits)).splits_of(name))
 
     def _check_said(self, name: str, question: Question, said: Weighting, attempt: Attempt) -> None:
         """Say if a loss is not what `loss_reduction` says."""

@@ -1,7 +1,7 @@
-"""Chooses samples of a window that may contradict what earlier windows have shown of a loss.
+"""Chooses samples of a window that may contradict what others have shown of a loss.
 
 These are samples with the least and the largest values, and with NaN, in any tensor of the batch: rare weights, missing
-targets, classes that did not occur before.
+targets, classes that did not occur before; and samples of which two have the same target.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._data.nesting import tensors_in
+from autoaccum._loss.counting import target_tensors
 
 if TYPE_CHECKING:
     import random
@@ -45,6 +46,29 @@ def choose_unusual(window: Window, most: int, chance: random.Random) -> tuple[Wi
     splits = [[sides[:at], sides[at:]] for at in cuts]
     chance.shuffle(sides)
     return window.chosen(start + row for row in rows), [*splits, [sides[: len(rows) // 2], sides[len(rows) // 2 :]]]
+
+
+def choose_repeated(window: Window) -> tuple[Window, list[Rows]] | None:
+    """Return two samples with the same class and one of another, and ways to split them; None if there are none.
+
+    Losses whose weights come from the counts of classes in a batch are plain means where each class occurs once.
+    """
+    if not window.is_plain:
+        return None
+    groups = window.groups()
+    largest = max(range(len(groups)), key=groups.__getitem__)
+    start, samples = sum(groups[:largest]), groups[largest]
+    for targets in target_tensors(window.cut(start, start + samples)).values():
+        if targets.dim() != 1 or len(targets) != samples or targets.is_floating_point() or targets.is_complex():
+            continue
+        found = targets.detach().cpu()
+        values, counts = torch.unique(found, return_counts=True)
+        if len(values) > 1 and int(counts.max()) > 1:
+            twice = values[counts.argmax()]
+            same, others = (found == twice).nonzero().flatten().tolist(), (found != twice).nonzero().flatten().tolist()
+            rows = [*same[:2], others[0]]
+            return window.chosen(start + row for row in rows), [[[0], [1, 2]], [[0, 1], [2]]]
+    return None
 
 
 def _by_sample(window: Window, start: int, samples: int) -> list[Tensor]:
