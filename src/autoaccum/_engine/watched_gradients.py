@@ -103,8 +103,7 @@ class WatchedGradients:
             InvalidInputError: Something has.
         """
         self.check()
-        if not is_first:
-            self._remove_canary()
+        if not is_first and self._remove_canary():
             self.note()
 
     def note(self) -> None:
@@ -144,12 +143,12 @@ class WatchedGradients:
             InvalidInputError: Its gradient reaches a parameter that is not the step's, or gradients were changed.
         """
         self.check()
-        self._remove_canary()
+        if self._remove_canary():
+            self.note()
         if not self._has_looked:
             self._look_at(_leaves(total))
             self._has_looked = self._step.sources_left == 0
         self._total = total
-        self.note()
 
     def _look_at(self, leaves: Sequence[Tensor]) -> None:
         known = set(self._step.parameters)
@@ -202,12 +201,15 @@ class WatchedGradients:
                     "parameter of a module that is passed, or pass a smaller micro_batch, and clear that gradient"
                 )
 
-    def _remove_canary(self) -> None:
-        if self._canary is not None:
-            parameter, gradient = self._canary
-            self._canary = None
-            if parameter.grad is gradient:
-                parameter.grad = None
+    def _remove_canary(self) -> bool:
+        """Take the canary away; return whether there was one."""
+        if self._canary is None:
+            return False
+        parameter, gradient = self._canary
+        self._canary = None
+        if parameter.grad is gradient:
+            parameter.grad = None
+        return True
 
 
 class _Other:
