@@ -5,16 +5,19 @@ against a training that was given the reported cuts from the start and met no fa
 written down as a mismatch.
 """
 
+import math
 import random
 import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 
 import autoaccum
-from autoaccum._memory import Simulated
+from autoaccum._memory import Simulated, host
+from autoaccum._sizing import headroom
 from autoaccum._snapshot import Mark
 from fault_cases import SAMPLES, WINDOWS
 from fault_training import WORK, FailInTurn, Faults, Listing, Peak, play
@@ -163,15 +166,24 @@ class Sweep:
             self._interrupt({_WINDOW: fault}, fault, f"an interrupt at operator {point}")
 
     def lines(self, most):
-        """Interrupt between the library's own lines: in a window like any other, and in one of trouble."""
-        for window, faults in ((_WINDOW, dict), (_WINDOW + 1, self._trouble)):
-            listing = InterruptAtLine("autoaccum")
-            play(self.case, self._with(faults(), window, listing))
-            for number in range(min(most, listing.count)):
-                point = 1 + (self._shift + number * listing.count // min(most, listing.count)) % listing.count
-                fault = InterruptAtLine("autoaccum", point)
-                where = f"an interrupt at line {point} of window {window}"
-                self._interrupt(self._with(faults(), window, fault), fault, where)
+        """Interrupt between the library's own lines: in a window like any other, and in one of trouble.
+
+        The last line comes after the update.
+        """
+        # The memory is looked at by the clock: here always or never, so that the same lines run each time.
+        with (
+            mock.patch.object(headroom, "_LOOK_INTERVAL_S", 0.0),
+            mock.patch.object(host, "_FREE_BELIEVED_S", math.inf),
+        ):
+            for window, faults in ((_WINDOW, dict), (_WINDOW + 1, self._trouble)):
+                listing = InterruptAtLine("autoaccum")
+                play(self.case, self._with(faults(), window, listing))
+                steps = range(min(most, listing.count))
+                points = [1 + (self._shift + step * listing.count // len(steps)) % listing.count for step in steps]
+                for point in sorted({*points, listing.count}) if points else ():
+                    fault = InterruptAtLine("autoaccum", point)
+                    where = f"an interrupt at line {point} of window {window}"
+                    self._interrupt(self._with(faults(), window, fault), fault, where)
 
     def _trouble(self):
         """Return faults after which gradients are taken aside, and one more while they are."""
@@ -187,8 +199,6 @@ class Sweep:
         window = max(faults)
         self.tally.injected += sum(each.hits for each in faults.values())
         where = f"{where} ({fault.where})"
-        if played.error is None and isinstance(fault, InterruptAtLine) and not fault.hits:
-            return  # the runner looks at the memory by the clock, so the last lines are not there in every run
         if not isinstance(played.error, KeyboardInterrupt):
             self._wrong(where, f"it did not arrive: {played.error!r}")
             return
