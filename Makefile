@@ -133,9 +133,22 @@ test-oldest-torch:  ## run the tests but the slow ones with the oldest PyTorch t
 	$(call install,.venv-oldest-torch) --editable . --group dev $(OLDEST_TORCH)
 	.venv-oldest-torch/bin/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
 
+# The oldest frameworks that pyproject.toml allows.
+OLDEST_FRAMEWORKS := 'transformers==4.57.6' 'accelerate==1.10.1' 'lightning==2.4.0' 'trl==0.24.0' 'peft==0.17.1'
+
+.PHONY: test-adapters-oldest
+test-adapters-oldest:  ## run the quick tests of the adapters with the oldest frameworks that are supported
+	$(call new_environment,.venv-oldest-adapters,$(PYTHON))
+	$(call install,.venv-oldest-adapters) --editable . --group dev $(OLDEST_FRAMEWORKS)
+	.venv-oldest-adapters/bin/python -m pytest $(WORKERS) -m 'not slow' tests/integrations $(TEST_OPTIONS)
+
 .PHONY: overhead
 overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand
 	$(BIN)/python benchmarks/overhead.py
+
+.PHONY: adapters
+adapters: $(VENV)/.for-bench  ## measure what adapters cost beside their frameworks' own accumulation (some 2 minutes)
+	$(BIN)/python benchmarks/adapters.py
 
 .PHONY: host-limit
 host-limit: $(VENV)/.for-development  ## measure what a process goes through that keeps running out of memory

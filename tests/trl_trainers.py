@@ -3,6 +3,7 @@
 import copy
 import random
 
+import pytest
 import torch
 import transformers
 import trl
@@ -61,6 +62,8 @@ def trained(trainer, kind, folder, *, samples=26, train=True, **options):
         "disable_tqdm": True,
         "seed": 3,
     }
+    if kind == "dpo" and hasattr(trl.DPOTrainer, "concatenated_inputs"):
+        pytest.skip(f"TRL {trl.__version__} makes batches of preferences of another form, which are refused")
     rows, network = data(kind, samples), model(kind)
     reference = {"ref_model": copy.deepcopy(network)} if kind == "dpo" else {}
     made = trainer(

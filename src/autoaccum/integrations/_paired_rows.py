@@ -24,8 +24,13 @@ class PairedRows:
         """Return the number of pairs.
 
         Raises:
-            InvalidInputError: The number of rows is odd.
+            InvalidInputError: The number of rows is odd, or there are none of this form.
         """
+        if _ROWS not in batch:
+            raise InvalidInputError(
+                f"a batch of preferences holds {', '.join(batch)}, and no {_ROWS} with chosen rows and rejected ones "
+                "below them, as TRL's newer versions make it; train with TRL 1.16, or pass split= to windowed()"
+            )
         rows = len(batch[_ROWS])
         if rows % 2:
             raise InvalidInputError(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Windowed", "windowed"]
 
 # The oldest and the newest version that the tests of this adapter ran with.
-TRIED = "1.15", "1.15"
+TRIED = "1.10", "1.15"
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed",
     "FSDP": "FSDP",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Windowed"]
 
 # The oldest and the newest version that the tests of this adapter ran with.
-TRIED = "2.6", "2.6"
+TRIED = "2.4", "2.6"
 
 
 class Windowed(pl.Callback):
