@@ -77,7 +77,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_batch_that_an_epoch_leaves_over_counts_in_the_mean_of_the_next_update(tmp_path):
-    """Of streams, the trainer makes one update of it and the batches that follow, but divides by the tokens of those."""
+    """Of streams, the trainer adds it to the update that follows, but each is a mean over tokens of its own."""
     rows = rows_of("gpt2", 26)
     stream = {"train_dataset": Stream(rows), "max_steps": 3, "learning_rate": 0.0, "gradient_accumulation_steps": 3}
     ours = trained(cut(), tmp_path, per_device_train_batch_size=4, **stream)
