@@ -10,6 +10,20 @@ VOCABULARY, CLASSES = 40, 3
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 WIDTH = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_OF_TRAINER = "compute_loss_func", "callbacks", "compute_metrics", "train_dataset"
+# 3 updates of 12, 12 and 2 samples, where nothing else is asked for.
+SETTINGS = {
+    "per_device_train_batch_size": 12,
+    "per_device_eval_batch_size": 12,
+    "num_train_epochs": 1,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 3,
+}
 
 
 def gpt2():
@@ -96,27 +110,11 @@ def padded(sequences, value):
 def trained(trainer, folder, name="gpt2", *, model=None, samples=26, resume=None, **options):
     """A trainer that has trained: 3 updates of 12, 12 and 2 samples, if not told otherwise."""
     rows = rows_of(name, samples)
-    given = {key: options.pop(key) for key in ("compute_loss_func", "callbacks", "compute_metrics") if key in options}
-    settings = {
-        "per_device_train_batch_size": 12,
-        "per_device_eval_batch_size": 12,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
+    given = {key: options.pop(key) for key in _OF_TRAINER if key in options}
     made = trainer(
         model=copy.deepcopy(model or model_of(name)),
-        args=TrainingArguments(str(folder), **(settings | options)),
-        train_dataset=rows,
-        eval_dataset=rows[:13],
-        data_collator=collated,
-        **given,
+        args=TrainingArguments(str(folder), **(SETTINGS | options)),
+        **({"train_dataset": rows, "eval_dataset": rows[:13], "data_collator": collated} | given),
     )
     made.train(resume_from_checkpoint=resume)
     return made

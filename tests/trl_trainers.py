@@ -10,7 +10,7 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from trainers import TEXT, WIDTH
+from trainers import SETTINGS, TEXT, WIDTH
 
 WORDS = [f"w{number}" for number in range(37)]
 TRAINERS = {
@@ -47,23 +47,9 @@ def model(kind):
 
 def trained(trainer, kind, folder, *, samples=26, train=True, **options):
     """A trainer that has trained: 3 updates of 12, 12 and 2 samples, if not told otherwise."""
-    settings = {
-        "per_device_train_batch_size": 12,
-        "per_device_eval_batch_size": 12,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
     if kind == "dpo" and hasattr(trl.DPOTrainer, "concatenated_inputs"):
         pytest.skip(f"TRL {trl.__version__} makes batches of preferences of another form, which are refused")
+    settings = SETTINGS | {"eval_strategy": "epoch", "bf16": False, "gradient_checkpointing": False}
     rows, network = data(kind, samples), model(kind)
     reference = {"ref_model": copy.deepcopy(network)} if kind == "dpo" else {}
     made = trainer(

@@ -11,6 +11,11 @@ from folders import ROOT
 
 PAGES = ROOT / "docs" / "adapters"
 MOST_LINES = 5
+REPORTS = {
+    "lightning": "windowed.report",
+    "accelerate": "report",
+    "transformers": "trainer.autoaccum.last_backward",
+}
 
 
 @pytest.fixture
@@ -28,10 +33,12 @@ def framework_of_its_own(monkeypatch, tmp_path):
         state._shared_state.clear()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning")
 @pytest.mark.filterwarnings("ignore::FutureWarning:lightning")
-@pytest.mark.parametrize("name", ["lightning", "accelerate"])
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
 def test_script_of_the_page_trains_with_the_loaders_batches(name, framework_of_its_own, capsys):
     page = PAGES / f"{name}.md"
     (script,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
@@ -39,12 +46,12 @@ def test_script_of_the_page_trains_with_the_loaders_batches(name, framework_of_i
 
     exec(compile(script, str(page), "exec"), names)  # noqa: S102 - the documentation's own
 
-    report = names["report"] if name == "accelerate" else names["windowed"].report
+    report = eval(REPORTS[name], names)  # noqa: S307
     assert sum(report.micro_batches) == 100
     assert str(report.micro_batches) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["lightning", "accelerate"])
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
 def test_change_to_a_script_is_short(name):
     (change,) = re.findall(r"```diff\n(.*?)```", (PAGES / f"{name}.md").read_text(), flags=re.DOTALL)
 

@@ -10,15 +10,14 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum._system.notices import Notices
 from autoaccum.integrations.accelerate import windowed
 from faults import FailAt
+from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
 from warm import python
-
-SAMPLES, BATCH, CLASSES, WORDS = 28, 12, 3, 11  # the last batch has 4
 
 
 @pytest.fixture(autouse=True)
@@ -63,21 +62,6 @@ def perceptron():
 
 def convolutional():
     return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES))
-
-
-def vectors():
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator))
-
-
-def sentences():
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(WORDS, (SAMPLES, 6), generator=generator)
-    labels = words.clone()
-    for row, length in enumerate(torch.randint(2, 7, (SAMPLES,), generator=generator).tolist()):
-        labels[row, length:] = -100
-    return TensorDataset(words, labels)
 
 
 def cross_entropy(outputs, targets):
@@ -138,7 +122,7 @@ def assert_same(one, other, tolerance=1e-12):
 
 @pytest.mark.parametrize(
     ("kind", "data"),
-    [(perceptron, vectors), (convolutional, vectors), (Words, sentences)],
+    [(perceptron, vectors), (convolutional, vectors), (Words, words_and_labels)],
     ids=lambda one: one.__name__,
 )
 def test_three_updates_are_those_of_whole_batches(kind, data):

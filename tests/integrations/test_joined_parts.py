@@ -32,6 +32,7 @@ SIZES = Weights([2, 1], None, None)
         ([Pair(torch.zeros(2), "n"), Pair(torch.ones(1), "n")], Pair(torch.tensor([0.0, 0.0, 1.0]), "n")),
         ([None, None], None),
         ([3, 3], 3),
+        ([2, 1], 3),
         (["one", "other"], ["one", "other"]),
         ([torch.zeros(5), torch.ones(5)], [torch.zeros(5), torch.ones(5)]),
     ],

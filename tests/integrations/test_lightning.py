@@ -14,22 +14,24 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum._loss.weighting import Over
 from autoaccum._system.notices import Notices
 from autoaccum.integrations.lightning import Windowed
 from faults import FailAt
+from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
 from warm import python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:pytorch_lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_lightning"),
 ]
-
-SAMPLES, BATCH, CLASSES, WORDS = 28, 12, 3, 11  # the last batch has 4
 
 
 class Classifier(pl.LightningModule):
@@ -130,19 +132,8 @@ class Language(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def vectors(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator))
-
-
 def sentences():
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(WORDS, (SAMPLES, 6), generator=generator)
-    labels = words.clone()
-    for row, length in enumerate(torch.randint(2, 7, (SAMPLES,), generator=generator).tolist()):
-        labels[row, length:] = -100
-    return [{"input_ids": one, "labels": two} for one, two in zip(words, labels, strict=True)]
+    return [{"input_ids": one, "labels": two} for one, two in words_and_labels()]
 
 
 def windowed(**options):
@@ -531,6 +522,53 @@ def test_several_loaders_and_a_test_are_evaluated_in_parts():
     found = [*two.validate(other, loaders, verbose=False), *two.test(other, loaders[0], verbose=False)]
 
     assert found == [pytest.approx(results) for results in expected]
+
+
+class Predicting(Classifier):
+    def predict_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        self.run_out(batch[0])
+        return {"outputs": outputs, "classes": outputs.argmax(1).tolist(), "samples": len(outputs)}
+
+
+def test_predictions_are_made_in_parts():
+    loader = DataLoader(vectors(), batch_size=BATCH)
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+
+    expected = pl.Trainer(**options).predict(Predicting(), loader)
+    trainer = pl.Trainer(callbacks=[windowed()], **options)
+    found = trainer.predict(Predicting(most=5), loader)
+
+    torch.testing.assert_close(found, expected)
+    assert "predict_step" not in vars(trainer.strategy)
+
+
+def test_module_of_the_packages_older_name_trains_in_parts():
+    older = pytest.importorskip("pytorch_lightning")
+
+    class Older(older.LightningModule):
+        def __init__(self, most=None):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.most = nn.Linear(5, CLASSES).double(), most
+
+        def training_step(self, batch):
+            if self.most is not None and len(batch[0]) > self.most:
+                raise torch.OutOfMemoryError("told to")
+            return functional.cross_entropy(self.body(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plain, other, callback = Older(), Older(most=5), windowed()
+    for module, callbacks in ((plain, []), (other, [callback])):
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        options["enable_model_summary"] = False
+        trainer = older.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **options)
+        trainer.fit(module, DataLoader(vectors(), batch_size=BATCH))
+
+    assert callback.report.micro_batches == (4,)
+    assert_close(plain, other)
 
 
 def test_validate_alone_runs_in_parts():

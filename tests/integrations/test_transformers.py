@@ -74,6 +74,27 @@ def test_accumulation_of_smaller_batches_is_one_mean_over_all_of_them(tmp_path, 
     assert ours.autoaccum.last_backward.samples == 2
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_batch_that_an_epoch_leaves_over_counts_in_the_mean_of_the_next_update(tmp_path):
+    """Of streams, the trainer adds it to the update that follows, but each is a mean over tokens of its own."""
+    rows = rows_of("gpt2", 26)
+    stream = {"train_dataset": Stream(rows), "max_steps": 3, "learning_rate": 0.0, "gradient_accumulation_steps": 3}
+    ours = trained(cut(), tmp_path, per_device_train_batch_size=4, **stream)
+    whole = {"train_dataset": rows[24:] + rows[:12], "per_device_train_batch_size": 14, "learning_rate": 0.0}
+    theirs = trained(Trainer, tmp_path, **whole)
+
+    assert ours.autoaccum.last_backward.samples == 14
+    for name in ("loss", "grad_norm"):
+        assert history(ours)[2][name] == pytest.approx(history(theirs)[0][name], rel=1e-6)
+
+
 def smoothed(outputs, labels, num_items_in_batch=None):
     logits = outputs.logits[:, :-1].flatten(0, 1)
     total = functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.2)

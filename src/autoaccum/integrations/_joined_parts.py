@@ -86,8 +86,9 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def joined(values: Sequence[Any], weights: Weights) -> Any:
     """Return the value for a batch of what a function returned for each of its parts.
 
-    Numbers are averaged, tensors and lists with a row for each sample are put together, mappings and tuples are joined
-    entry by entry. What is equal for all parts stays as it is. Of anything else, a list of all values is returned.
+    Numbers are averaged, or added up if they count samples; tensors and lists with a row for each sample are put
+    together, mappings and tuples are joined entry by entry. What is equal for all parts stays as it is. Of anything
+    else, a list of all values is returned.
 
     Args:
         values: What was returned for each part.
@@ -105,7 +106,13 @@ def joined(values: Sequence[Any], weights: Weights) -> Any:
     if isinstance(first, float) and all(isinstance(value, Number) for value in values):
         pairs = zip(values, weights.usual, strict=True)
         return sum(value * weight for value, weight in pairs if weight) / sum(weights.usual)
-    return first if _are_equal(values) else list(values)
+    return _joined_others(values, weights)
+
+
+def _joined_others(values: Sequence[Any], weights: Weights) -> Any:
+    if all(type(value) is int for value in values) and list(values) == weights.sizes:
+        return sum(values)
+    return values[0] if _are_equal(values) else list(values)
 
 
 def _joined_sequences(values: Sequence[Any], weights: Weights) -> Any:

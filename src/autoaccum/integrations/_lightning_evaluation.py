@@ -29,11 +29,15 @@ _Key = tuple[str, tuple[Any, ...]]
 # What a step returned, and what it logged.
 _Done = tuple[Any, Any]
 # Each with the precision plugin's context for it.
-STEPS = {"validation_step": "val_step_context", "test_step": "test_step_context"}
+STEPS = {
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
 class Evaluating:
-    """Takes the place of a strategy's `validation_step` and `test_step`.
+    """Takes the place of a strategy's `validation_step`, `test_step` and `predict_step`.
 
     Sizes are found by failure alone, kept from one evaluation to the next, and separate from the training's.
 

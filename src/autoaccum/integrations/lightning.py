@@ -51,8 +51,8 @@ class Windowed(pl.Callback):
     The loader's batch is the batch of an update. `training_step` is called for each micro-batch, again after memory has
     run out, and for a few samples that its loss's reduction is inferred from, so it must not change anything but the
     state of modules, metrics and random numbers. What it logs is held back, and logged once for the whole batch.
-    Callbacks and hooks run once a batch. Where `validation_step` or `test_step` runs out of memory, it is run on parts
-    of the batch, and its logs and outputs are joined.
+    Callbacks and hooks run once a batch. Where `validation_step`, `test_step` or `predict_step` runs out of memory, it
+    is run on parts of the batch, and its logs and outputs are joined.
 
     Args:
         memory_limit: As for `Accumulator`.
@@ -134,6 +134,10 @@ class Windowed(pl.Callback):
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the place of the evaluation's step."""
+        self._evaluate_in_parts(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take the place of the prediction's step."""
         self._evaluate_in_parts(trainer, pl_module)
 
     def _evaluate_in_parts(self, trainer: Any, module: Any) -> None:

@@ -164,6 +164,7 @@ class Windows:
         self._accumulator: Accumulator | None = None
         self._evaluation: EvaluationInParts | None = None
         self._pending: list[dict[str, Any]] = []
+        self._counts: list[Any] = []
         self._items: Any = None
         self.steps = WatchedSteps(trainer)
 
@@ -179,6 +180,7 @@ class Windows:
             InvalidInputError: The gradient cannot be computed this way.
         """
         self._pending.clear()
+        self._counts.clear()
         _check(self._trainer)
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> torch.Tensor:
@@ -198,10 +200,14 @@ class Windows:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         self._pending.append(self._prepared(trainer._prepare_inputs(inputs)))
+        # Batches that an epoch leaves over come with the next update, and have a count of their own.
+        if not self._counts or items is not self._counts[-1]:
+            self._counts.append(items)
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=trainer.args.device)
         batches, self._pending = self._pending, []
-        self._items = self._over_all_ranks(items)
+        counts, self._counts = self._counts, []
+        self._items = self._over_all_ranks(None if any(one is None for one in counts) else sum(counts))
         accumulator = self._accumulator_of(_inner(model))
         if self._trims is None:
             self._trims = self._may_trim(batches)
