@@ -1,4 +1,4 @@
-"""A loss divided by the sum of an integer that each sample carries (`lengths.sum()`) is weighted by that."""
+"""A loss divided by the sum of a number that each sample carries (`lengths.sum()`) is weighted by that."""
 
 import pytest
 import torch
@@ -122,3 +122,13 @@ def test_tally_is_the_sum_of_what_is_positive(values, tally):
     assert how.tally(len(values), {"n": torch.tensor(values)}) == tally
     assert how.tally_each(len(values), {"n": torch.tensor(values)}).sum() == tally
     assert not how.counts_all({"n": torch.tensor(values)})
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8], ids=str)
+def test_lengths_of_any_type_in_a_column_or_not(shape, dtype):
+    lengths = torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+    found, expected = both_gradients(over_lengths, batch_of(lengths), (7, 6, 3))
+
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from autoaccum._loss.weighting import Tally, Weighting
 
 _PAIR = 2
-# Names of targets and masks in mappings.
+# Names of targets, and of masks and lengths, in mappings.
 _TARGET_WORDS = ("label", "target")
-_MASK_WORD = "mask"
+_COUNTING_WORDS = ("mask", "len")
 # The most dimensions of a tensor not named as a target: a uint8 image or a (N, heads, T, T) mask selects no targets.
 _MAX_DIM = 2
 
@@ -63,7 +63,8 @@ def _is_named_as_target(name: Any) -> bool:
 def _may_count(name: str, value: Any) -> bool:
     if not isinstance(value, Tensor) or value.dim() > _MAX_DIM:
         return False
-    return _MASK_WORD in name or not (value.is_floating_point() or value.is_complex())
+    is_integer = not (value.is_floating_point() or value.is_complex())
+    return is_integer or any(word in name for word in _COUNTING_WORDS)
 
 
 def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full: bool = False) -> list[Tally]:
