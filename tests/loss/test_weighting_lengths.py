@@ -132,3 +132,32 @@ def test_lengths_of_any_type_in_a_column_or_not(shape, dtype):
     found, expected = both_gradients(over_lengths, batch_of(lengths), (7, 6, 3))
 
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_weights_that_samples_carry_are_exact():
+    weights = torch.rand(N, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def loss(outputs, batch):
+        losses = functional.cross_entropy(outputs, batch["targets"], reduction="none")
+        return (losses * batch["weight"].flatten()).sum() / batch["weight"].sum()
+
+    found, expected = both_gradients(loss, batch_of(weights) | {"weight": weights}, (7, 6, 3))
+
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_tensors_of_a_batch_of_several_may_be_what_the_loss_runs_over():
+    batch = batch_of(torch.randint(1, 9, (N,), generator=torch.Generator().manual_seed(2)))
+    targets = batch["targets"].masked_fill(batch["lengths"] > 5, -100)
+    notices, found, whole = Notices(silent=True), model(), model()
+
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[2])
+
+    several = batch["inputs"], batch["lengths"], targets
+    autoaccum.Accumulator(found, loss=[loss], micro_batch=7, precision="fp32", device="cpu", notices=notices).backward(
+        several
+    )
+
+    loss(whole, several).backward()
+    torch.testing.assert_close(joined(found), joined(whole), rtol=1e-9, atol=1e-12)

@@ -382,7 +382,8 @@ def _whatever_the_values(name: str, targets: Tensor) -> list[Weighting]:
     has_rows, is_number = targets.dim() > 1, targets.numel() == len(targets)
     if targets.is_floating_point():
         overs = [Over.ELEMENTS] if has_rows else []
-        is_number = is_number and bool((targets == targets.round()).all())  # lengths that were converted
+        # Weights, or lengths that were converted.
+        is_number = is_number and ("weight" in name or bool((targets == targets.round()).all()))
     else:
         overs = [Over.COUNTED, Over.SHIFTED] if has_rows else [Over.COUNTED]
     return [Weighting(over, target=name) for over in (*overs, *([Over.SUMMED] if is_number else []))]
