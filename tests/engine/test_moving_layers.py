@@ -178,6 +178,20 @@ def test_plain_attributes_that_stay_or_are_made_once_are_not_spoken_of():
     assert said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeps("scale", 2.0, lambda scale, inputs: scale))) == []
 
 
+def test_weight_that_a_hook_makes_anew_and_kept_auxiliary_losses_are_not_spoken_of():
+    class Auxiliary(nn.Linear):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            self.aux_loss = outputs.square().mean()
+            return outputs
+
+    with pytest.warns(FutureWarning):
+        normed = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+    eigen = spectral_norm(nn.Linear(WIDTH, WIDTH)).eval()
+
+    assert said_of(nn.Sequential(normed, Auxiliary(WIDTH, WIDTH), eigen)) == []
+
+
 def test_whole_window_moves_once_and_nothing_is_said():
     assert said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Codebook()), sizes=1) == []
 

@@ -86,3 +86,25 @@ def test_samples_whose_tokens_are_no_targets_weigh_the_same_whatever_their_lengt
     assert_equal_gradients(gradients, whole)
     (text,) = [text for text in said if "do not determine" in text]
     assert "assumed to be a mean over the samples" in text
+
+
+@pytest.mark.parametrize("seed", [9, 19, 24])
+def test_values_of_few_lengths_that_fit_the_first_gradients_are_ruled_out_by_further_ones(seed):
+    batch = sentences(16, 7)
+    batch["lengths"] = torch.randint(1, 8, (16,), generator=torch.Generator().manual_seed(seed))
+
+    def loss(model, batch):
+        outputs = model.head(model.embedding(batch["tokens"])).squeeze(-1)
+        counts = torch.arange(7) < batch["lengths"][:, None]
+        return -(functional.logsigmoid(outputs) * counts).sum() / batch["lengths"].sum()
+
+    model, notices = Scorer(over_tokens), Notices(silent=True)
+    whole = copy.deepcopy(model)
+    loss(whole, batch).backward()
+
+    autoaccum.Accumulator(model, loss=[loss], micro_batch=5, precision="fp32", device=CPU, notices=notices).backward(
+        batch
+    )
+
+    assert_equal_gradients([parameter.grad for parameter in model.parameters()], whole)
+    assert not any("off" in text for text in notices.texts)

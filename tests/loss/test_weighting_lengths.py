@@ -1,4 +1,4 @@
-"""A loss divided by the sum of an integer that each sample carries (`lengths.sum()`) is weighted by that."""
+"""A loss divided by the sum of a number that each sample carries (`lengths.sum()`) is weighted by that."""
 
 import pytest
 import torch
@@ -122,3 +122,42 @@ def test_tally_is_the_sum_of_what_is_positive(values, tally):
     assert how.tally(len(values), {"n": torch.tensor(values)}) == tally
     assert how.tally_each(len(values), {"n": torch.tensor(values)}).sum() == tally
     assert not how.counts_all({"n": torch.tensor(values)})
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8], ids=str)
+def test_lengths_of_any_type_in_a_column_or_not(shape, dtype):
+    lengths = torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+    found, expected = both_gradients(over_lengths, batch_of(lengths), (7, 6, 3))
+
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_weights_that_samples_carry_are_exact():
+    weights = torch.rand(N, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def loss(outputs, batch):
+        losses = functional.cross_entropy(outputs, batch["targets"], reduction="none")
+        return (losses * batch["weight"].flatten()).sum() / batch["weight"].sum()
+
+    found, expected = both_gradients(loss, batch_of(weights) | {"weight": weights}, (7, 6, 3))
+
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_tensors_of_a_batch_of_several_may_be_what_the_loss_runs_over():
+    batch = batch_of(torch.randint(1, 9, (N,), generator=torch.Generator().manual_seed(2)))
+    targets = batch["targets"].masked_fill(batch["lengths"] > 5, -100)
+    notices, found, whole = Notices(silent=True), model(), model()
+
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[2])
+
+    several = batch["inputs"], batch["lengths"], targets
+    autoaccum.Accumulator(found, loss=[loss], micro_batch=7, precision="fp32", device="cpu", notices=notices).backward(
+        several
+    )
+
+    loss(whole, several).backward()
+    torch.testing.assert_close(joined(found), joined(whole), rtol=1e-9, atol=1e-12)

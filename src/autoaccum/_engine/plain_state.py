@@ -47,7 +47,8 @@ def _compared(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value if value == value else "nan"  # noqa: PLR0124 - NaN equals nothing
     if isinstance(value, Tensor):
-        return id(value), value._version
+        # One with a graph is a product of this forward pass (an auxiliary loss, a weight that a hook makes).
+        return (id(value), value._version) if value.grad_fn is None else None
     if isinstance(value, list | deque):
         return len(value), id(value[-1]) if value else None
     return None

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum._estimate import cpu_recurrent
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
-from autoaccum._memory._storages import StorageMode, key_of
+from autoaccum._memory._storages import StorageMode, key_of, strided
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from autoaccum._estimate.workspace import Workspace
 
@@ -119,8 +119,8 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
                 self._note(item, func)
 
     def _see(self, tensor: Tensor, category: Category, func: Any) -> None:
-        for strided in _strided(tensor):
-            storage = strided.untyped_storage()
+        for part in strided(tensor):
+            storage = part.untyped_storage()
             key = key_of(storage)
             number = self._record_by_key.get(key)
             if number is None:
@@ -151,15 +151,6 @@ def _is_in_place_on_lists(func: Any) -> bool:
     """Whether the operator changes lists of tensors for an optimizer; a fake one costs hundreds of cache keys."""
     name: str = func._schema.name
     return name.startswith("aten::_foreach_") and name.endswith("_")
-
-
-def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with storages that make up a tensor."""
-    if tensor.layout is torch.strided:
-        yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
 
 
 def quick_fake(func: Any, args: Sequence[Any]) -> Any:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from autoaccum._loss.weighting import Tally, Weighting
 
 _PAIR = 2
-# Names of targets and masks in mappings.
+# Names of targets, and of masks, lengths and weights, in mappings.
 _TARGET_WORDS = ("label", "target")
-_MASK_WORD = "mask"
+_COUNTING_WORDS = ("mask", "len", "weight")
 # The most dimensions of a tensor not named as a target: a uint8 image or a (N, heads, T, T) mask selects no targets.
 _MAX_DIM = 2
 
@@ -32,7 +32,7 @@ def target_tensors(batch: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch that may determine which targets count, by name, the likeliest first.
 
     In a pair these are the targets. In a mapping they are the tensors named as targets, then masks and integer tensors,
-    since a loss that receives the whole batch may use any of them.
+    since a loss that receives the whole batch may use any of them; in a batch of several tensors, integer ones.
     """
     return {str(name): value for name, value in _named_targets(batch) if isinstance(value, Tensor) and value.dim()}
 
@@ -50,10 +50,16 @@ def _named_targets(batch: Any) -> Iterable[tuple[Any, Any]]:
         if isinstance(targets, Mapping):
             return targets.items()
         return enumerate(targets) if isinstance(targets, list | tuple) else [("", targets)]
-    items = list(batch.items()) if isinstance(batch, Mapping) else []
+    items = list(batch.items() if isinstance(batch, Mapping) else _of_several(batch))
     named = [(name, value) for name, value in items if _is_named_as_target(name)]
     names = {name for name, _ in named}
     return [*named, *((name, value) for name, value in items if name not in names and _may_count(str(name), value))]
+
+
+def _of_several(batch: Any) -> Iterable[tuple[int, Any]]:
+    """Return the tensors of a batch of several, by their places, the last first: labels usually come last."""
+    is_several = isinstance(batch, list | tuple) and all(isinstance(part, Tensor) for part in batch)
+    return reversed(list(enumerate(batch))) if is_several else ()
 
 
 def _is_named_as_target(name: Any) -> bool:
@@ -63,7 +69,8 @@ def _is_named_as_target(name: Any) -> bool:
 def _may_count(name: str, value: Any) -> bool:
     if not isinstance(value, Tensor) or value.dim() > _MAX_DIM:
         return False
-    return _MASK_WORD in name or not (value.is_floating_point() or value.is_complex())
+    is_integer = not (value.is_floating_point() or value.is_complex())
+    return is_integer or any(word in name for word in _COUNTING_WORDS)
 
 
 def tallies_of(how: Weighting, window: Window, sizes: Sequence[int], *, in_full: bool = False) -> list[Tally]:

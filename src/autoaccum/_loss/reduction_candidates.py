@@ -190,8 +190,8 @@ class Question:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether all losses were equal, so that they tell no mean from another, and several candidates remain."""
-        return len(self.candidates) > 1 and all(split.is_level for split in self._splits)
+        """Whether the last losses were equal, so that they tell no mean from another, and several candidates remain."""
+        return len(self.candidates) > 1 and (not self._splits or self._splits[-1].is_level)
 
     @property
     def is_doubtful(self) -> bool:
@@ -379,13 +379,16 @@ class _Values:
 
 def _whatever_the_values(name: str, targets: Tensor) -> list[Weighting]:
     """Return the candidates that a target tensor adds whatever its values."""
-    has_rows = targets.dim() > 1
-    if targets.is_floating_point():
-        return [Weighting(Over.ELEMENTS, target=name)] if has_rows else []
     if targets.dtype is torch.bool:
         return []
-    overs = (Over.COUNTED, Over.SHIFTED) if has_rows else (Over.COUNTED, Over.SUMMED)
-    return [Weighting(over, target=name) for over in overs]
+    has_rows, is_number = targets.dim() > 1, targets.numel() == len(targets)
+    if targets.is_floating_point():
+        overs = [Over.ELEMENTS] if has_rows else []
+        # Weights, or lengths that were converted.
+        is_number = is_number and ("weight" in name or bool((targets == targets.round()).all()))
+    else:
+        overs = [Over.COUNTED, Over.SHIFTED] if has_rows else [Over.COUNTED]
+    return [Weighting(over, target=name) for over in (*overs, *([Over.SUMMED] if is_number else []))]
 
 
 def _paddings(targets: Tensor) -> list[int]:

@@ -44,7 +44,7 @@ class Over(Enum):
     ELEMENTS = "a mean over the elements of the targets"
     COUNTED = "a mean over the targets that count"
     SHIFTED = "a mean over the targets that count, shifted by one"
-    SUMMED = "a sum over the samples, divided by the sum of an integer that each sample carries"
+    SUMMED = "a sum over the samples, divided by the sum of a number that each sample carries"
     VECTOR = "one loss a sample, averaged over the samples"
     PAIR = "a (sum, weight) pair"
     DIVIDED = "a sum over the samples, divided by a count that the batch carries"
@@ -110,7 +110,7 @@ class Weighting:
         if targets is None:
             return samples
         if self.over in (Over.ELEMENTS, Over.SUMMED):
-            return targets.numel() if self.over is Over.ELEMENTS else int(targets.clamp(min=0).sum())
+            return targets.numel() if self.over is Over.ELEMENTS else targets.cpu().double().clamp(min=0).sum().item()
         if self._are_probabilities(targets):
             # Of shape (N, C, ...): torch's mean runs over everything but the classes.
             return targets.numel() // targets.shape[1] if targets.dim() > 1 else 1
@@ -126,7 +126,7 @@ class Weighting:
         if self.over is Over.ELEMENTS:
             return torch.full((samples,), targets.numel() / samples)
         if self.over is Over.SUMMED:
-            return targets.clamp(min=0).float().cpu()
+            return targets.clamp(min=0).reshape(samples, -1).sum(1).float().cpu()
         return self._counting(targets).reshape(samples, -1).sum(1).float().cpu()
 
     def worth(self, tally: Tally) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # torch.tensor allocates where no mode can see it and passes the result through one of these, so their results count
 # although they share the storage of their argument.
@@ -51,6 +51,21 @@ class StorageMode(TorchDispatchMode, Generic[Record]):
 
     def freed(self, key: int, record: Record) -> None:
         """Handle a freed storage, whose key may be reused."""
+
+
+def strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with storages that make up a tensor."""
+    if tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+
+
+def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the gradients of some parameters, which may be sparse."""
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    return sum(part.nbytes for gradient in gradients for part in strided(gradient))
 
 
 def key_of(storage: torch.UntypedStorage) -> int:

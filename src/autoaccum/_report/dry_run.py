@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autoaccum._data.batches import Window, count
 from autoaccum._engine.trial import Trials, standing_still
+from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._report.records import Pace
@@ -161,7 +162,7 @@ class _Stage:
         tensors = [*step.parameters, *_buffers(step.objective.modules)]
         parameters = sum(tensor.nbytes for tensor in step.parameters)
         buffers = sum(tensor.nbytes for tensor in tensors) - parameters
-        gradients = sum(parameter.grad.nbytes for parameter in step.parameters if parameter.grad is not None)
+        gradients = gradient_bytes(step.parameters)
         state = _state_bytes(step.optimizer)
         # On a card the next micro-batch is transferred while the current one runs.
         inputs = size * Window([self._batch], self._step.objective.split).sample_bytes()[0] * (2 if on_card else 1)

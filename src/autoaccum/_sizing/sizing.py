@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from autoaccum._memory._storages import gradient_bytes
 from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
@@ -269,7 +270,7 @@ class Sizing:
             extra,
             is_first=self.start == 0,
             is_whole=size == sum(self._groups),
-            gradient_bytes=sum(p.grad.nbytes for p in self._parameters() if p.grad is not None),
+            gradient_bytes=gradient_bytes(self._parameters()),
         )
         self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
 
