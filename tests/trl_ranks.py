@@ -1,4 +1,4 @@
-"""One rank of a torchrun job: trains with TRL's trainers in micro-batches, where rank 1 lacks memory once.
+"""One rank of a torchrun job: trains with TRL's trainers in micro-batches, where rank 1 lacks memory in each update.
 
 Writes, to the folder given, the parameters and the log of each training.
 """
@@ -12,7 +12,7 @@ import torch
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations.transformers import windowed
-from trainer_ranks import failing
+from faults import FailAt
 from trainers import history, weights
 from trl_trainers import TRAINERS, trained
 
@@ -27,11 +27,18 @@ def main(folder):
         ours = windowed(trainer, micro_batch=2, notices=Notices(silent=True))
         made = trained(ours, kind, folder, train=False, **SETTINGS)
         plain = Accumulator.backward
+        modes = []
+
+        def with_faults(*args, modes=modes, plain=plain, **kwargs):
+            modes.append(FailAt(100))
+            with modes[-1]:
+                return plain(*args, **kwargs)
+
         if torch.distributed.get_rank() == 1:
-            failing(Accumulator, "backward", (700,))
+            Accumulator.backward = with_faults
         made.train()
         Accumulator.backward = plain
-        found[kind] = weights(made), history(made)
+        found[kind] = weights(made), history(made), sum(mode.hits for mode in modes)
     torch.save(found, Path(folder) / f"rank-{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 

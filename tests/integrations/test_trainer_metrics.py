@@ -97,8 +97,9 @@ def of_ranks(tmp_path_factory):
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_metrics_over_two_ranks_are_those_of_one_with_the_whole_batch(of_ranks, kind, tmp_path):
     theirs = trained(TRAINERS[kind][0], kind, tmp_path, samples=24, eval_strategy="no")
-    (first, log_of_first), (second, _) = (found[kind] for found in of_ranks)
+    (first, log_of_first, _), (second, _, failures) = (found[kind] for found in of_ranks)
 
+    assert failures
     assert torch.equal(first, second)
     torch.testing.assert_close(first, weights(theirs), rtol=0.0, atol=3e-7)
     for mine, other in zip(log_of_first, history(theirs), strict=True):
