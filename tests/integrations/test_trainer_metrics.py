@@ -29,7 +29,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def environment_of_its_own(monkeypatch):
     """Transformers 4 sets a variable of Accelerate's."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
 
 
 def cut(kind, **options):
