@@ -26,6 +26,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def environment_of_its_own(monkeypatch):
+    """Transformers 4 sets a variable of Accelerate's."""
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
+
+
 def cut(kind, **options):
     return windowed(TRAINERS[kind][0], **({"micro_batch": 5, "notices": Notices(silent=True)} | options))
 

@@ -34,7 +34,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own(monkeypatch):
-    """Transformers 4 sets a variable of Accelerate's for half precision."""
+    """Transformers 4 sets variables of Accelerate's."""
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
