@@ -78,14 +78,18 @@ test: $(VENV)/.for-development  ## run every test but the slow ones
 test-slow: $(VENV)/.for-development  ## run the slow tests: larger sweeps, and what waits for real processes
 	$(BIN)/python -m pytest $(WORKERS) -m slow $(TEST_OPTIONS)
 
-# Ray is large, and only these tests need it; without it, test-slow skips them.
-$(VENV)/.for-ray: $(VENV)/.for-development
-	$(call install,$(VENV)) --group ray
+# Ray and ultralytics are large, and only these tests need them; without them, test-slow skips them.
+$(VENV)/.for-ray $(VENV)/.for-ultralytics: $(VENV)/.for-%: $(VENV)/.for-development
+	$(call install,$(VENV)) --group $*
 	touch $@
 
 .PHONY: test-ray
 test-ray: $(VENV)/.for-ray  ## run the slow tests of Ray Train, with workers that are killed (some 4 minutes)
 	$(BIN)/python -m pytest tests/across/test_ranks_ray.py $(TEST_OPTIONS)
+
+.PHONY: test-ultralytics
+test-ultralytics: $(VENV)/.for-ultralytics  ## run the slow test of ultralytics' command, started again with smaller batches
+	$(BIN)/python -m pytest tests/launch/test_run_ultralytics.py $(TEST_OPTIONS)
 
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style, format and which package imports which
