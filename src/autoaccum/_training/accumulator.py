@@ -230,7 +230,7 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
     if torch.distributed.get_world_size() == 1:
         return None
     refuse_what_talks(step.objective.modules)
-    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.objective.modules):
+    if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
@@ -244,6 +244,11 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
     check_alike(ranks, step, {"batchnorm": batchnorm})
     begin_alike(ranks, step, notices)
     return ranks
+
+
+def _sums_in_backward(module: nn.Module) -> bool:
+    """Whether a module is in DistributedDataParallel, whose forward is in force."""
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel) and "forward" not in vars(module)
 
 
 def _check_functions(loss: object, closure: object, forward: object, loss_scope: str) -> None:

@@ -71,14 +71,15 @@ class Windowed:
         self._accelerator = accelerator
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
         device = options.pop("device")
-        self.accumulator = Accumulator(
-            # Not unwrapped from the autocast that `prepare` has put around its forward.
-            extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True),
-            device=accelerator.device if device is None else device,
-            precision="fp32",  # the model casts by itself
-            scale=accelerator.scaler,
-            **options,
-        )
+        with self._outside_of_parallel():
+            self.accumulator = Accumulator(
+                # Not unwrapped from the autocast that `prepare` has put around its forward.
+                extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True),
+                device=accelerator.device if device is None else device,
+                precision="fp32",  # the model casts by itself
+                scale=accelerator.scaler,
+                **options,
+            )
         if (name := _HALVES.get(accelerator.mixed_precision)) is not None:
             tell_of_autocast(self.accumulator, name)
 
