@@ -38,7 +38,7 @@ def target_tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def other_tensors(batch: Any) -> frozenset[str]:
-    """Return the names of `target_tensors` that nothing marks as targets: masks and integer tensors of a mapping."""
+    """Return the names of `target_tensors` that nothing marks as targets, such as masks and tokens."""
     if is_pair(batch):
         return frozenset()
     return frozenset(name for name in target_tensors(batch) if not _is_named_as_target(name))
