@@ -47,6 +47,9 @@ _VOID = 255
 # A value is possibly padding if at least one row in this many begins or ends with it; 0 if a single row does.
 _PADDED_SHARE = 4
 _ROWS = 2
+# From so many samples on, integers that all differ, in a tensor that nothing marks as a target, are taken for
+# identifiers.
+_IDENTIFIERS = 8
 # Possible padding matters only from this difference on: a rounded loss cannot distinguish a single value among a
 # thousand targets, which may as well be a class.
 _MATTERS = 1e-3
@@ -215,7 +218,7 @@ class Question:
                 continue
             values = self._watched.get(name)
             if values is None:
-                values = self._watched[name] = _Values()
+                values = self._watched[name] = _Values(is_other=name in self._others)
                 self._take_up(_whatever_the_values(name, targets[0]))
             overs = (Over.COUNTED, Over.SHIFTED) if targets[0].dim() > 1 else (Over.COUNTED,)
             self._take_up([Weighting(over, value, target=name) for value in values.see(targets) for over in overs])
@@ -317,12 +320,16 @@ def question_of(window: Window) -> Question:
 class _Values:
     """The values of one target tensor that may be ignored, among those seen.
 
+    Args:
+        is_other: Whether nothing marks the tensor as a target.
+
     Attributes:
         are_few: Whether it holds few enough classes to test each of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_other: bool) -> None:
         self.are_few = True
+        self._is_other = is_other
         self._known = {IGNORE_INDEX}
         self._compared: set[int] = set()
         self._seen = (math.inf, -math.inf)
@@ -336,7 +343,8 @@ class _Values:
         ranges = [spread(targets) for targets in pieces]
         self._now = min(low for low, _ in ranges), max(high for _, high in ranges)
         found = []
-        if self._now[0] < self._seen[0] or self._now[1] > self._seen[1]:
+        is_wider = self._now[0] < self._seen[0] or self._now[1] > self._seen[1]
+        if is_wider and not (self._is_other and _are_identifiers(pieces)):
             self._seen = min(self._now[0], self._seen[0]), max(self._now[1], self._seen[1])
             found = self._of_mask(pieces) if pieces[0].is_floating_point() else self._of_classes(pieces)
         if not self.are_few:
@@ -389,6 +397,15 @@ def _whatever_the_values(name: str, targets: Tensor) -> list[Weighting]:
     else:
         overs = [Over.COUNTED, Over.SHIFTED] if has_rows else [Over.COUNTED]
     return [Weighting(over, target=name) for over in (*overs, *([Over.SUMMED] if is_number else []))]
+
+
+def _are_identifiers(pieces: Sequence[Tensor]) -> bool:
+    """Whether the targets of a window may be numbers of its samples, of which no value would be ignored."""
+    samples = sum(map(len, pieces))
+    if samples < _IDENTIFIERS or any(part.dim() != 1 or part.is_floating_point() for part in pieces):
+        return False
+    values = torch.cat(list(pieces)).unique()
+    return len(values) == samples and int(values[0]) >= 0
 
 
 def _paddings(targets: Tensor) -> list[int]:
