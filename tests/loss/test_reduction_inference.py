@@ -69,6 +69,29 @@ def test_question_is_answered_once_and_costs_no_further_run():
     assert asked.found[0] is Over.COUNTED
 
 
+def of_first(model, batch):
+    return model(batch[0])
+
+
+def of_second(outputs, batch):
+    return functional.cross_entropy(outputs, batch[1] if isinstance(batch, list) else batch)
+
+
+@pytest.mark.parametrize("numbers", [range(96), [*range(48), *range(48)]], ids=["index", "classes"])
+def test_index_of_samples_is_no_target_that_a_loss_may_ignore(numbers):
+    asked, calls = [], []
+    for with_numbers in (False, True):
+        torch.manual_seed(0)
+        drawn = torch.as_tensor(numbers)[torch.randperm(96)]
+        inputs, classes = torch.randn(96, 4), torch.arange(96) % 3
+        columns = [inputs, classes, *([drawn] if with_numbers else [])]
+        asked.append(Asked(nn.Linear(4, 3), of_second, forward=of_first))
+        asked[-1].settle(*[[column[rows] for column in columns] for rows in torch.arange(96).split(24)])
+        calls.append(asked[-1].runs)
+
+    assert (calls[1] == calls[0]) == (len(set(numbers)) == 96)  # numbers that are not all different may be classes
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["samples", "samples that cannot be joined"])
 def test_asking_leaves_no_trace(alone):
     class Moving(nn.Module):
