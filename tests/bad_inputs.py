@@ -388,6 +388,7 @@ FIT = STEP | {
     "batchnorm": choice("keep", "rescale"),
     "split": or_none(nothing),
     "on_nan": choice("warn", "stop", "ignore"),
+    "noise_scale": lambda value: is_bool(value) or whole()(value),
     "fallback": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
     "progress": lambda value: is_bool(value) or choice("auto", "bar", "lines")(value),

@@ -34,7 +34,7 @@ def step_record(report: StepReport) -> dict[str, Any]:
     """Return a step as JSON's types, its losses included; waits for the device.
 
     The keys: step, samples, loss, losses (by name), micro_batches, oom_events, elapsed_s, peak_bytes,
-    grad_norm, skipped, learning_rates (one for each group of the optimizer).
+    grad_norm, skipped, learning_rates (one for each group of the optimizer), noise_scale.
     """
     return {
         "step": report.step,
@@ -48,6 +48,7 @@ def step_record(report: StepReport) -> dict[str, Any]:
         "grad_norm": finite(report.grad_norm),
         "skipped": report.skipped,
         "learning_rates": [finite(rate) for rate in report.learning_rates],
+        "noise_scale": finite(report.noise_scale),
     }
 
 

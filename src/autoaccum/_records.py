@@ -213,6 +213,8 @@ class StepReport(_Losses):
         losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
         grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm` or `track_grad_norm`.
         learning_rates: The learning rate of the update, by group of the optimizer; None for a group that has none.
+        noise_scale: The gradient noise scale in samples, averaged over the windows measured so far; None in a window
+            that was not measured, and where it cannot be measured (docs/batch-size.md).
         device_losses: The terms of `loss` by name. These and the next two attributes may still be on the device.
         device_grad_norm: As `grad_norm`.
         device_reported: The values that are only reported, by name.
@@ -231,6 +233,7 @@ class StepReport(_Losses):
     recomputed_samples: int = 0
     device_reported: Mapping[str, DeviceScalar] = field(default_factory=dict, repr=False)
     device_learning_rates: tuple[DeviceScalar | None, ...] = field(default=(), repr=False)
+    noise_scale: float | None = None
 
     @property
     def grad_norm(self) -> float | None:
@@ -334,6 +337,8 @@ class FitResult:
         checkpoint: Path of the run's newest checkpoint; None without `checkpoint`.
         stopped: Why the run ended early: the reason of a callback's `StopTraining`; or, in the `result` of an exception
             that ended the call, its type ("KeyboardInterrupt"). None if it ran to its end.
+        noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
+            could not be, measured (docs/batch-size.md).
     """
 
     steps: int
@@ -347,6 +352,7 @@ class FitResult:
     resumed_from: int | None = None
     checkpoint: Path | None = None
     stopped: str | None = None
+    noise_scale: float | None = None
 
     @property
     def last_loss(self) -> float | None:
@@ -402,6 +408,8 @@ class FitResult:
         if peaks:
             yield "peak memory", f"{max(peaks) / 2**20:.1f} MiB"
         yield "out of memory", f"{self.oom_events} times"
+        if self.noise_scale is not None:
+            yield "gradient noise scale", f"{self.noise_scale:.3g} samples"
         if self.resumed_from is not None:
             yield "resumed from", f"step {self.resumed_from}"
         if self.checkpoint is not None:

@@ -108,6 +108,7 @@ def test_the_keys_of_each_event_are_the_documented_ones(path, log):
             "grad_norm": None,
             "skipped": False,
             "learning_rates": [0.5],
+            "noise_scale": None,
         },
         {"event": "oom", "step": 2, "phase": "backward", "size": 34, "message": "CUDA out of memory."},
         {"event": "epoch_end", "epoch": 1},
@@ -129,6 +130,7 @@ def test_the_keys_of_each_event_are_the_documented_ones(path, log):
             "oom_events": 1,
             "elapsed_s": 12.5,
             "stopped": None,
+            "noise_scale": None,
         },
     ]
 

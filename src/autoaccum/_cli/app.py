@@ -145,6 +145,7 @@ def _document(recipe: str, result: FitResult, memory_log: _MemoryLog) -> dict[st
         "evaluations": [evaluation_record(evaluation) for evaluation in result.evaluations],
         "resumed_from": result.resumed_from,
         "stopped": result.stopped,
+        "noise_scale": finite(result.noise_scale),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
     }
 

@@ -119,6 +119,11 @@ _BY_NAME = {
         bool, flag="--overlap", help="Under torchrun: overlap the all-reduce with the last backward pass."
     ),
     "on_nan": _Form(str, "|".join(ON_NAN)),
+    "noise_scale": _Form(
+        bool,
+        flag="--noise-scale",
+        help="Measure the gradient noise scale, which says whether a larger batch would pay.",
+    ),
 }
 
 

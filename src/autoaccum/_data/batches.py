@@ -225,6 +225,11 @@ class Window(Sequence[Any]):
         (first, *others) = self._spans
         return bool(others or not first.is_whole) and any(map(is_count, numbers_in(first.piece.batch)))
 
+    def holds_counts(self) -> bool:
+        """Whether any of the loader's batches holds a count of its own (`num_items_in_batch`)."""
+        batches = {id(span.piece): span.piece.batch for span in self._spans} if self.is_nested else {}
+        return any(is_count(number) for batch in batches.values() for number in numbers_in(batch))
+
     @property
     def used_of_last(self) -> int:
         """How many samples of its last batch this window and earlier ones have used; 0 if all of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, SequentialSampler, default_collate
 
 from autoaccum._arguments import check_iterable
 from autoaccum._data.splits import ListOfSamples, is_default
@@ -60,3 +60,11 @@ def unlike_batch_size(loader: object, first: Piece, split: Split | None) -> str 
 def _fills_a_batch(loader: DataLoader[object]) -> bool:
     sampler: Iterable[object] = loader.sampler
     return isinstance(sampler, Sized) and len(sampler) >= (loader.batch_size or 1)
+
+
+def keeps_order(loader: object) -> bool:
+    """Whether a loader is a DataLoader that yields its samples in the order of its dataset."""
+    if not isinstance(loader, DataLoader):
+        return False
+    sampler = loader.sampler
+    return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False

@@ -22,6 +22,7 @@ from autoaccum._distributed.buckets import Buckets
 from autoaccum._distributed.overlap import SHARED, Overlap
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import Reduced
+from autoaccum._engine.noise_scale import Spread, pooled, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.objective import PAIR, SUM
 from autoaccum._loss.reported import LOSS, WEIGHT, means
@@ -65,6 +66,7 @@ class Part:
         note: Number of windows in this epoch that its loader has reached.
         has_sent: Whether its gradients, as they are now, have already been sent.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
+        spread: The variance and the degrees of freedom of its gradients, if noise was measured.
     """
 
     samples: int
@@ -77,6 +79,7 @@ class Part:
     note: int
     has_sent: bool = False
     larger: int | None = None
+    spread: tuple[float, int] | None = None
 
     def packed(self) -> tuple[Any, ...]:
         """Return only the values, which are short to send."""
@@ -231,7 +234,7 @@ class DataParallel:
             work.start_over(self.share)
             return None
         self.is_decided = True
-        return Reduced(outcome.losses, outcome.reported, self.samples, outcome.norm)
+        return Reduced(outcome.losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
 
     def commit(self, reduced: Reduced) -> Update:
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
@@ -291,6 +294,7 @@ class DataParallel:
             wishes=self._wishes(),
             note=self._note(),
             has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
+            spread=None if given.spread is None else (given.spread.variance, given.spread.freedom),
         )
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
@@ -361,8 +365,19 @@ class DataParallel:
         self.ranks.add_up(self._values)
         outcome.note(self._buffers.exchange(self.ranks, self.parts))
         outcome.run(lambda: self._read_values(outcome))
+        outcome.spread = outcome.run(self._spread)
         self._unscale_and_clip(outcome)
         return outcome
+
+    def _spread(self) -> Spread | None:
+        """Return how far the gradients of all ranks' micro-batches are apart, if noise was measured."""
+        found = pooled(part.spread for part in self.parts if part.spread is not None)
+        if found is None:
+            return None
+        is_sum = self._step.objective.common_weight == SUM
+        unit = self._step.loss_scale() * (self.samples if is_sum else 1.0)
+        gradients = (parameter.grad for parameter in self._trained)
+        return Spread(found[0], float(squared_norm(gradients, self._step.memory.device)) / unit**2, found[1])
 
     def _unscale_and_clip(self, outcome: Outcome) -> None:
         """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
@@ -541,10 +556,12 @@ class Outcome:
         losses: The window's losses by name.
         reported: Values reported in addition, by name.
         norm: The norm of the gradients before clipping, if they are clipped.
+        spread: How far the gradients of all micro-batches are apart, if that was measured.
     """
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self.spread: Spread | None = None
         self.losses: dict[str, Tensor] = {}
         self.reported: dict[str, Tensor] = {}
         self.norm: Tensor | None = None

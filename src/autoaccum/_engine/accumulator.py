@@ -14,6 +14,7 @@ from autoaccum._engine.gradient_hooks import no_gradient, tell_of_hooks
 from autoaccum._engine.gradients import Reduced
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.moving_layers import MovingLayers
+from autoaccum._engine.noise_scale import shuffled
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.recovery import Recovery
 from autoaccum._engine.watched_gradients import WatchedGradients
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
+    from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import BeforeUpdate, GradientPeers, Work
     from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
@@ -107,7 +109,7 @@ class AloneWithGradients:
             torch._foreach_mul_(gradients, factor)
         losses, reported = given.corrected_losses(), means(given.slots) if given.reported else {}
         before_update(losses, given.samples)
-        return Reduced(losses, reported, given.samples)
+        return Reduced(losses, reported, given.samples, spread=given.spread)
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
         """Do nothing: no other process is affected."""
@@ -126,6 +128,7 @@ class GradientAccumulator:
         strategy: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        noise: The gradient noise scale to measure; None without `noise_scale`.
     """
 
     def __init__(
@@ -139,8 +142,10 @@ class GradientAccumulator:
         strategy: str | None = None,
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
+        noise: NoiseScale | None = None,
     ) -> None:
         self._step = step
+        self._noise = noise
         self._events = events
         self._notices = notices
         self._make_peers = peers or (lambda: AloneWithGradients(step))
@@ -180,9 +185,13 @@ class GradientAccumulator:
         self._watched.refuse_hooks()
         earlier = list(map(_GRADIENT, step.parameters))
         lane = self._lane(window, is_empty=all(gradient is None for gradient in earlier))
+        noise = self._noise
+        measures = noise is not None and noise.is_due(self._events.windows + 1) and lane.sizing.is_settled
+        if measures and not step.keeps_outputs:
+            window = shuffled(window, self._events.windows)
         step.clear_gradients()
         try:
-            done = self._run(lane, window, earlier)
+            done = self._run(lane, window, earlier, measures_noise=measures)
             outputs = lane.work.outputs
         except BaseException:
             self._put(earlier)
@@ -197,6 +206,8 @@ class GradientAccumulator:
             self._put([_kept_in(before, both) for before, both in zip(earlier, done.sums, strict=True)])
             self._events.windows += 1
         lane.recovery.choose_next_sizes(self._notices)
+        if noise is not None and done.reduced.spread is not None:
+            noise.learn(done.reduced.spread, done.reduced.samples)
         return BackwardReport(
             samples=done.reduced.samples,
             micro_batches=lane.work.sizes,
@@ -209,12 +220,12 @@ class GradientAccumulator:
             outputs=outputs,
         )
 
-    def _run(self, lane: _Lane, window: Window, earlier: Sequence[Tensor | None]) -> _Done:
+    def _run(self, lane: _Lane, window: Window, earlier: Sequence[Tensor | None], *, measures_noise: bool) -> _Done:
         """Compute the window's gradient in the empty `.grad`, and its sums with earlier ones."""
         lane.room.follow(lane.sizing.plan)
         lane.recovery.begin()
         lane.sizing.begin(window)
-        lane.work.begin(window, self._peers.begin(window, lane.sizing))
+        lane.work.begin(window, self._peers.begin(window, lane.sizing), measures_noise=measures_noise)
         self._watched.begin_batch(window.tensors(), has_earlier=any(gradient is not None for gradient in earlier))
         try:
             while (done := self._attempt(lane, earlier)) is None:
@@ -303,7 +314,13 @@ class GradientAccumulator:
         sizing = Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
         room = Headroom(step.memory)
         work = MicroBatches(
-            step, sizing, loss_scope=self._scope, norms=self._norms, moving=self._moving, peers=self._peers
+            step,
+            sizing,
+            loss_scope=self._scope,
+            norms=self._norms,
+            moving=self._moving,
+            peers=self._peers,
+            noise=self._noise,
         )
         return _Lane(sizing, room, work, Recovery(step, work, sizing, room, self._events, self._norms))
 

@@ -190,6 +190,10 @@ class GradientStep:
             # There is no public way: otherwise the next unscale_() is rejected as the second one.
             self.precision.scaler._per_optimizer_states.clear()
 
+    def loss_scale(self) -> float:
+        """Return the factor by which losses are scaled for the backward pass; waits for the device."""
+        return 1.0 if self.scale is None else float(self.scale(torch.ones((), device=self.memory.device)))
+
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(map(is_not, map(_GRADIENT, self.parameters), itertools.repeat(None)))

@@ -10,6 +10,7 @@ from autoaccum._loss.reported import LOSS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from autoaccum._engine.noise_scale import Spread
     from autoaccum._loss.reported import Slot
 
 
@@ -23,12 +24,14 @@ class Given:
             instead, and are still to be divided by it; None if nothing is left to correct.
         samples: Samples of the window or part.
         reported: Values reported in addition to the losses: sums and weights, as `reported.means` expects them.
+        spread: How far the gradients of the micro-batches are apart, if that is measured.
     """
 
     losses: dict[str, Tensor]
     pair_weight: float | Tensor | None
     samples: int
     reported: dict[Slot, Any] = field(default_factory=dict)
+    spread: Spread | None = None
 
     @property
     def slots(self) -> dict[Slot, Any]:
@@ -55,9 +58,11 @@ class Reduced:
         reported: Values reported in addition to the losses, by name.
         samples: Samples of the window; 0 means that there is no update to make.
         grad_norm: Norm of the gradient before clipping, on the device; None if it is not clipped.
+        spread: How far the gradients of all micro-batches are apart, if that was measured.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     reported: dict[str, Tensor] = field(default_factory=dict)
     samples: int = 0
     grad_norm: Tensor | None = None
+    spread: Spread | None = None

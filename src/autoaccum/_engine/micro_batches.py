@@ -8,7 +8,7 @@ failure.
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from autoaccum._engine.forward_backward import Accumulated, check_weight
 from autoaccum._engine.gradients import Given
+from autoaccum._engine.noise_scale import SquaredNorm, spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.separate_gradients import Aside
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
+from autoaccum._loss.objective import PAIR, SAMPLES, SUM
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import is_oom
 from autoaccum._snapshot import Mark
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.moving_layers import MovingLayers
+    from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import GradientPeers, SharedWeights
     from autoaccum._loss.objective import Factors
     from autoaccum._loss.reported import Slot
@@ -54,6 +57,7 @@ class MicroBatches:
         norms: The step's BatchNorm layers.
         moving: Reports other layers that move with every micro-batch.
         peers: The processes of the training; None if this one is alone.
+        noise: The gradient noise scale that windows are measured for; None without `noise_scale`.
 
     Raises:
         InvalidInputError: `loss_scope` is unknown, or the loss cannot be computed that way.
@@ -73,8 +77,10 @@ class MicroBatches:
         norms: BatchNorms,
         moving: MovingLayers,
         peers: GradientPeers | None = None,
+        noise: NoiseScale | None = None,
     ) -> None:
         check_loss_scope(loss_scope)
+        self._noise = noise
         self._is_part = peers is not None and peers.is_part
         self._sending = None if peers is None else peers.sending
         self._step = step
@@ -113,14 +119,16 @@ class MicroBatches:
             self._at_window.keep_also(self._kept)
             self._at_micro_batch.keep_also(self._kept)
 
-    def begin(self, window: Window, share: SharedWeights | None = None) -> None:
+    def begin(self, window: Window, share: SharedWeights | None = None, *, measures_noise: bool = False) -> None:
         """Prepare for a window; nothing in it has run yet.
 
         Args:
             window: The window, or this process's part of it.
             share: What is known in advance about the weight of the other parts.
+            measures_noise: Whether to measure how far the gradients of its micro-batches are apart.
         """
         self._window = window
+        self._measured = self._noise if measures_noise else None
         self._share = share
         self._versions_of_data = window.versions()
         self._marked = self._moved = False
@@ -156,7 +164,8 @@ class MicroBatches:
         if not self._moving.has_looked and not self._sizing.is_learning:
             before = self._at_window if self._whole is not None else self._at_micro_batch
             self._moving.look(before, self._at_window, self.sizes, self._kept)
-        return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {})
+        spread = None if self._measured is None else self._spread(self._measured, pair_weight)
+        return Given(losses, pair_weight, self._window.samples, _sums_of(noted) if noted else {}, spread)
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -227,6 +236,7 @@ class MicroBatches:
         self._accumulated = Accumulated()
         self._factors: list[Factors] = []
         self._losses_of_whole: dict[str, Tensor] | None = None
+        self._squares: list[Tensor | None] = []  # of each completed micro-batch's gradient, if noise is measured
 
     def _set_aside(self) -> None:
         if self._marked:
@@ -249,6 +259,8 @@ class MicroBatches:
                 # BatchNorm rejects a single sample, which only the rest of this window would produce.
                 self._start_over()
                 continue
+            if self._measured is not None:
+                rest = self._cut_to_measure(self._measured, rest)
             self.sizes = (*done, *rest)
             place, autocast = step.transfer.place, step.precision.autocast
             if step.passes is None:  # otherwise determined together with the others
@@ -282,7 +294,10 @@ class MicroBatches:
             with closing(self._step.transfer.feed(window, rest, self._samples_done)) as feed:
                 for size in rest:
                     is_aside = aside and self._done > 0
-                    if sending is not None and not is_aside and self._samples_done + size == window.samples:
+                    # Early sending is left out where noise is measured, from the gradients of this process alone.
+                    may_send = sending is not None and not is_aside and self._measured is None
+                    if may_send and self._samples_done + size == window.samples:
+                        assert sending is not None
                         with sending.last():
                             self._one(feed, size, aside=False)
                     else:
@@ -314,18 +329,22 @@ class MicroBatches:
         stage.phase = Phase.TRANSFER
         batch = next(feed)
         given = Accumulated()
-        if aside:
-            self._adding = Aside(step.parameters)
-            try:
-                with self._adding:
+        square = None if self._measured is None else self._square()
+        with square or nullcontext():
+            if aside:
+                self._adding = Aside(step.parameters)
+                try:
+                    with self._adding:
+                        if step.watch is not None:
+                            step.watch.note()
+                        step.accumulate(batch, size, self._factors[self._done], given)
+                finally:
                     if step.watch is not None:
                         step.watch.note()
-                    step.accumulate(batch, size, self._factors[self._done], given)
-            finally:
-                if step.watch is not None:
-                    step.watch.note()
-        else:
-            step.accumulate(batch, size, self._factors[self._done], given)
+            else:
+                step.accumulate(batch, size, self._factors[self._done], given)
+        if square is not None:
+            self._squares.append(square.value())
         if self._sizing.measures:
             self._sizing.leave(size)
         self._accumulated.add(given)
@@ -435,6 +454,58 @@ class MicroBatches:
             check_weight(name, total)
         # A count on the device may be an integer, and would round the quotient to single precision.
         return in_full(total) if isinstance(total, Tensor) and total.device.type != "cpu" else float(total)
+
+    # --- windows in which the noise of gradients is measured ----------------------------------------------------------
+
+    def _cut_to_measure(self, noise: NoiseScale, rest: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the cut of what is not done; where a window fits at once, in two."""
+        if self._norms.is_there:
+            noise.say_batchnorm()
+        if self._done or len(rest) > 1:
+            return rest
+        (size,) = rest
+        if size == 1:
+            noise.say_one_sample()
+            return rest
+        if self._norms.is_there:
+            noise.say_not_cut()
+            return rest
+        noise.say_cut_in_two()
+        return size - size // 2, size // 2
+
+    def _square(self) -> SquaredNorm:
+        step = self._step
+        return SquaredNorm(step.parameters, step.memory.device, is_in_parts=len(step.objective.sources) > 1)
+
+    def _spread(self, noise: NoiseScale, pair_weight: float | Tensor | None) -> Spread | None:
+        """Return how far the gradients of the window's micro-batches are apart; waits for the device."""
+        squares = [square for square in self._squares if square is not None]
+        if len(squares) < len(self._squares):
+            noise.say_unknown()
+            return None
+        whole = squared_norm((parameter.grad for parameter in self._step.parameters), self._step.memory.device)
+        shares, total = self._shares(pair_weight)
+        if not total:
+            return None
+        unit = total * self._step.loss_scale()
+        *norms, norm = (number / unit**2 for number in torch.stack([*squares, whole]).tolist())
+        return spread_of(norms, shares, norm, self._window.samples)
+
+    def _shares(self, pair_weight: float | Tensor | None) -> tuple[list[float], float]:
+        """Return each micro-batch's share in the mean gradient, and what to divide the gradient by for a mean."""
+        common, samples = self._step.objective.common_weight, self._window.samples
+        if common == PAIR:
+            weights = [float(weight) for _, weight in self._accumulated.pair_weights]
+            if pair_weight is None or len(weights) != len(self.sizes):
+                return [], 0.0
+            return [weight / sum(weights) for weight in weights], float(pair_weight) / samples
+        if common == SUM:
+            return [size / samples for size in self.sizes], float(samples)
+        # Losses of which each runs over something else have no common weight: that of the samples stands for it.
+        usual = common in (None, SAMPLES)
+        factors = [one.usual if usual else one.of(str(common)) for one in self._factors]
+        total = sum(factors)
+        return [factor / total for factor in factors] if total else [], total
 
     # --- parameters that a model itself writes in its forward pass (a momentum encoder, embeddings with max_norm) -----
 

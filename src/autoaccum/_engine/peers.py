@@ -178,7 +178,8 @@ class Alone:
             losses = given.corrected_losses()
         before_update(losses, given.samples)
         norm = self._updates.unscale_and_clip(correction)
-        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm)
+        reported = means(given.slots) if given.reported else {}
+        return Reduced(losses, reported, given.samples, norm, given.spread)
 
     def commit(self, reduced: Reduced) -> Update:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""

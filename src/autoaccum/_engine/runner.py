@@ -29,6 +29,7 @@ from autoaccum._engine.forward_backward import assemble, drop_old_gradients, lar
 from autoaccum._engine.gradient_hooks import no_gradient, tell_of_hooks
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.moving_layers import MovingLayers
+from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale, shuffled
 from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
@@ -105,6 +106,7 @@ class _WindowState:
         checks_finite: Whether the first loss still has to be checked for being finite.
         has_told_of_hooks: Whether a window of several micro-batches has looked for hooks on gradients.
         rates: The learning rates of its update, by group.
+        measures_noise: Whether the gradient noise scale is measured in the current window.
     """
 
     made_before: int
@@ -115,6 +117,7 @@ class _WindowState:
     checks_finite: bool = False
     has_told_of_hooks: bool = False
     rates: tuple[DeviceScalar | None, ...] = ()
+    measures_noise: bool = False
 
 
 class WindowRunner:
@@ -129,6 +132,7 @@ class WindowRunner:
         moves: Moves with every update.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        noise: The gradient noise scale to measure; None without `noise_scale`.
     """
 
     def __init__(
@@ -142,8 +146,10 @@ class WindowRunner:
         moves: MovesWithUpdates | None = None,
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
+        noise: NoiseScale | None = None,
     ) -> None:
         self._step = step
+        self._noise = noise
         self._sizing = sizing
         self._events = events
         self._notices = notices
@@ -154,7 +160,7 @@ class WindowRunner:
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         moving = MovingLayers(step.objective.modules, notices)
         self._work = MicroBatches(
-            step, sizing, loss_scope=loss_scope, norms=self._norms, moving=moving, peers=self._peers
+            step, sizing, loss_scope=loss_scope, norms=self._norms, moving=moving, peers=self._peers, noise=noise
         )
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
@@ -177,6 +183,10 @@ class WindowRunner:
         started = time.perf_counter()
         state, updates = self._state, self._step.updates
         state.made_before, state.number, state.has_moved = updates.made, self._events.windows + 1, False
+        noise = self._noise
+        state.measures_noise = noise is not None and noise.is_due(state.number) and self._sizing.is_settled
+        if state.measures_noise:
+            part = shuffled(part, state.number)
         try:
             self._begin(part)
             try:
@@ -292,7 +302,8 @@ class WindowRunner:
         if part.samples:
             self._sizing.begin(part)
             self._tell_of_batches_apart(part)
-        self._work.begin(part, self._peers.begin(part, self._sizing))
+        share = self._peers.begin(part, self._sizing)
+        self._work.begin(part, share, measures_noise=self._state.measures_noise)
         self._state.is_at_work = True
 
     def _tell_of_batches_apart(self, part: Window) -> None:
@@ -339,7 +350,10 @@ class WindowRunner:
 
     def _report(self, reduced: Reduced, update: Update, started: float) -> StepReport:
         """Return the report on the window that was just made."""
-        work = self._work
+        work, noise = self._work, None
+        if self._noise is not None and reduced.spread is not None and not update.skipped:
+            self._noise.learn(reduced.spread, reduced.samples)
+            noise = self._noise.samples
         return StepReport(
             step=self._events.windows,
             samples=reduced.samples,
@@ -353,6 +367,7 @@ class WindowRunner:
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
             device_learning_rates=self._state.rates,
             device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
+            noise_scale=noise,
         )
 
     def _raise_as_update_complete(self, error: BaseException) -> None:
@@ -403,6 +418,7 @@ class Runner(WindowRunner):
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         split: As for `fit`. With it, `step` takes one batch or a `Window`.
+        noise_scale: As for `fit`; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
@@ -433,6 +449,7 @@ class Runner(WindowRunner):
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         split: Split | None = None,
+        noise_scale: bool | int = False,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
@@ -440,6 +457,7 @@ class Runner(WindowRunner):
         check_callbacks(callbacks)
         check_loss_scope(loss_scope)
         check_batchnorm(batchnorm)
+        every = check_noise_scale(noise_scale, loss_scope)
         check_notices(notices)
         notices = notices or Notices()
         memory = devices.resolve(device, model, notices)
@@ -459,7 +477,8 @@ class Runner(WindowRunner):
         self._limit = StepLimit(memory, limit_bytes)
         events = Events([Outside(callback, memory) for callback in callbacks], notices)
         sizing = Sizing(memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
-        super().__init__(step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm)
+        noise = None if every is None else NoiseScale(every, notices)
+        super().__init__(step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm, noise=noise)
         self._evaluator: Evaluator | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -499,6 +518,11 @@ class Runner(WindowRunner):
     def plan(self, plan: Plan) -> None:
         _check_plan(plan)
         self._sizing.set(plan)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples; None as long as it has not been, or cannot be, measured."""
+        return None if self._noise is None else self._noise.samples
 
     def step(self, window: Any) -> StepReport:
         """Make one update from one window.

@@ -404,8 +404,8 @@ def _are_identifiers(pieces: Sequence[Tensor]) -> bool:
     samples = sum(map(len, pieces))
     if samples < _IDENTIFIERS or any(part.dim() != 1 or part.is_floating_point() for part in pieces):
         return False
-    values = torch.cat(list(pieces)).unique()
-    return len(values) == samples and int(values[0]) >= 0
+    values = torch.cat([part.long() for part in pieces]).sort().values
+    return int(values[0]) >= 0 and bool((values.diff() > 0).all())
 
 
 def _paddings(targets: Tensor) -> list[int]:

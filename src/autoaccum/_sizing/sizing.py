@@ -186,6 +186,11 @@ class Sizing:
         return self._tempo is None and self._times_after is None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether windows are cut by the plan: neither trials nor timed."""
+        return not self.is_learning and self._tempo is None
+
+    @property
     def is_troubled(self) -> bool:
         """Whether memory ran out recently, or a size is in use that may not fit."""
         return self._pace.is_troubled

@@ -18,6 +18,7 @@ from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.events import Events
 from autoaccum._engine.forward_backward import assemble_without_optimizer
+from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.window_loss import check_loss_scope
@@ -77,6 +78,7 @@ class Accumulator:
         split: As for `fit`.
         scale: A `torch.amp.GradScaler`, or a function of the loss that returns what is backpropagated. Gradients stay
             scaled, for `scaler.unscale_` and `scaler.step`.
+        noise_scale: As for `fit`, with batches in place of windows; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
@@ -109,6 +111,7 @@ class Accumulator:
         batchnorm: str = "keep",
         split: Split | None = None,
         scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
+        noise_scale: bool | int = False,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
@@ -116,6 +119,7 @@ class Accumulator:
         check_callbacks(callbacks)
         check_loss_scope(loss_scope)
         check_batchnorm(batchnorm)
+        every = check_noise_scale(noise_scale, loss_scope)
         _check_functions(loss, closure, forward, loss_scope)
         check_notices(notices)
         self._notices = notices = notices or Notices()
@@ -141,6 +145,7 @@ class Accumulator:
         self._ranks = _ranks(self._step, loss_scope, batchnorm, notices)
         self._limit = StepLimit(memory, limit_bytes)
         ranks, step = self._ranks, self._step
+        self._noise = None if every is None else NoiseScale(every, notices)
         self._accumulating = GradientAccumulator(
             step,
             Events([Outside(callback, memory) for callback in callbacks], notices),
@@ -150,6 +155,7 @@ class Accumulator:
             strategy=strategy,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
+            noise=self._noise,
         )
         self._at_work = threading.Lock()
 
@@ -168,6 +174,11 @@ class Accumulator:
     def plan(self) -> Plan | None:
         """How batches are cut where `.grad` was empty before; None before the first batch."""
         return self._accumulating.plan
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples; None as long as it has not been, or cannot be, measured."""
+        return None if self._noise is None else self._noise.samples
 
     def backward(self, batch: Any, *, keep: str | None = None) -> BackwardReport:
         """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.

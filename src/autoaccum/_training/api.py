@@ -30,6 +30,7 @@ from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import Fallbacks, check_fallback
 from autoaccum._engine.finiteness import check_on_nan
 from autoaccum._engine.forward_backward import assemble, largest_norm
+from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
@@ -112,6 +113,7 @@ def fit(
     shares: str = "equal",
     overlap: bool = False,
     on_nan: str = "warn",
+    noise_scale: bool | int = False,
 ) -> FitResult:
     """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
@@ -213,6 +215,9 @@ def fit(
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
             once, even with progress=False; "stop": raise NotFiniteError on all ranks; "ignore": nothing. Unless it is
             "ignore", no checkpoint of non-finite parameters is written, and the last finite one is kept.
+        noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from the
+            micro-batches of every 50th window; a number measures every so many windows. A window that is measured takes
+            its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
@@ -240,6 +245,7 @@ def fit(
     started = time.perf_counter()
     _check_cuts(target_batch, last_window, micro_batch, probe, strategy, cache)
     _check_updates(target_batch, lr_scaling, base_batch, loss_scope, batchnorm, on_nan)
+    noise_every = check_noise_scale(noise_scale, loss_scope)
     epochs, max_steps = _check_length(epochs, max_steps)
     cap = max_micro_batch()
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
@@ -250,8 +256,7 @@ def fit(
     options = compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     check_seed(seed)
-    check_shares(shares, shard=shard)
-    check_overlap(overlap)
+    _check_ranks(shares, shard=shard, overlap=overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank = own_rank()
@@ -303,6 +308,7 @@ def fit(
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
+                "noise_scale": noise_every,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
@@ -313,6 +319,7 @@ def fit(
                 f"fallback={fallback!r}": bool(fallback),
                 "compile=": options is not None,
                 f"overlap={overlap!r}": overlap,
+                f"noise_scale={noise_scale!r}": noise_every is not None,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
@@ -357,6 +364,7 @@ def fit(
             saver=saver,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
+            noise=None if noise_every is None else NoiseScale(noise_every, notices),
             on_nan=on_nan,
             compiling=None if options is None else Compiling(model, options),
             fallbacks=Fallbacks(step.objective.modules, fallbacks, memory),
@@ -433,6 +441,11 @@ def _check_updates(
     check_loss_scope(loss_scope)
     check_batchnorm(batchnorm)
     check_on_nan(on_nan)
+
+
+def _check_ranks(shares: str, *, shard: bool, overlap: bool) -> None:
+    check_shares(shares, shard=shard)
+    check_overlap(overlap)
 
 
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import RandomStates
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
@@ -107,11 +108,19 @@ class Contents:
         target_batch: Samples a window.
         random: Its random generators.
         notices: Reports what a checkpoint cannot restore.
+        noise: Its gradient noise scale; None if that is not measured.
     """
 
     def __init__(
-        self, step: TrainingStep, schedule: Schedule, target_batch: int, random: RandomState, notices: Notices
+        self,
+        step: TrainingStep,
+        schedule: Schedule,
+        target_batch: int,
+        random: RandomState,
+        notices: Notices,
+        noise: NoiseScale | None = None,
     ) -> None:
+        self._noise = noise
         self._step = step
         self._schedule = schedule
         self._target_batch = target_batch
@@ -161,6 +170,7 @@ class Contents:
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
             "scaler": None if scaler is None else scaler.state_dict(),
             "device": self._step.memory.device.type,
+            "noise_scale": None if self._noise is None else self._noise.state_dict(),
             **self.part(moment, kept),
         }
 
@@ -299,6 +309,9 @@ class Contents:
                 undo.callback(load_state_rollback.remember_module(module))
                 _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
             undo.pop_all()
+        # Files from before it was measured lack it, and a run may begin to measure it.
+        if self._noise is not None and content.get("noise_scale") is not None:
+            self._noise.load_state_dict(content["noise_scale"])
 
     def _parameter_difference(self, saved: Mapping[str, Any]) -> str | None:
         # Files from before names were kept lack them.

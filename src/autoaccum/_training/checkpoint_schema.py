@@ -89,6 +89,13 @@ def _check_counts(content: Mapping[str, Any]) -> None:
             for name in ("epochs", "max_steps"):
                 if stopped[name] is not None:
                     whole(stopped[name], name, least=1)
+    noise = content.get("noise_scale")
+    if noise is not None:
+        with _within("noise_scale"):
+            mapping(noise, "", {"measured", "variance", "squared_norm"}, exactly=True)
+            whole(noise["measured"], "measured")
+            number(noise["variance"], "variance")
+            number(noise["squared_norm"], "squared_norm")
     most = content["windows"] * content["target_batch"]
     need(content["windows"] <= content["samples"] <= most, "samples", "is not what so many windows hold")
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from autoaccum._arguments import is_one_of, shown
 from autoaccum._callbacks import Callback
+from autoaccum._engine.noise_scale import rounded
 from autoaccum._memory.limits import format_bytes
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system.exceptions import contextmanager
@@ -93,6 +94,7 @@ class _Tally:
         self.oom_events = 0
         self.peak_bytes: int | None = None
         self.report: StepReport | None = None
+        self.noise_scale: float | None = None
         self.saved_step: int | None = None
         self.ended_epoch = 0
         self._first_rates: tuple[float | None, ...] | None = None
@@ -126,6 +128,8 @@ class _Tally:
         elif not self._speed:
             # The window that ended the search for the cut began before the clock was restarted.
             self._speed = report.samples / report.elapsed_s
+        if report.noise_scale is not None:
+            self.noise_scale = report.noise_scale
         if report.peak_bytes is not None:
             self.peak_bytes = max(report.peak_bytes, self.peak_bytes or 0)
 
@@ -158,7 +162,8 @@ class _Tally:
 
         The learning rate, of the first group, stands there once any has changed.
 
-        Where there are checkpoints, ", saved at step 20" stands behind that.
+        Behind that stand ", noise scale 2,100" once it is measured, and ", saved at step 20" where there are
+        checkpoints.
         """
         assert self.report is not None, "figures are drawn after a step"
         parts = [
@@ -170,6 +175,8 @@ class _Tally:
         if self.peak_bytes is not None:
             parts.append(f"peak {format_bytes(self.peak_bytes)}")
         parts.append(f"{self.oom_events} oom")
+        if self.noise_scale is not None:
+            parts.append(f"noise scale {rounded(self.noise_scale)}")
         if self.saved_step is not None:
             parts.append(f"saved at step {self.saved_step}")
         return ", ".join(parts)

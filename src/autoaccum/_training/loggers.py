@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path
 from autoaccum._callbacks import Callback
-from autoaccum._json import evaluation_record, oom_record, plan_record, probe_record, step_record, trial_record
+from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, step_record, trial_record
 from autoaccum._oom import first_line
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import write_line
@@ -65,14 +65,15 @@ class JSONLinesLog(_OneStepLate):
     - "plan": step (from which it holds), target_batch, micro_batches, micro_batch, accum_steps, probe (null,
       or micro_batch, limit_bytes, fixed_bytes, bytes_per_sample)
     - "step": step, epoch, samples, loss, losses, micro_batches, oom_events (how often memory ran out), elapsed_s,
-      peak_bytes, grad_norm, skipped, learning_rates (of the update, one for each group of the optimizer)
+      peak_bytes, grad_norm, skipped, learning_rates (of the update, one for each group of the optimizer), noise_scale
+      (null where it was not measured)
     - "oom": step, phase, size, message
     - "epoch_end": epoch
     - "evaluation": epoch, step, loss, metrics, samples, elapsed_s
     - "checkpoint": step, path
     - "resume": step, epoch, path; steps beyond that one, in the lines before, are void: they are done again
     - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s, stopped (why a callback has ended the
-      run early, or null)
+      run early, or null), noise_scale (of the whole run)
 
     A number that is NaN or infinite is null. A process that is killed can leave a last line that is cut short; the run
     that goes on begins a line of its own. Events that cannot be written (a full disk) are dropped, with one notice on
@@ -200,9 +201,9 @@ class TensorBoardLog(_OneStepLate):
     """Writes scalars for TensorBoard. Where training goes on from a checkpoint, what was beyond it is hidden.
 
     By step: "train/loss" (and "train/loss/NAME" where there are several), "train/learning_rate" (or
-    "train/learning_rate/0" and so on, where the optimizer has several groups), "train/grad_norm" where it is known,
-    "train/samples_per_s", "memory/peak_bytes", "memory/oom_events", "plan/micro_batch"; at each
-    evaluation "evaluation/loss" and "evaluation/NAME" for each metric.
+    "train/learning_rate/0" and so on, where the optimizer has several groups), "train/grad_norm" and
+    "train/noise_scale" where they are known, "train/samples_per_s", "memory/peak_bytes", "memory/oom_events",
+    "plan/micro_batch"; at each evaluation "evaluation/loss" and "evaluation/NAME" for each metric.
 
     Args:
         log_dir: The folder for the event files.
@@ -329,6 +330,8 @@ def _step_scalars(report: StepReport) -> dict[str, float]:
             scalars["train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{number}"] = rate
     if report.grad_norm is not None:
         scalars["train/grad_norm"] = report.grad_norm
+    if report.noise_scale is not None:
+        scalars["train/noise_scale"] = report.noise_scale
     if report.elapsed_s > 0:
         scalars["train/samples_per_s"] = report.samples / report.elapsed_s
     if report.peak_bytes is not None:
@@ -346,6 +349,7 @@ def _end_record(result: FitResult | None) -> dict[str, Any]:
         "oom_events": result.oom_events,
         "elapsed_s": result.elapsed_s,
         "stopped": result.stopped,
+        "noise_scale": finite(result.noise_scale),
     }
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.loader_checks import unlike_batch_size
+from autoaccum._data.loader_checks import keeps_order, unlike_batch_size
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
+from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._oom import first_line
 from autoaccum._records import FitResult
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
@@ -64,6 +66,7 @@ class Training:
         saver: Writes and finds checkpoints; None without `checkpoint`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        noise: The gradient noise scale to measure; None without `noise_scale`.
         on_nan: As for `fit`.
         compiling: Compiles the model; None without `compile`.
         fallbacks: Reduce the memory of a step if not even one sample fits.
@@ -88,6 +91,7 @@ class Training:
         saver: Saver | None,
         loss_scope: str,
         batchnorm: str,
+        noise: NoiseScale | None,
         on_nan: str,
         compiling: Compiling | None,
         fallbacks: Fallbacks,
@@ -119,12 +123,14 @@ class Training:
             world=world,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
+            noise=noise,
         )
+        self._noise = noise
         self._callbacks = self._lifecycle.callbacks
         self._finiteness = Finiteness(step, on_nan, is_first=world.decides, is_alone=world.is_alone)
         self._checkpoints: CheckpointManager | None = None
         if saver is not None:
-            contents = Contents(step, schedule, data.target_batch, self._random, notices)
+            contents = Contents(step, schedule, data.target_batch, self._random, notices, noise)
             self._checkpoints = CheckpointManager(
                 saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
             )
@@ -181,6 +187,9 @@ class Training:
                         self._finiteness.begin()
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
                     self._interrupts.run(self._train, self._went_back)
+                if self._noise is not None and self._resumed_from != self._progress.moment.windows:
+                    own = name_of(self._step.optimizer)
+                    self._notices.say(self._noise.summary(self._data.target_batch, own))
                 result = self._result(started)
             except BaseException as error:
                 self._leave_result(error, started)
@@ -249,6 +258,7 @@ class Training:
             resumed_from=self._resumed_from,
             checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
             stopped=self._progress.stopped,
+            noise_scale=None if self._noise is None else self._noise.samples,
         )
 
     # --- the beginning ------------------------------------------------------------------------------------------------
@@ -267,6 +277,8 @@ class Training:
             first = self._progress.first_part()
             drop_old_gradients(self._step, self._notices)
             self._say_what_counts(first)
+            if self._noise is not None and keeps_order(self._world.loader):
+                self._noise.say_not_shuffled()
             begins_with, probed = self._lifecycle.find(first)
         self._schedule.begin()
         if self._checkpoints is not None:

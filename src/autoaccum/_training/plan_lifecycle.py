@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
@@ -74,6 +75,7 @@ class PlanLifecycle:
         world: The processes of this training.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        noise: The gradient noise scale to measure; None without `noise_scale`.
 
     Attributes:
         callbacks: All callbacks, the one that records the plans first.
@@ -95,7 +97,9 @@ class PlanLifecycle:
         world: OneProcess,
         loss_scope: str,
         batchnorm: str,
+        noise: NoiseScale | None,
     ) -> None:
+        self._noise = noise
         self._noting = _Noting(finding, compiling)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
@@ -177,6 +181,7 @@ class PlanLifecycle:
             moves=self._progress,
             loss_scope=self._loss_scope,
             batchnorm=self._batchnorm,
+            noise=self._noise,
         )
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:

@@ -1,0 +1,90 @@
+"""`fit` measures the gradient noise scale, tells it everywhere, and goes on with it after a resume."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autoaccum
+from autoaccum._training.loggers import JSONLinesLog
+
+
+def made(*, shuffle=True, dropout=0.0):
+    torch.manual_seed(0)
+    inputs = torch.randn(96, 10)
+    data = TensorDataset(inputs, (inputs[:, 0] + torch.randn(96) > 0).long())
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 2))
+    return model, DataLoader(data, 12, shuffle=shuffle, generator=generator)
+
+
+def fit(model, loader, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"optimizer": optimizer, "micro_batch": 8, "epochs": 3, "noise_scale": 2, "seed": 0} | options
+    return autoaccum.fit(model, loader, 24, **settings)
+
+
+def test_it_is_in_reports_result_log_progress_and_page(tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+
+    result = fit(*made(), callbacks=[JSONLinesLog(log)])
+
+    measured = [report.noise_scale for report in result.history]
+    assert [one is not None for one in measured] == [False, True] * 6
+    assert result.noise_scale == measured[-1]
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [event["noise_scale"] for event in events if event["event"] == "step"] == measured
+    assert events[-1]["noise_scale"] == measured[-1]
+    said = capsys.readouterr().err
+    assert f"gradient noise scale about {measured[-1]:.2g} samples" in said
+    assert f", noise scale {measured[-1]:.2g}" in said
+    assert "gradient noise scale" in result.to_html()
+
+
+def test_run_that_is_resumed_ends_bit_for_bit_as_one_that_is_not(tmp_path):
+    whole, loader = made(dropout=0.2)
+    expected = fit(whole, loader)
+    model, loader = made(dropout=0.2)
+    fit(model, loader, checkpoint=tmp_path, max_steps=7, epochs=None)
+    model, loader = made(dropout=0.2)
+
+    result = fit(model, loader, checkpoint=tmp_path)
+
+    assert result.resumed_from == 7
+    assert result.noise_scale == expected.noise_scale
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_checkpoint_of_a_run_that_measured_nothing_is_gone_on_with(tmp_path):
+    fit(*made(), checkpoint=tmp_path, max_steps=5, epochs=None, noise_scale=False)
+
+    result = fit(*made(), checkpoint=tmp_path)
+
+    assert result.resumed_from == 5
+    assert result.noise_scale is not None
+
+
+def test_finished_run_says_nothing_new(tmp_path, capsys):
+    fit(*made(), checkpoint=tmp_path)
+    capsys.readouterr()
+
+    result = fit(*made(), checkpoint=tmp_path)
+
+    assert "gradient noise scale" not in capsys.readouterr().err
+    assert result.noise_scale is not None
+
+
+def test_short_run_says_that_nothing_was_measured(capsys):
+    result = fit(*made(), noise_scale=True)
+
+    assert result.noise_scale is None
+    assert "gradient noise scale not measured: every 50. window" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_loader_that_does_not_shuffle_is_told_of(shuffle, capsys):
+    fit(*made(shuffle=shuffle))
+
+    assert ("the loader does not shuffle" in capsys.readouterr().err) is not shuffle

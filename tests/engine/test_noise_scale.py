@@ -1,0 +1,393 @@
+"""The gradient noise scale is unbiased for every cut and every loss, and measuring it changes no gradient."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autoaccum
+from autoaccum._data.batches import Window, as_window
+from autoaccum._engine.noise_scale import NoiseScale, Spread, shuffled
+from autoaccum._memory import Simulated
+from autoaccum._system.notices import Notices
+from autoaccum.errors import InvalidInputError
+from faults import FailAt
+
+D = 12
+MEAN = torch.full((D,), 0.3, dtype=torch.float64)
+DEVIATION = torch.linspace(0.5, 1.5, D, dtype=torch.float64)
+# Of the gradient of one sample where the parameter is 0, which is minus the sample.
+VARIANCE, SQUARED_NORM = float((DEVIATION**2).sum()), float((MEAN**2).sum())
+
+
+class Distance(nn.Module):
+    """Half the squared distance of a sample to its parameter: the gradient is known, and so is its covariance."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(D, dtype=torch.float64))
+
+    def forward(self, inputs):
+        return 0.5 * (self.center - inputs).square().sum(1)
+
+
+def of_pair(outputs, targets):
+    return outputs.sum(), torch.ones_like(outputs).sum()
+
+
+LOSSES = {
+    "mean": lambda outputs, targets: outputs.mean(),
+    "sum": lambda outputs, targets: outputs.sum(),
+    "each": lambda outputs, targets: outputs,
+    "pair": of_pair,
+    "two": [lambda model, batch: 0.25 * model(batch[0]).mean(), lambda model, batch: 0.75 * model(batch[0]).mean()],
+    "named": lambda outputs, targets: {"one": 0.25 * outputs.mean(), "other": 0.75 * outputs.mean()},
+}
+
+
+class Recorded(NoiseScale):
+    """Keeps what it learns."""
+
+    def __init__(self):
+        super().__init__(1, Notices(silent=True))
+        self.spreads = []
+
+    def learn(self, spread, samples):
+        self.spreads.append(spread)
+        super().learn(spread, samples)
+
+
+def runner_of(model, sizes, loss, *, lr=0.0, **options):
+    plan = autoaccum.plan(sum(sizes), max(sizes)) if isinstance(sizes, tuple) else sizes
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    settings = {"device": "cpu", "precision": "fp32", "noise_scale": 1, "notices": Notices(silent=True)} | options
+    return autoaccum.Runner(model, optimizer, plan, loss=loss, **settings)
+
+
+def recorded(runner):
+    """Have a runner keep what it learns of noise."""
+    runner._noise = runner._work._noise = Recorded()
+    return runner._noise
+
+
+def batches(number, samples, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        noise = torch.randn(samples, D, dtype=torch.float64, generator=generator)
+        yield MEAN + DEVIATION * noise, torch.zeros(samples)
+
+
+def assert_within_four_errors(found, expected):
+    error = torch.tensor(found).std() / math.sqrt(len(found))
+    assert abs(sum(found) / len(found) - expected) < 4 * error
+
+
+@pytest.mark.parametrize(
+    ("samples", "most"), [(24, 8), (24, 7), (25, 24), (9, 1)], ids=["equal", "unequal", "cut in two", "single samples"]
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_estimate_is_within_four_standard_errors(loss, samples, most):
+    runner = runner_of(Distance(), autoaccum.plan(samples, most), LOSSES[loss])
+    noise = recorded(runner)
+
+    for batch in batches(60, samples):
+        runner.step(batch)
+
+    # Where one gradient is half of another's, so is its deviation: losses that are summed have the whole.
+    unit = samples if loss == "sum" else 1
+    assert all(spread.squared_norm < 100 * SQUARED_NORM for spread in noise.spreads), unit
+    assert_within_four_errors([spread.variance for spread in noise.spreads], VARIANCE)
+    assert_within_four_errors(
+        [spread.squared_norm - spread.variance / samples for spread in noise.spreads], SQUARED_NORM
+    )
+
+
+def by_hand(model, loss, parts, weights):
+    """The variance by its definition, from a backward pass for each part."""
+    gradients = []
+    for part in parts:
+        model.zero_grad()
+        loss(model(part[0]), part[1]).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    shares = [weight / sum(weights) for weight in weights]
+    mean = sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
+    samples = sum(len(part[1]) for part in parts)
+    apart = sum(share * gradient.square().sum() for share, gradient in zip(shares, gradients, strict=True))
+    return float(samples * (apart - mean.square().sum()) / (len(parts) - 1)), float(mean.square().sum())
+
+
+def test_estimate_is_that_of_the_definition_where_targets_count_unequally():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
+    tokens = torch.randint(11, (10, 7))
+    targets = tokens.roll(-1, 1)
+    for row in range(10):
+        targets[row, : row % 6] = -100
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    runner = runner_of(model, autoaccum.plan(10, 4), loss)
+    noise = recorded(runner)
+
+    report = runner.step((tokens, targets))
+
+    window = shuffled(as_window((tokens, targets)), 1)
+    stops = list(itertools.accumulate(report.micro_batches))
+    parts = [window.cut(stop - size, stop) for size, stop in zip(report.micro_batches, stops, strict=True)]
+    counted = [int((part[1] != -100).sum()) for part in parts]
+    assert len(set(counted)) > 1
+    variance, squared_norm = by_hand(model, loss, parts, counted)
+    (spread,) = noise.spreads
+    assert spread.variance == pytest.approx(variance, rel=1e-9)
+    assert spread.squared_norm == pytest.approx(squared_norm, rel=1e-9)
+    assert spread.freedom == len(parts) - 1
+
+
+def trained(*, every, fails=None, steps=4, **options):
+    """Parameters, reports and the noise scale after some windows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    runner = runner_of(model, autoaccum.plan(12, 5), nn.MSELoss(), lr=0.1, noise_scale=every, **options)
+    reports = []
+    for number, (inputs, _) in enumerate(batches(steps, 12)):
+        batch = (inputs, inputs.sum(1, keepdim=True))
+        if number + 1 == fails:
+            with FailAt(17):
+                reports.append(runner.step(batch))
+        else:
+            reports.append(runner.step(batch))
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), reports, runner.noise_scale
+
+
+def test_windows_between_are_measured_by_none_and_gradients_stay_the_same():
+    plain, reports, none = trained(every=False)
+    measured, sampled, noise = trained(every=2)
+
+    assert none is None
+    assert [report.noise_scale is not None for report in sampled] == [False, True, False, True]
+    assert sampled[-1].noise_scale == noise > 0
+    assert not any(report.noise_scale for report in reports)
+    torch.testing.assert_close(measured, plain, rtol=1e-12, atol=1e-12)  # samples are in another order
+
+
+def test_memory_that_runs_out_in_a_measured_window_changes_no_gradient_and_leaves_no_hook():
+    plain, _, expected = trained(every=2)
+
+    found, reports, noise = trained(every=2, fails=2)
+
+    assert reports[1].oom_events == 1
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    assert noise == pytest.approx(expected, rel=3.0)  # of other micro-batches
+
+
+def test_scale_of_a_scaler_divides_out():
+    found = []
+    for scale in (None, 2.0**10, 2.0**4):
+        torch.manual_seed(0)
+        model = Distance()
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        accumulator = autoaccum.Accumulator(
+            model,
+            loss=LOSSES["mean"],
+            scale=scaler,
+            micro_batch=5,
+            noise_scale=1,
+            precision="fp32",
+            device="cpu",
+            notices=Notices(silent=True),
+        )
+        for batch in batches(3, 12):
+            accumulator.backward(batch)
+        found.append(accumulator.noise_scale)
+
+    assert found[0] is not None
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_accumulator_measures_each_batch_though_gradients_add_up():
+    accumulator = autoaccum.Accumulator(
+        Distance(), loss=LOSSES["mean"], micro_batch=8, noise_scale=1, device="cpu", notices=Notices(silent=True)
+    )
+    for batch in batches(60, 24):
+        accumulator.backward(batch)
+
+    assert accumulator.noise_scale == pytest.approx(VARIANCE / SQUARED_NORM, rel=0.5)
+
+
+def test_outputs_that_are_kept_stay_in_order():
+    accumulator = autoaccum.Accumulator(
+        Distance(), loss=LOSSES["mean"], micro_batch=4, noise_scale=1, device="cpu", notices=Notices(silent=True)
+    )
+    ((inputs, targets),) = batches(1, 12)
+
+    report = accumulator.backward((inputs, targets), keep="outputs")
+
+    torch.testing.assert_close(torch.cat(report.outputs), 0.5 * inputs.square().sum(1))
+
+
+def test_overflow_is_passed_over():
+    noise = NoiseScale(1, Notices(silent=True))
+    noise.learn(Spread(2.0, 1.0, 3), 10)
+    before = noise.state_dict()
+
+    noise.learn(Spread(math.inf, math.inf, 3), 10)
+    noise.learn(Spread(math.nan, 1.0, 3), 10)
+
+    assert noise.state_dict() == before
+
+
+def test_averages_are_divided_and_not_quotients_averaged():
+    noise = NoiseScale(1, Notices(silent=True))
+    for variance, squared_norm in ((10.0, 2.0), (30.0, 4.0)):
+        noise.learn(Spread(variance, squared_norm, 1), 10)
+
+    # |G|^2 less the noise in it: 2 - 1 and 4 - 3.
+    assert noise.samples == pytest.approx(20.0 / 1.0)
+
+
+@pytest.mark.parametrize(
+    ("spread", "text"),
+    [
+        (None, "not measured: every 5. window"),
+        (Spread(100.0, 1.0, 3), "not measurable in 1 windows"),
+        (Spread(100.0, 1.1, 3), "about 1,000 samples, 10 times the target batch 100: a larger batch would still pay"),
+        (Spread(100.0, 2.0, 3), "about 100 samples, 1 times the target batch 100: the batch is about as large as pays"),
+        (Spread(1.0, 1.01, 3), "about 1 samples, 0.01 times the target batch 100: a smaller batch would need fewer"),
+    ],
+)
+def test_summary_says_whether_a_larger_batch_pays(spread, text):
+    noise = NoiseScale(5, Notices(silent=True))
+    if spread is not None:
+        noise.learn(spread, 100)
+
+    assert text in noise.summary(100, "SGD")
+    assert "own is not measured" not in noise.summary(100, "SGD")
+    assert spread is None or noise.samples is None or "; AdamW's own is not" in noise.summary(100, "AdamW")
+
+
+def test_window_that_fits_at_once_is_cut_in_two_and_that_is_said_once():
+    notices = Notices(silent=True)
+    runner = runner_of(Distance(), autoaccum.plan(10, 10), LOSSES["mean"], noise_scale=2, notices=notices)
+
+    cuts = [runner.step(batch).micro_batches for batch in batches(4, 10)]
+
+    assert cuts == [(10,), (5, 5), (10,), (5, 5)]
+    assert sum("cut in two to be measured" in text for text in notices.texts) == 1
+    assert runner.plan.micro_batches == (10,)
+
+
+def test_window_of_one_sample_is_not_measured_and_that_is_said():
+    notices = Notices(silent=True)
+    runner = runner_of(Distance(), autoaccum.plan(1, 1), LOSSES["mean"], notices=notices)
+
+    for batch in batches(2, 1):
+        assert runner.step(batch).noise_scale is None
+
+    assert sum("window of one sample cannot be cut in two" in text for text in notices.texts) == 1
+
+
+def test_batchnorm_is_warned_of_and_no_window_is_cut_for_it():
+    notices = Notices(silent=True)
+    model = nn.Sequential(nn.Linear(D, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+    runner = runner_of(model, autoaccum.plan(10, 10), nn.MSELoss(), notices=notices)
+
+    for inputs, _ in batches(2, 10):
+        assert runner.step((inputs, inputs[:, :1])).micro_batches == (10,)
+
+    assert sum("BatchNorm computes its statistics from each micro-batch" in text for text in notices.texts) == 1
+    assert sum("are not cut in two to be measured" in text for text in notices.texts) == 1
+
+
+def test_samples_of_a_measured_window_come_in_random_order():
+    inputs = torch.arange(40.0)[:, None].repeat(1, D).double()
+    seen = []
+    model = Distance()
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 0].tolist()))
+    runner = runner_of(model, autoaccum.plan(40, 10), LOSSES["each"], noise_scale=2)
+    runner.step((inputs, torch.zeros(40)))
+    ordered = len(seen)
+
+    runner.step((inputs, torch.zeros(40)))
+
+    assert sorted(itertools.chain(*seen[ordered:])) == list(range(40))
+    assert all(len({int(number) // 10 for number in part}) > 1 for part in seen[ordered:])
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        Window([{"x": torch.zeros(4, 3), "num_items_in_batch": 12}]),
+        Window([torch.zeros(2, 3), torch.zeros(2, 4)]),
+        Window([torch.zeros(3, 4)], autoaccum.Along(1)),
+    ],
+    ids=["count", "pieces", "split"],
+)
+def test_order_stays_where_another_would_change_more(window):
+    assert shuffled(window, 1) is window
+
+
+def test_gradient_that_a_reentrant_checkpoint_brings_in_parts_is_said():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Linear(D, D).double(), nn.Linear(D, D).double()
+
+        def forward(self, inputs):
+            hidden = self.first(inputs)
+            for _ in range(2):
+                hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+            return hidden.square().sum(1)
+
+    notices = Notices(silent=True)
+    runner = runner_of(Shared(), autoaccum.plan(8, 4), LOSSES["mean"], notices=notices)
+
+    ((batch),) = batches(1, 8)
+    assert runner.step(batch).noise_scale is None
+
+    assert sum("use_reentrant=False" in text for text in notices.texts) == 1
+
+
+def test_sparse_gradients_count():
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 3)).double()
+        runner = runner_of(model, autoaccum.plan(9, 4), nn.CrossEntropyLoss())
+        runner.step((torch.randint(7, (9, 2), generator=torch.Generator().manual_seed(1)), torch.arange(9) % 3))
+        found.append(runner.noise_scale)
+
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def test_measuring_needs_no_second_set_of_gradients():
+    peaks = []
+    for every in (False, 1):
+        device = Simulated(2**30)
+        model = nn.Linear(512, 512, bias=False)
+        runner = runner_of(
+            model,
+            autoaccum.plan(4, 2),
+            lambda outputs, targets: outputs.square().mean(),
+            noise_scale=every,
+            device=device,
+        )
+        reports = [runner.step((torch.randn(4, 512), torch.zeros(4))) for _ in range(3)]
+        peaks.append(reports[-1].peak_bytes)
+
+    assert peaks[1] < peaks[0] + 512 * 512 * 4 / 2
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 1.5, "yes", True], ids=str)
+def test_what_cannot_be_is_refused(wrong):
+    options = {"loss_scope": "window"} if wrong is True else {}
+    text = "loss_scope='window'" if wrong is True else "noise_scale must be"
+
+    with pytest.raises(InvalidInputError, match=text):
+        runner_of(Distance(), autoaccum.plan(4, 2), LOSSES["mean"], noise_scale=wrong, **options)
