@@ -150,6 +150,10 @@ test-adapters-oldest:  ## run the quick tests of the adapters with the oldest fr
 overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand
 	$(BIN)/python benchmarks/overhead.py
 
+.PHONY: noise-scale
+noise-scale: $(VENV)/.for-development  ## measure what measuring the gradient noise scale costs
+	$(BIN)/python benchmarks/noise_scale.py
+
 .PHONY: adapters
 adapters: $(VENV)/.for-bench  ## measure what adapters cost beside their frameworks' own accumulation (some 2 minutes)
 	$(BIN)/python benchmarks/adapters.py

@@ -16,7 +16,7 @@ from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
-from autoaccum._data.pieces import Span, WholePiece
+from autoaccum._data.pieces import NestedPiece, Span, WholePiece
 from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
@@ -200,6 +200,16 @@ class Window(Sequence[Any]):
     def chosen(self, indices: Iterable[int]) -> Window:
         """Return the samples at `indices`, in that order, as a window of their own."""
         return Window._of_spans([span for index in indices for span in self._between(index, index + 1)], self._split)
+
+    def reordered(self, order: Tensor) -> Window:
+        """Return all samples in another order, given by their indices, as a window of one batch.
+
+        Its samples must be of one group, and cut without a split.
+        """
+        whole = self.cut(0, self.samples)
+        piece = piece_of(whole, ByDefault() if self._split is None else self._split)
+        assert isinstance(piece, NestedPiece)
+        return Window.of_checked([piece.reordered(order)], self._split)
 
     def raw(self) -> list[Any]:
         """Return the samples as the loader would yield them, from which `Window(raw, split)` makes the window again."""

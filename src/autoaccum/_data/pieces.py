@@ -221,6 +221,14 @@ class NestedPiece(Piece):
         ]
         return self._rebuild(leaves)
 
+    def reordered(self, order: Tensor) -> Any:
+        """Return the batch with its samples in another order, given by their indices."""
+        leaves = [
+            _in_order(leaf, dim or 0, order) if cuttable else leaf
+            for leaf, dim, cuttable in zip(self._leaves, self._dims, self._cuttable, strict=True)
+        ]
+        return self._rebuild(leaves)
+
     def _rebuild(self, leaves: list[Any]) -> Any:
         return self._sequence(leaves) if self._sequence else unflatten(self._structure(), leaves)
 
@@ -433,6 +441,14 @@ def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:
     if not dim or isinstance(leaf, list | tuple):
         return leaf[start:stop]
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
+
+
+def _in_order(leaf: Any, dim: int, order: Tensor) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.index_select(dim, order.to(leaf.device))
+    if isinstance(leaf, np.ndarray):
+        return leaf.take(order.numpy(), axis=dim)
+    return type(leaf)(leaf[index] for index in order.tolist())
 
 
 def _without(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ unequal sizes.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._arguments import check_positive_int
+from autoaccum._data.splits import is_default
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
 
@@ -123,11 +123,11 @@ def shuffled(window: Window, seed: int) -> Window:
         window: The window.
         seed: Determines the order.
     """
-    if not window.is_nested or not window.is_plain or len(window.groups()) != 1 or window.holds_counts():
+    can_be_joined = is_default(window.split) and window.is_plain and len(window.groups()) == 1
+    if not can_be_joined or window.holds_counts():
         return window
-    order = list(range(window.samples))
-    random.Random(seed).shuffle(order)  # noqa: S311 - no secret, and the same when a run is repeated
-    return window.chosen(order)
+    # By a generator of its own, so that the window has the same order when a run is repeated.
+    return window.reordered(torch.randperm(window.samples, generator=torch.Generator().manual_seed(seed)))
 
 
 def spread_of(norms: Sequence[float], shares: Sequence[float], whole: float, samples: int) -> Spread | None:

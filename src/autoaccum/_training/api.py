@@ -91,6 +91,7 @@ def fit(
     track_grad_norm: bool = False,
     last_window: str = "step",
     lr_scaling: str | None = None,
+    beta_scaling: str | None = None,
     base_batch: int | None = None,
     val_loader: Iterable[Any] | None = None,
     val_steps: int | None = None,
@@ -169,7 +170,10 @@ def fit(
             gradients once more in each update.
         last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
-        base_batch: The batch size that the learning rates were chosen for.
+        beta_scaling: "beta2" or "betas": raise Adam's decay rate of the second moment, or both of its decay rates, to
+            the power `target_batch / base_batch` once, so that moments keep their half-life in samples
+            (docs/batch-size.md).
+        base_batch: The batch size that the learning rates and betas were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
             before the first update, without a trace.
         val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
@@ -244,7 +248,8 @@ def fit(
     """
     started = time.perf_counter()
     _check_cuts(target_batch, last_window, micro_batch, probe, strategy, cache)
-    _check_updates(target_batch, lr_scaling, base_batch, loss_scope, batchnorm, on_nan)
+    optimizers.check_scaling(lr_scaling, beta_scaling, target_batch, base_batch)
+    _check_updates(loss_scope, batchnorm, on_nan)
     noise_every = check_noise_scale(noise_scale, loss_scope)
     epochs, max_steps = _check_length(epochs, max_steps)
     cap = max_micro_batch()
@@ -310,6 +315,7 @@ def fit(
                 "on_nan": on_nan,
                 "noise_scale": noise_every,
                 "lr_scaling": lr_scaling,
+                "beta_scaling": beta_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
@@ -371,15 +377,15 @@ def fit(
             world=world,
         )
         untouched.training = training
-        if lr_scaling is not None:
-            optimizers.scale_learning_rate(
-                step.optimizer,
-                lr_scaling,
-                target_batch=target_batch,
-                base_batch=base_batch,
-                notices=notices,
-                scheduler=scheduler,
-            )
+        optimizers.scale_to_batch(
+            step.optimizer,
+            lr_scaling,
+            beta_scaling,
+            target_batch=target_batch,
+            base_batch=base_batch,
+            notices=notices,
+            scheduler=scheduler,
+        )
         with watching:
             return training.run(limit_bytes=limit_bytes, started=started)
 
@@ -429,15 +435,7 @@ def _check_cuts(
     check_bool("cache", cache)
 
 
-def _check_updates(
-    target_batch: int,
-    lr_scaling: str | None,
-    base_batch: int | None,
-    loss_scope: str,
-    batchnorm: str,
-    on_nan: str,
-) -> None:
-    optimizers.check_scaling(lr_scaling, target_batch, base_batch)
+def _check_updates(loss_scope: str, batchnorm: str, on_nan: str) -> None:
     check_loss_scope(loss_scope)
     check_batchnorm(batchnorm)
     check_on_nan(on_nan)
