@@ -4,6 +4,7 @@ import kept_bytecode  # noqa: F401 - first, since what follows is large
 
 # isort: split
 
+import functools
 import gc
 import itertools
 import os
@@ -42,6 +43,8 @@ for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signa
         signal.signal(getattr(signal, _name), _handler)
 _modules_kept_out = 0
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+# Without a card torch.manual_seed notes for each kind of card who called it, for when there is one.
+_seed = functools.partial(torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed, 0)
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
 _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_", "TRITON_")
 
@@ -144,7 +147,7 @@ def plan_cache_of_its_own(no_leaks, monkeypatch, plan_folders):
 @pytest.fixture(autouse=True)
 def no_leaks():
     """Fails a test that leaves the process changed, and changes it back so that the next one is not blamed."""
-    torch.manual_seed(0)
+    _seed()
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the global generator, which models draw from
     before, threads = process_state(), set(threading.enumerate())

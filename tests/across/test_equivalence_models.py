@@ -17,6 +17,7 @@ from gradients import (
     distance,
     full_batch_gradient,
 )
+from helpers import a_few_of
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
@@ -100,12 +101,12 @@ def test_padded_window_has_the_full_batch_gradient(sizes, model):
     assert_full_batch_gradient(model, None, PADDED, sizes)
 
 
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize(("sizes", "model"), a_few_of(CUTS, MODELS), indirect=["model"])
 def test_window_without_padding_has_the_full_batch_gradient(sizes, model):
     assert_full_batch_gradient(model, None, sentences([T] * N), sizes)
 
 
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize(("sizes", "model"), a_few_of(CUTS, MODELS), indirect=["model"])
 def test_float32_is_as_exact_as_the_full_batch(sizes, model):
     assert_as_exact_as_full_batch(model, None, PADDED, sizes)
 
@@ -127,7 +128,7 @@ def test_micro_batch_in_which_nothing_counts_adds_nothing(sizes, model):
     assert_full_batch_gradient(model, None, batch, sizes)
 
 
-@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize(("sizes", "model"), a_few_of(CUTS, MODELS), indirect=["model"])
 def test_prompt_that_is_seen_but_does_not_count_is_told_from_padding(sizes, model):
     """Until it comes, counting labels and counting the mask give the same."""
     plain, prompted = sentences([8, 1, 5, 2, 8, 1, 3, 7, 2]), sentences([8, 4, 5, 6, 8, 5, 3, 7, 2])
@@ -150,8 +151,7 @@ def test_prompt_that_is_seen_but_does_not_count_is_told_from_padding(sizes, mode
     assert report.loss == pytest.approx(loss, rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", CUTS)
-@pytest.mark.parametrize("items", [7, torch.tensor(7)], ids=["int", "tensor"])
+@pytest.mark.parametrize(("sizes", "model", "items"), a_few_of(CUTS, MODELS, [7, torch.tensor(7)]), indirect=["model"])
 def test_number_of_items_in_the_batch_is_heeded_or_ignored_as_the_model_does(items, sizes, model):
     """GPT-2 divides its sum by it; T5 and BERT accept it and go on with a mean."""
     assert_full_batch_gradient(model, None, PADDED | {"num_items_in_batch": items}, sizes)

@@ -117,6 +117,22 @@ def test_value_that_was_never_seen_becomes_a_candidate_when_it_comes():
     assert set(named(question)) >= {(Over.COUNTED, 3), (Over.COUNTED, 255)}
 
 
+def of_identifiers(*windows):
+    question = Question(frozenset({"index"}))
+    for values in windows:
+        question.watch([{"index": torch.tensor(values)}])
+    return {how.ignore_index for how in question.candidates}
+
+
+def test_numbers_of_samples_are_not_tried_as_values_to_ignore_nor_are_those_of_a_last_small_window():
+    assert of_identifiers([*range(20, 32)], [40, 3]) == {-100}
+
+
+def test_numbers_that_repeat_are_classes_whatever_came_before():
+    assert of_identifiers([*range(12)], [1, 1]) == {-100, 0, 1}
+    assert of_identifiers([*range(12)], [1, 1], [2, 0]) == {-100, 0, 1, 2}
+
+
 def test_new_candidate_must_fit_what_was_seen_before():
     question = asked(functional.cross_entropy, real(N, C, T), tokens(-100), 2, 5)
 

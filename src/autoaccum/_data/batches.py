@@ -409,8 +409,8 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
 
 
 def chosen(batch: Any, indices: Sequence[int], split: Split | None = None) -> Any:
-    """Return the samples at `indices` of a batch, in that order."""
-    return Window([batch], split).chosen(indices).cut(0, len(indices))
+    """Return the samples at `indices` of a batch, in that order; `check_split` has accepted the split."""
+    return Window.of_checked([batch], split).chosen(indices).cut(0, len(indices))
 
 
 def _is_batch_itself(item: Any) -> bool:

@@ -114,7 +114,7 @@ class Evaluator:
         mark = Mark(self._step.objective.modules, self._step.memory.device)
         with evaluation_mode(self._step.objective.modules), torch.no_grad():
             for batch in batches:
-                self._one_batch(Window([batch], self._step.objective.split), totals, mark)
+                self._one_batch(Window.of_checked([batch], self._step.objective.split), totals, mark)
             if self._step.passes is not None:
                 self._step.passes.evaluate_with_others(self._passes)
         others = [totals] if self._ranks is None else self._ranks.exchange("evaluation", totals.on_host())

@@ -335,6 +335,7 @@ class _Values:
         self._seen = (math.inf, -math.inf)
         self._now = (math.inf, -math.inf)
         self._is_mask: bool | None = None
+        self._are_identifiers = False
 
     def see(self, pieces: Sequence[Tensor]) -> list[int]:
         """Return new values that may be ignored, given the targets of a window."""
@@ -344,7 +345,11 @@ class _Values:
         self._now = min(low for low, _ in ranges), max(high for _, high in ranges)
         found = []
         is_wider = self._now[0] < self._seen[0] or self._now[1] > self._seen[1]
-        if is_wider and not (self._is_other and _are_identifiers(pieces)):
+        if self._is_other:
+            # Too few to tell, as in the last window of an epoch: they are what they were before.
+            enough = self._are_identifiers or sum(map(len, pieces)) >= _IDENTIFIERS
+            self._are_identifiers = enough and _are_all_different(pieces)
+        if is_wider and not self._are_identifiers:
             self._seen = min(self._now[0], self._seen[0]), max(self._now[1], self._seen[1])
             found = self._of_mask(pieces) if pieces[0].is_floating_point() else self._of_classes(pieces)
         if not self.are_few:
@@ -399,10 +404,9 @@ def _whatever_the_values(name: str, targets: Tensor) -> list[Weighting]:
     return [Weighting(over, target=name) for over in (*overs, *([Over.SUMMED] if is_number else []))]
 
 
-def _are_identifiers(pieces: Sequence[Tensor]) -> bool:
+def _are_all_different(pieces: Sequence[Tensor]) -> bool:
     """Whether the targets of a window may be numbers of its samples, of which no value would be ignored."""
-    samples = sum(map(len, pieces))
-    if samples < _IDENTIFIERS or any(part.dim() != 1 or part.is_floating_point() for part in pieces):
+    if any(part.dim() != 1 or part.is_floating_point() for part in pieces):
         return False
     values = torch.cat([part.long() for part in pieces]).sort().values
     return int(values[0]) >= 0 and bool((values.diff() > 0).all())

@@ -15,6 +15,7 @@ import functools
 import gc
 import mmap
 import os
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -115,7 +116,7 @@ class Host(MemoryBackend):
         self._is_counted = True
         try:
             if limit_bytes is None:
-                _warm_up()
+                _warm_up_once()
                 self._begin()
                 yield
                 return
@@ -349,6 +350,23 @@ def _warm_up() -> None:
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         square = torch.ones(512, 512, dtype=torch.float32, device="cpu", requires_grad=True)
         torch.autograd.backward((square @ square).sum())
+
+
+class _Warm(threading.local):
+    """The process and the number of threads for which this thread was last warmed up."""
+
+    seen = (0, 0)
+
+
+_warm = _Warm()
+
+
+def _warm_up_once() -> None:
+    """Warm up unless this thread has been: threads stay, and a stack more or less matters only under a limit."""
+    now = os.getpid(), torch.get_num_threads()
+    if _warm.seen != now or _is_bounded():
+        _warm_up()
+        _warm.seen = now
 
 
 def _convolve() -> None:
