@@ -434,7 +434,9 @@ class Single(Classifier):
 @pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
 def test_half_precision_and_its_scaler_are_lightnings_own(name):
     def trained(most, *callbacks):
-        scaler = torch.amp.GradScaler("cpu", init_scale=128.0) if name == "16-mixed" else None
+        scaler = None
+        if name == "16-mixed":  # whose first scale overflows, so that update is skipped
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-16, growth_interval=2)
         module, types = Single(most), set()
         module.body.register_forward_hook(lambda *a: types.add(a[2].dtype))
         fitted(module, vectors(), *callbacks, plugins=[MixedPrecision(name, "cpu", scaler)], gradient_clip_val=1.0)
@@ -445,7 +447,8 @@ def test_half_precision_and_its_scaler_are_lightnings_own(name):
 
     assert others == types == {torch.bfloat16 if name == "bf16-mixed" else torch.float16}
     assert scale == other_scale
-    assert_close(plain, other, 5e-2)
+    assert scale is None or scale["scale"] == 512.0
+    assert_close(plain, other, 5e-2 if scale is None else 2e-3)
 
 
 def test_rounding_of_half_precision_is_not_taken_for_the_losss():
