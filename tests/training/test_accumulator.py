@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._loss import stand_ins
+from autoaccum._sizing.cache import Key
 from autoaccum._system.notices import Notices
 from faults import FailAt, InterruptAt
 from helpers import assert_bitwise, state_of
@@ -502,6 +503,44 @@ def test_size_is_found_while_it_trains_and_kept():
     assert found[-1].oom_events == 0
     assert 1 < max(found[-1].micro_batches) < 64
     assert accumulating.plan.target_batch == 64
+
+
+def cuts(accumulating, *, batches=4, clears=True):
+    """The cuts of batches that begin without gradients, or with those of a batch before."""
+    found = []
+    for _ in range(batches):
+        found.append(accumulating.backward(rows(64)).micro_batches)
+        if clears:
+            accumulating._step.clear_gradients()
+    return found
+
+
+def test_next_start_of_a_job_begins_with_the_size_that_was_found():
+    searched = cuts(sized(24))
+
+    found = [cuts(sized(24, cache=cache), batches=1)[0] for cache in (True, False)]
+
+    assert searched[0][0] < searched[-1][0] < 64
+    assert found == [searched[-1], searched[0]]
+
+
+def test_size_for_batches_that_are_added_to_gradients_is_kept_for_itself():
+    searched = cuts(sized(24), clears=False)
+
+    first, second = cuts(sized(24), batches=2, clears=False)
+
+    assert first == searched[0]
+    assert second == searched[-1]
+
+
+def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_again(monkeypatch):
+    monkeypatch.setattr("autoaccum._training.accumulator.key_of", lambda *_, **__: Key("0" * 64, 64, {}))
+    large = cuts(sized(48))[-1]
+
+    small, again = (cuts(sized(24)) for _ in range(2))
+
+    assert max(small[0]) < large[0]
+    assert again[0] == small[-1]
 
 
 def test_larger_batch_gets_larger_micro_batches_where_the_smaller_fitted_at_once():

@@ -20,6 +20,7 @@ from autoaccum._engine.watched_gradients import WatchedGradients
 from autoaccum._loss.reported import means
 from autoaccum._oom import let_go
 from autoaccum._records import BackwardReport, DeviceScalar
+from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
@@ -56,12 +57,14 @@ class _Lane:
         room: Tracks how much memory they leave free.
         work: Runs their micro-batches.
         recovery: Recovers them from lack of memory.
+        entry: What the cache holds of them.
     """
 
     sizing: Sizing
     room: Headroom
     work: MicroBatches
     recovery: Recovery
+    entry: CacheEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ class GradientAccumulator:
         strategy: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
+        entry_of: Returns what the cache holds of batches like a window, and whether `.grad` is empty before them; None
+            for nothing.
     """
 
     def __init__(
@@ -139,6 +144,7 @@ class GradientAccumulator:
         strategy: str | None = None,
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
+        entry_of: Callable[[Window, bool], CacheEntry] | None = None,
     ) -> None:
         self._step = step
         self._events = events
@@ -148,6 +154,7 @@ class GradientAccumulator:
         self._asked = micro_batch
         self._strategy = strategy or ("fastest" if micro_batch == "auto" else "balanced")
         self._scope = loss_scope
+        self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._moving = MovingLayers(step.objective.modules, notices)
         self._watched = WatchedGradients(step)
@@ -190,6 +197,8 @@ class GradientAccumulator:
         finally:
             self._watched.end_batch()
             lane.work.end()
+            if lane.recovery.lacks:
+                lane.entry.forget()
         if not self._has_told_of_hooks and len(lane.work.sizes) > 1:
             self._has_told_of_hooks = True
             tell_of_hooks(step.parameters, self._notices)
@@ -197,6 +206,7 @@ class GradientAccumulator:
             self._put([_kept_in(before, both) for before, both in zip(earlier, done.sums, strict=True)])
             self._events.windows += 1
         lane.recovery.choose_next_sizes(self._notices)
+        lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
         return BackwardReport(
             samples=done.reduced.samples,
             micro_batches=lane.work.sizes,
@@ -277,10 +287,12 @@ class GradientAccumulator:
         lane = self._lanes.get(is_empty)
         if lane is not None and not _is_outgrown(lane.sizing, window):
             return lane
-        self._lanes[is_empty] = lane = self._new_lane(window, lane or self._lanes.get(not is_empty))
+        self._lanes[is_empty] = lane = self._new_lane(
+            window, lane or self._lanes.get(not is_empty), self._entry_of(window, is_empty)
+        )
         return lane
 
-    def _new_lane(self, window: Window, known: _Lane | None) -> _Lane:
+    def _new_lane(self, window: Window, known: _Lane | None, entry: CacheEntry) -> _Lane:
         step, samples, cap = self._step, window.samples, max_micro_batch()
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
@@ -292,9 +304,9 @@ class GradientAccumulator:
             multiple_of=multiple_of,
             by_bytes=is_auto,
             learns=is_auto and self._scope != "window",
-            times_after=_BATCHES_BEFORE_TIMING,
+            times_after=None if entry.found is not None and entry.found.fastest else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
-            **_experience(known),
+            **(entry.experience or _experience(known)),
         )
         asked = begins = plan(samples, min(most, samples), strategy=strategy, multiple_of=multiple_of)
         if known is not None and known.sizing.plan.micro_batch < known.sizing.set_plan.micro_batch:  # after failures
@@ -305,7 +317,7 @@ class GradientAccumulator:
         work = MicroBatches(
             step, sizing, loss_scope=self._scope, norms=self._norms, moving=self._moving, peers=self._peers
         )
-        return _Lane(sizing, room, work, Recovery(step, work, sizing, room, self._events, self._norms))
+        return _Lane(sizing, room, work, Recovery(step, work, sizing, room, self._events, self._norms), entry)
 
 
 def _sum(before: Tensor, own: Tensor | None) -> Tensor:

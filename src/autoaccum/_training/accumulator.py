@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from autoaccum._arguments import check_choice, check_function
+from autoaccum._arguments import check_bool, check_choice, check_function
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -23,6 +23,10 @@ from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._memory.limits import parse_limit
+from autoaccum._oom import is_oom, let_go
+from autoaccum._sizing.cache import PlanCache
+from autoaccum._sizing.cache_entry import CacheEntry
+from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import check_finding
 from autoaccum._system.notices import Notices, check_notices
 from autoaccum.errors import InvalidInputError, RankFailedError
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoaccum._callbacks import Callback
+    from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.objective import Loss
@@ -70,6 +75,7 @@ class Accumulator:
             is created.
         micro_batch: The most samples at once; "auto" finds it.
         strategy: As for `fit`.
+        cache: As for `fit`. Batches that are added to earlier gradients have an entry of their own.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -103,6 +109,7 @@ class Accumulator:
         memory_limit: float | str | None = None,
         micro_batch: int | str = "auto",
         strategy: str | None = None,
+        cache: bool = True,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
@@ -116,6 +123,7 @@ class Accumulator:
         check_callbacks(callbacks)
         check_loss_scope(loss_scope)
         check_batchnorm(batchnorm)
+        check_bool("cache", cache)
         _check_functions(loss, closure, forward, loss_scope)
         check_notices(notices)
         self._notices = notices = notices or Notices()
@@ -141,6 +149,7 @@ class Accumulator:
         self._ranks = _ranks(self._step, loss_scope, batchnorm, notices)
         self._limit = StepLimit(memory, limit_bytes)
         ranks, step = self._ranks, self._step
+        caches = cache and micro_batch == "auto" and loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
             Events([Outside(callback, memory) for callback in callbacks], notices),
@@ -150,6 +159,7 @@ class Accumulator:
             strategy=strategy,
             loss_scope=loss_scope,
             batchnorm=batchnorm,
+            entry_of=_entries(step, limit_bytes, closure, notices) if caches else None,
         )
         self._at_work = threading.Lock()
 
@@ -215,6 +225,36 @@ class Accumulator:
             raise
         finally:
             self._at_work.release()
+
+
+def _entries(
+    step: GradientStep, limit_bytes: int | None, closure: Callable[[Any], Any] | None, notices: Notices
+) -> Callable[[Window, bool], CacheEntry]:
+    """Return what finds the cache's entry for batches like a window, and whether `.grad` is empty before them."""
+    cache = PlanCache(notices)
+    name = "" if closure is None else getattr(closure, "__qualname__", type(closure).__qualname__)
+
+    def entry(window: Window, is_empty: bool) -> CacheEntry:
+        try:
+            sample = window.largest().cut(0, 1)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            let_go(error)  # nothing is known, and the batch itself is run with smaller micro-batches
+            return CacheEntry(step.memory)
+        key = key_of(
+            step.objective.modules,
+            sample,
+            optimizer=f"a loop's own, {'no ' if is_empty else ''}gradients before a batch, {name}",
+            memory=step.memory,
+            precision=step.precision.name,
+            target_batch=window.samples,
+            limit_bytes=limit_bytes,
+            loss_scope="micro_batch",
+        )
+        return CacheEntry(step.memory, cache, key)
+
+    return entry
 
 
 def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices) -> Ranks | None:
