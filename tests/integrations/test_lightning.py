@@ -137,7 +137,7 @@ def sentences():
 
 
 def windowed(**options):
-    settings = {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)}
+    settings = {"device": autoaccum.Simulated("1GiB"), "cache": False, "notices": Notices(silent=True)}
     return Windowed(**(settings | options))
 
 
