@@ -3,7 +3,9 @@
 import copy
 import itertools
 import pickle
+import weakref
 from contextlib import suppress
+from typing import ClassVar
 
 import pytest
 import torch
@@ -423,6 +425,38 @@ def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(los
     assert len(plain) > 1
 
 
+class Holding(torch.autograd.Function):
+    """Has a tensor for its backward pass, which lacks memory where more samples come at once than 4."""
+
+    held: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, inputs):
+        ctx.held = inputs.clone()
+        Holding.held.append(weakref.ref(ctx.held))
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if len(gradient) > 4:
+            raise torch.OutOfMemoryError("told to")
+        return gradient
+
+
+def test_nothing_of_a_failed_backward_pass_is_alive_when_it_is_tried_again():
+    model, alive = Failing(), []
+
+    def loss(outputs, targets):
+        alive.append(any(held() is not None for held in Holding.held))
+        return functional.cross_entropy(Holding.apply(outputs.clone()), targets)
+
+    Holding.held.clear()
+    report = accumulator(model, loss, micro_batch=6, loss_reduction="mean").backward(batch())
+
+    assert report.oom_events == 1
+    assert not any(alive)
+
+
 @pytest.mark.parametrize("every", [pytest.param(19, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [FailAt, InterruptAt])
 def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every):
@@ -757,6 +791,32 @@ def test_parameters_of_other_modules_are_refused_unless_they_are_found():
     with pytest.raises(autoaccum.InvalidInputError, match="reaches 2 parameters that are not the model's"):
         accumulator(model, through_head).backward(batch())
     assert gradients(head) == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["closure", "loss"])
+@pytest.mark.parametrize(("most", "reached_by"), [(None, 1), (None, 2), (4, 2)])
+def test_parameters_of_other_modules_are_refused_when_a_later_micro_batch_reaches_them(kind, most, reached_by):
+    """The first one or the second of a later batch, also one in which memory has run out."""
+    model, hidden = Failing(), {"other": [nn.Linear(CLASSES, CLASSES).double()]}
+    calls = None
+
+    def loss(outputs, targets):
+        nonlocal calls
+        if calls is not None and model.training:
+            calls += 1
+            if calls >= reached_by:
+                outputs = hidden["other"][0](outputs)
+        return functional.cross_entropy(outputs, targets)
+
+    function = loss if kind == "loss" else lambda part: loss(model(part[0]), part[1])
+    accumulating = accumulator(model, micro_batch=6, loss_reduction="mean", **{kind: function})
+    accumulating.backward(batch())
+    before, model.most, calls = gradients(model), most, 0
+
+    with pytest.raises(autoaccum.InvalidInputError, match="parameters that are not the model's"):
+        accumulating.backward(batch(1))
+    assert_bitwise(gradients(model), before)
+    assert hidden["other"][0].weight.grad is None
 
 
 def test_parameters_of_modules_that_a_loss_refers_to_get_their_gradient():

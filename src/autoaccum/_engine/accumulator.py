@@ -131,6 +131,7 @@ class GradientAccumulator:
         batchnorm: As for `fit`.
         entry_of: Returns what the cache holds of batches like a window, and whether `.grad` is empty before them; None
             for nothing.
+        looks_always: As for `WatchedGradients`.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class GradientAccumulator:
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         entry_of: Callable[[Window, bool], CacheEntry] | None = None,
+        looks_always: bool = True,
     ) -> None:
         self._step = step
         self._events = events
@@ -157,7 +159,7 @@ class GradientAccumulator:
         self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._moving = MovingLayers(step.objective.modules, notices)
-        self._watched = WatchedGradients(step)
+        self._watched = WatchedGradients(step, looks_always=looks_always)
         self._lanes: dict[bool, _Lane] = {}
         self._has_told_of_hooks = False
 
@@ -183,7 +185,6 @@ class GradientAccumulator:
             self._norms.search()
             self._peers = self._make_peers()
             self._lanes.clear()
-            self._watched.look_again()
         self._watched.refuse_hooks()
         earlier = list(map(_GRADIENT, step.parameters))
         lane = self._lane(window, is_empty=all(gradient is None for gradient in earlier))

@@ -133,7 +133,8 @@ class Accumulator:
         limit_bytes = parse_limit(memory_limit, memory)
         used = [] if closure is None else modules_used_by(closure)
         losses = loss if isinstance(loss, list | tuple) else [loss]
-        used += [module for one in (*losses, forward) if callable(one) for module in modules_used_by(one)]
+        functions = [one for one in (*losses, forward) if callable(one)]
+        used += [module for one in functions for module in modules_used_by(one)]
         self._step = assemble_without_optimizer(
             model,
             loss if closure is None else [Closure(closure)],
@@ -160,6 +161,7 @@ class Accumulator:
             loss_scope=loss_scope,
             batchnorm=batchnorm,
             entry_of=_entries(step, limit_bytes, closure, notices) if caches else None,
+            looks_always=closure is not None or not all(map(_is_torchs, functions)),
         )
         self._at_work = threading.Lock()
 
@@ -284,6 +286,11 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
     check_alike(ranks, step, {"batchnorm": batchnorm})
     begin_alike(ranks, step, notices)
     return ranks
+
+
+def _is_torchs(loss: Any) -> bool:
+    """Whether a loss is PyTorch's own, which calls no modules."""
+    return str(getattr(loss, "__module__", None)).startswith("torch.")
 
 
 def _sums_in_backward(module: nn.Module) -> bool:
