@@ -462,6 +462,33 @@ def test_rounding_of_half_precision_is_not_taken_for_the_losss():
     assert (objective.weighting("loss").over, objective.doubts) == (Over.COUNTED, ())
 
 
+class Logging(Single):
+    def training_step(self, batch, batch_idx):
+        outputs = self.body(batch[0].float())
+        loss = functional.cross_entropy(outputs, batch[1])
+        self.log_dict({"loss": loss, "highest": outputs.max(), "samples": float(len(outputs))}, on_epoch=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_module_is_compiled_for_its_micro_batches_alone():
+    """And not for each log, or the few samples that show what the loss runs over."""
+
+    def trained(module):
+        return fitted(module, vectors(), windowed(device=None, micro_batch=4), epochs=2).callback_metrics
+
+    plain, other = Logging(), Logging()
+    logged = trained(plain)
+
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=5):
+        compiled = trained(torch.compile(other, backend="eager"))
+    torch.compiler.reset()
+
+    torch.testing.assert_close(dict(compiled), dict(logged))
+    assert_close(plain, other, 1e-5)
+
+
 class ByLbfgs(Classifier):
     """An optimizer that calls its closure several times."""
 
