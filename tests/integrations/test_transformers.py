@@ -3,7 +3,6 @@
 import math
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa
 from autoaccum.integrations.transformers import windowed  # noqa: E402
 from faults import FailAt  # noqa: E402
 from folders import TESTS  # noqa: E402
+from torchrun import found_by_ranks  # noqa: E402
 from trainers import MODELS, history, model_of, rows_of, trained, weights  # noqa: E402
 from warm import python  # noqa: E402
 
@@ -388,13 +388,7 @@ def test_training_under_a_real_limit_ends_with_it_and_dies_without(tmp_path):
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, str(TESTS / "trainer_ranks.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    return found_by_ranks("trainer_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
