@@ -17,6 +17,7 @@ from autoaccum._system.notices import Notices
 from autoaccum.integrations.accelerate import windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
+from trainers import MODELS, SINGLE, collated, model_of, rows_of
 from warm import python
 
 
@@ -139,6 +140,33 @@ def test_three_updates_are_those_of_whole_batches(kind, data):
 
     assert len(other.losses) == 3
     assert_same(plain, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_end_with_the_parameters_of_whole_batches(name):
+    def trained(*, is_plain):
+        accelerator, model = Accelerator(cpu=True), model_of(name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(rows_of(name, 26), batch_size=BATCH, collate_fn=collated)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        backward = None if is_plain else windowed(accelerator, model, **options(micro_batch=5))
+        losses = []
+        for batch in loader:
+            if backward is None:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                losses.append(loss.item())
+            else:
+                losses.append(backward(batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, losses
+
+    (plain, theirs), (other, ours) = trained(is_plain=True), trained(is_plain=False)
+
+    for value, expected in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-8 if name in SINGLE else 1e-12)
+    assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_losses():

@@ -22,6 +22,7 @@ from autoaccum._system.notices import Notices
 from autoaccum.integrations.lightning import Windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
+from trainers import MODELS, SINGLE, collated, model_of, rows_of
 from warm import python
 
 pytestmark = [
@@ -141,7 +142,7 @@ def windowed(**options):
     return Windowed(**(settings | options))
 
 
-def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, **options):
+def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, collate=None, **options):
     settings = {
         "accelerator": "cpu",
         "max_epochs": epochs,
@@ -153,7 +154,7 @@ def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, che
         "num_sanity_val_steps": 0,
     }
     trainer = pl.Trainer(callbacks=list(callbacks), **(settings | options))
-    loader = DataLoader(data, batch_size=BATCH)
+    loader = DataLoader(data, batch_size=BATCH, collate_fn=collate)
     trainer.fit(module, loader, loader if validates else None, ckpt_path=checkpoint)
     return trainer
 
@@ -195,6 +196,35 @@ def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
 
     assert trainer.global_step == 3
     assert_close(plain, other)
+
+
+class OfTransformers(pl.LightningModule):
+    """A model of Transformers, whose loss is its own."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.model = model_of(name)
+
+    def training_step(self, batch):
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_end_with_the_parameters_of_whole_batches(name):
+    plain, other = OfTransformers(name), OfTransformers(name)
+
+    plain_trainer = fitted(plain, rows_of(name, 26), collate=collated)
+    trainer = fitted(other, rows_of(name, 26), windowed(micro_batch=5), collate=collated)
+
+    assert trainer.global_step == 3
+    assert_close(plain, other, 1e-8 if name in SINGLE else 1e-12)
+    losses = [float(one.callback_metrics["loss"]) for one in (trainer, plain_trainer)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_fixed_micro_batch_is_used():
