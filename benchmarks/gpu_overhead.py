@@ -61,7 +61,7 @@ def beside_by_hand(findings, options):
             )
             added = found.get("added_us_per_micro_step_median")
             said += "" if added is None else f", {added:.1f} microseconds added a micro-step"
-            findings.add(f"runner beside by hand, {name} on one core", said, **found)
+            findings.add(f"{name} beside by hand, on one core", said, **found)
 
 
 def light(side):

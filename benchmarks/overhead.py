@@ -1,8 +1,8 @@
 """Measures the runner's overhead over the hand-written loop of document 002: one large batch, sliced into sub-batches.
 
-Both train the same network on the same windows, window by window in turn in one process, so that a slow moment of the
-machine affects both. Prints and writes the median ratio of a window's time with its quartiles, and the microseconds
-that the runner adds to a micro-step.
+The accumulator is measured with it, in a loop with an optimizer of its own. All train the same network on the same
+windows, window by window in turn in one process, so that a slow moment of the machine affects all. Prints and writes
+the median ratio of a window's time with its quartiles, and the microseconds that each adds to a micro-step.
 
     python benchmarks/overhead.py [--windows 400] [--out benchmarks/results/overhead.json]
 """
@@ -48,22 +48,24 @@ def hand_written(model, criterion, optimizer, images, target, sub_batch_size):
 def measure(width, sub_batch_size, windows, device):
     torch.manual_seed(0)
     by_hand = network(width).to(device)
-    ours = copy.deepcopy(by_hand)
+    ours, accumulated = copy.deepcopy(by_hand), copy.deepcopy(by_hand)
     criterion = nn.CrossEntropyLoss()
     samples = MICRO_BATCHES * sub_batch_size
     images, target = torch.randn(samples, 64), torch.randint(0, 10, (samples,))
     if device.type == "cuda":
         images, target = images.pin_memory(), target.pin_memory()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=1e-3)
-    runner = autoaccum.Runner(
-        ours,
-        torch.optim.SGD(ours.parameters(), lr=1e-3),
-        autoaccum.plan(samples, sub_batch_size),
-        loss=criterion,
-        device=device,
-        precision="fp32",
-        notices=Notices(silent=True),
-    )
+    optimizer_of_accumulated = torch.optim.SGD(accumulated.parameters(), lr=1e-3)
+    settings = {"loss": criterion, "device": device, "precision": "fp32", "notices": Notices(silent=True)}
+    plan = autoaccum.plan(samples, sub_batch_size)
+    runner = autoaccum.Runner(ours, torch.optim.SGD(ours.parameters(), lr=1e-3), plan, **settings)
+    accumulator = autoaccum.Accumulator(accumulated, micro_batch=sub_batch_size, **settings)
+
+    def step_accumulated():
+        optimizer_of_accumulated.zero_grad()
+        accumulator.backward((images, target))
+        optimizer_of_accumulated.step()
+
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def timed(function):
@@ -72,24 +74,26 @@ def measure(width, sub_batch_size, windows, device):
         wait()
         return time.perf_counter() - started
 
-    pairs = []
+    loops = [
+        lambda: hand_written(by_hand, criterion, optimizer, images, target, sub_batch_size),
+        lambda: runner.step((images, target)),
+        step_accumulated,
+    ]
+    times = []
     for window in range(windows + windows // 10):
-        both = [
-            lambda: hand_written(by_hand, criterion, optimizer, images, target, sub_batch_size),
-            lambda: runner.step((images, target)),
-        ]
-        order = (0, 1) if window % 2 else (1, 0)
-        took = {which: timed(both[which]) for which in order}
+        first = window % len(loops)
+        took = {which: timed(loops[which]) for which in (*range(first, len(loops)), *range(first))}
         if window >= windows // 10:  # the first tenth warms up
-            pairs.append((took[0], took[1]))
-    return pairs
+            times.append([took[which] for which in range(len(loops))])
+    return times
 
 
-def summary(pairs):
-    ratios = sorted(ours / by_hand for by_hand, ours in pairs)
-    added = sorted((ours - by_hand) / MICRO_BATCHES * 1e6 for by_hand, ours in pairs)
+def summary(times, which):
+    """Of one of ours, by the number of its loop."""
+    ratios = sorted(took[which] / took[0] for took in times)
+    added = sorted((took[which] - took[0]) / MICRO_BATCHES * 1e6 for took in times)
     return {
-        "hand_written_ms_per_micro_step": statistics.median(hand for hand, _ in pairs) / MICRO_BATCHES * 1e3,
+        "hand_written_ms_per_micro_step": statistics.median(took[0] for took in times) / MICRO_BATCHES * 1e3,
         "ratio_median": statistics.median(ratios),
         "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
         "added_us_per_micro_step_median": statistics.median(added),
@@ -112,18 +116,20 @@ def main():
     if device.type == "cpu":
         torch.set_num_threads(1)  # small operators on several threads measure the threads
     results = {}
-    print("| micro-step | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |")
-    print("|---|---|---|---|")
+    print("| | micro-step | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |")
+    print("|---|---|---|---|---|")
     for name, (width, sub_batch_size) in SIZES.items():
         windows = max(40, options.windows // (10 if name == "10 ms" else 1))
-        found = results[name] = summary(measure(width, sub_batch_size, windows, device))
-        low, high = found["ratio_quartiles"]
-        added_low, added_high = found["added_us_per_micro_step_quartiles"]
-        print(
-            f"| {name} | {found['hand_written_ms_per_micro_step']:.3f} | {found['ratio_median']:.3f} "
-            f"({low:.3f} to {high:.3f}) | {found['added_us_per_micro_step_median']:.1f} "
-            f"({added_low:.1f} to {added_high:.1f}) |"
-        )
+        times = measure(width, sub_batch_size, windows, device)
+        for which, loop in enumerate(("Runner", "Accumulator"), 1):
+            found = results[f"{loop}, {name}"] = summary(times, which)
+            low, high = found["ratio_quartiles"]
+            added_low, added_high = found["added_us_per_micro_step_quartiles"]
+            print(
+                f"| {loop} | {name} | {found['hand_written_ms_per_micro_step']:.3f} | {found['ratio_median']:.3f} "
+                f"({low:.3f} to {high:.3f}) | {found['added_us_per_micro_step_median']:.1f} "
+                f"({added_low:.1f} to {added_high:.1f}) |"
+            )
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, 1 thread"
     python = platform.python_version()
     print(f"\n{machine}, torch {torch.__version__}, Python {python}, {MICRO_BATCHES} micro-steps a window")

@@ -60,6 +60,8 @@ def vit():
     return transformers.ViTForImageClassification(config)
 
 
+# Their loss is computed in single precision, whatever their parameters are.
+SINGLE = ("gpt2", "llama")
 MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert, "bert for rows": bert_for_rows, "vit": vit}
 
 
@@ -132,4 +134,4 @@ def history(trainer):
     ]
 
 
-__all__ = ["MODELS", "Trainer", "collated", "history", "model_of", "rows_of", "trained", "weights"]
+__all__ = ["MODELS", "SINGLE", "Trainer", "collated", "history", "model_of", "rows_of", "trained", "weights"]

@@ -45,7 +45,7 @@ def model(kind):
     return family(config).double()
 
 
-def trained(trainer, kind, folder, *, samples=26, train=True, **options):
+def trained(trainer, kind, folder, *, samples=26, evaluated=13, train=True, **options):
     """A trainer that has trained: 3 updates of 12, 12 and 2 samples, if not told otherwise."""
     if kind == "dpo" and hasattr(trl.DPOTrainer, "concatenated_inputs"):
         pytest.skip(f"TRL {trl.__version__} makes batches of preferences of another form, which are refused")
@@ -56,7 +56,7 @@ def trained(trainer, kind, folder, *, samples=26, train=True, **options):
         model=network,
         args=TRAINERS[kind][1](str(folder), **(settings | options)),
         train_dataset=rows,
-        eval_dataset=rows.select(range(13)),
+        eval_dataset=rows.select(range(evaluated)),
         processing_class=tokenizer(),
         **reference,
     )

@@ -285,6 +285,12 @@ class Mark:
         self._metrics = MetricStates(part for module in modules for part in module.modules())
         self._modules = len(self._holders)
         self._earlier = earlier
+        self._tell_apart()
+
+    def _tell_apart(self) -> None:
+        """Find the modules that hold buffers, so that `take` need not look at the others one by one."""
+        self._holding = [number for number, (holder, kept) in enumerate(self._holders) if holder or kept]
+        self._empty = [holder for holder, kept in self._holders if not (holder or kept)]
 
     def keep_also(self, parameters: Sequence[nn.Parameter]) -> None:
         """Save these parameters too, from the next `take` on: some models modify theirs in the forward pass.
@@ -292,15 +298,17 @@ class Mark:
         They are copied every time, since a write through `.data` changes no counter.
         """
         self._holders[self._modules :] = [(dict(enumerate(parameters)), {})]
+        self._tell_apart()
 
     def take(self) -> None:
         """Save the current buffers, random state and states of metrics."""
         self.random.take()
         self._metrics.take()
         changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for number, (holder, kept) in enumerate(self._holders):
-            if holder or kept:
-                self._keep(number, holder, kept, changed)
+        if any(self._empty):
+            self._tell_apart()
+        for number in self._holding:
+            self._keep(number, *self._holders[number], changed)
         if changed:
             with torch.no_grad():
                 for copies, tensors in changed.values():

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Mapping
 
@@ -70,16 +71,28 @@ def gradient_of(job, size):
     return {name: before[name] - p.detach() for name, p in job.model.named_parameters()}
 
 
+def accumulated(job, size):
+    """Return the gradient of the first window by an accumulator, in micro-batches of some size."""
+    arguments = {name: value for name, value in job.fit_arguments().items() if name in OF_ACCUMULATOR}
+    model = arguments["model"] = copy.deepcopy(job.model)
+    window = next(iter(autoaccum.windows(job.loader, job.target_batch, split=job.split)))
+    accumulator = autoaccum.Accumulator(**arguments | {"micro_batch": size, "device": "cpu", "precision": "fp32"})
+    assert accumulator.backward(window).micro_batches == (size,) * (job.target_batch // size)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+OF_ACCUMULATOR = inspect.signature(autoaccum.Accumulator).parameters.keys() - {"callbacks", "notices"}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_cut_by_its_split_an_example_has_the_gradient_of_the_whole_batch(name):
     job = job_of(name)
     whole = whole_gradient(job)
-
-    cut = gradient_of(job, 2)
-
     assert whole
-    for key, gradient in whole.items():
-        torch.testing.assert_close(cut[key], gradient, rtol=1e-9, atol=1e-12)
+
+    for found in (gradient_of(job, 2), accumulated(job, 2)):
+        for key, gradient in whole.items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

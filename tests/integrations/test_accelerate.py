@@ -10,13 +10,14 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum._system.notices import Notices
 from autoaccum.integrations.accelerate import windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
+from trainers import MODELS, SINGLE, collated, model_of, rows_of
 from warm import python
 
 
@@ -28,6 +29,12 @@ def states_of_its_own(monkeypatch):
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._shared_state.clear()
+
+
+def single():
+    """Samples in the type that fp16 training begins with."""
+    inputs, targets = vectors().tensors
+    return TensorDataset(inputs.float(), targets)
 
 
 class Limited(nn.Module):
@@ -71,7 +78,7 @@ def cross_entropy(outputs, targets):
 
 
 def options(**further):
-    return {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)} | further
+    return {"device": autoaccum.Simulated("1GiB"), "cache": False, "notices": Notices(silent=True)} | further
 
 
 class Loop:
@@ -82,7 +89,8 @@ class Loop:
     ):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True, **settings)
-        accelerator.scaler = scaler  # it makes one on cards alone
+        if scaler is not None:  # as it does on cards, where alone it allows fp16
+            accelerator.state._mixed_precision, accelerator.native_amp, accelerator.scaler = "fp16", True, scaler
         model = Limited(kind().to(dtype), most)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -132,6 +140,33 @@ def test_three_updates_are_those_of_whole_batches(kind, data):
 
     assert len(other.losses) == 3
     assert_same(plain, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_end_with_the_parameters_of_whole_batches(name):
+    def trained(*, is_plain):
+        accelerator, model = Accelerator(cpu=True), model_of(name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(rows_of(name, 26), batch_size=BATCH, collate_fn=collated)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        backward = None if is_plain else windowed(accelerator, model, **options(micro_batch=5))
+        losses = []
+        for batch in loader:
+            if backward is None:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                losses.append(loss.item())
+            else:
+                losses.append(backward(batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, losses
+
+    (plain, theirs), (other, ours) = trained(is_plain=True), trained(is_plain=False)
+
+    for value, expected in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-8 if name in SINGLE else 1e-12)
+    assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_losses():
@@ -191,14 +226,19 @@ def test_precision_is_accelerates_own():
 
 
 def test_a_scaler_of_the_accelerators_is_used():
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
-    plain = Loop(is_plain=True, scaler=scalers[0], mixed_precision="bf16").epoch()
+    """Its first scale overflows in fp16, so the optimizer and the scheduler skip that update."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-16) for _ in range(2)]
+    plain, other = (
+        Loop(most=most, is_plain=most is None, scaler=scaler, data=single, dtype=torch.float32)
+        for most, scaler in zip((None, 5), scalers, strict=True)
+    )
 
-    other = Loop(most=5, scaler=scalers[1], mixed_precision="bf16").epoch()
+    plain.epoch(), other.epoch()
 
     assert scalers[1].state_dict() == scalers[0].state_dict()
-    assert scalers[0].get_scale() == 2048.0
-    assert_same(plain, other, 5e-2)
+    assert plain.rates[0] == [0.05]
+    assert scalers[0].get_scale() == 256.0
+    assert_same(plain, other, 1e-3)
 
 
 def test_training_resumes_from_accelerates_checkpoint(tmp_path):

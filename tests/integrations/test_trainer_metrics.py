@@ -1,9 +1,5 @@
 """TRL's trainers train, and log, as if each batch had fitted at once."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,7 +11,7 @@ from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import windowed
 from faults import FailAt
-from folders import TESTS
+from torchrun import found_by_ranks
 from trainers import history, weights
 from trl_trainers import TRAINERS, trained
 
@@ -90,32 +86,29 @@ def test_metrics_are_right_after_memory_has_run_out(plain, tmp_path, monkeypatch
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, str(TESTS / "trl_ranks.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    return found_by_ranks("trl_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_metrics_over_two_ranks_are_those_of_one_with_the_whole_batch(of_ranks, kind, tmp_path):
-    theirs = trained(TRAINERS[kind][0], kind, tmp_path, samples=24, eval_strategy="no")
-    (first, log_of_first, _), (second, _, failures) = (found[kind] for found in of_ranks)
+    """In training and evaluation; of the loss alone, an evaluation takes the mean of the ranks' means."""
+    theirs = trained(TRAINERS[kind][0], kind, tmp_path, samples=24, evaluated=12)
+    (first, log_of_first, _), (second, _, failures) = (found[kind, "ours"] for found in of_ranks)
+    loss = [entry["eval_loss"] for entry in of_ranks[0][kind, "plain"] if "eval_loss" in entry]
 
-    assert failures
+    assert all(failures)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, weights(theirs), rtol=0.0, atol=3e-7)
+    assert [entry["eval_loss"] for entry in log_of_first if "eval_loss" in entry] == pytest.approx(loss, rel=1e-5)
     for mine, other in zip(log_of_first, history(theirs), strict=True):
         assert mine.keys() == other.keys()
-        assert without_operations(mine) == pytest.approx(without_operations(other), rel=1e-5, abs=1e-6)
+        assert compared(mine) == pytest.approx(compared(other), rel=1e-5, abs=1e-6)
 
 
-def without_operations(entry):
-    """Without the count of floating-point operations, which differs with padding."""
-    return {key: value for key, value in entry.items() if key != "total_flos"}
+def compared(entry):
+    """Without the loss of an evaluation, and the count of floating-point operations, which differs with padding."""
+    return {key: value for key, value in entry.items() if key not in ("total_flos", "eval_loss")}
 
 
 def within(mode, function):

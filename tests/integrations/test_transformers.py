@@ -1,8 +1,8 @@
 """Transformers' trainer computes the gradient of its whole batch, whatever fits at once and whatever fails."""
 
+import math
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa
 from autoaccum.integrations.transformers import windowed  # noqa: E402
 from faults import FailAt  # noqa: E402
 from folders import TESTS  # noqa: E402
+from torchrun import found_by_ranks  # noqa: E402
 from trainers import MODELS, history, model_of, rows_of, trained, weights  # noqa: E402
 from warm import python  # noqa: E402
 
@@ -152,6 +153,45 @@ def test_half_precision_is_that_of_the_trainer(tmp_path):
     assert all(casts)
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=2e-2)
     assert history(ours)[0]["loss"] == pytest.approx(history(theirs)[0]["loss"], rel=5e-3)
+
+
+def in_fp16(trainer):
+    """A trainer class whose accelerator is what it makes for fp16 on a card, which alone it makes it for."""
+
+    class InFp16(trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            accelerator = self.accelerator
+            accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+            # The first scale overflows.
+            accelerator.scaler = torch.amp.GradScaler(
+                "cpu", init_scale=2.0**24, backoff_factor=2.0**-8, growth_interval=2
+            )
+
+    return InFp16
+
+
+@pytest.mark.parametrize("most", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_fp16_is_scaled_as_by_the_trainer_whichever_operator_lacks_memory(tmp_path, monkeypatch, most):
+    """An update that overflows is skipped, and memory that runs out in it, or in another, is not taken for that."""
+    options = {"model": model_of("bert").float(), "samples": 48, "optim": "sgd", "learning_rate": 0.1}
+
+    def run(*points):
+        with monkeypatch.context() as patch:
+            mode = failing(patch, Accumulator, "backward", points)
+            return mode, trained(in_fp16(cut()), tmp_path, "bert", **options)
+
+    theirs = trained(in_fp16(Trainer), tmp_path, "bert", **options)
+    whole, ours = run()
+    assert theirs.accelerator.scaler.get_scale() == 2.0**17
+    for mode, one in [(whole, ours), *map(run, list(points_of(whole.count, most))[1:])]:
+        assert mode is whole or mode.hits
+        assert one.accelerator.scaler.state_dict() == theirs.accelerator.scaler.state_dict()
+        torch.testing.assert_close(weights(one), weights(theirs), rtol=0.0, atol=1e-4)
+        first, *others = zip(history(one)[:-1], history(theirs)[:-1], strict=True)
+        assert not math.isfinite(first[0].pop("grad_norm") + first[1].pop("grad_norm"))
+        for mine, other in [first, *others]:
+            assert mine == pytest.approx(other, rel=1e-3)
 
 
 def test_adapters_of_peft_are_trained(tmp_path):
@@ -348,13 +388,7 @@ def test_training_under_a_real_limit_ends_with_it_and_dies_without(tmp_path):
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, str(TESTS / "trainer_ranks.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    return found_by_ranks("trainer_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import copy
 import itertools
 import pickle
+import weakref
 from contextlib import suppress
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._loss import stand_ins
+from autoaccum._sizing.cache import Key
 from autoaccum._system.notices import Notices
 from faults import FailAt, InterruptAt
 from helpers import assert_bitwise, state_of
@@ -422,6 +425,38 @@ def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(los
     assert len(plain) > 1
 
 
+class Holding(torch.autograd.Function):
+    """Has a tensor for its backward pass, which lacks memory where more samples come at once than 4."""
+
+    held: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, inputs):
+        ctx.held = inputs.clone()
+        Holding.held.append(weakref.ref(ctx.held))
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if len(gradient) > 4:
+            raise torch.OutOfMemoryError("told to")
+        return gradient
+
+
+def test_nothing_of_a_failed_backward_pass_is_alive_when_it_is_tried_again():
+    model, alive = Failing(), []
+
+    def loss(outputs, targets):
+        alive.append(any(held() is not None for held in Holding.held))
+        return functional.cross_entropy(Holding.apply(outputs.clone()), targets)
+
+    Holding.held.clear()
+    report = accumulator(model, loss, micro_batch=6, loss_reduction="mean").backward(batch())
+
+    assert report.oom_events == 1
+    assert not any(alive)
+
+
 @pytest.mark.parametrize("every", [pytest.param(19, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [FailAt, InterruptAt])
 def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every):
@@ -502,6 +537,44 @@ def test_size_is_found_while_it_trains_and_kept():
     assert found[-1].oom_events == 0
     assert 1 < max(found[-1].micro_batches) < 64
     assert accumulating.plan.target_batch == 64
+
+
+def cuts(accumulating, *, batches=4, clears=True):
+    """The cuts of batches that begin without gradients, or with those of a batch before."""
+    found = []
+    for _ in range(batches):
+        found.append(accumulating.backward(rows(64)).micro_batches)
+        if clears:
+            accumulating._step.clear_gradients()
+    return found
+
+
+def test_next_start_of_a_job_begins_with_the_size_that_was_found():
+    searched = cuts(sized(24))
+
+    found = [cuts(sized(24, cache=cache), batches=1)[0] for cache in (True, False)]
+
+    assert searched[0][0] < searched[-1][0] < 64
+    assert found == [searched[-1], searched[0]]
+
+
+def test_size_for_batches_that_are_added_to_gradients_is_kept_for_itself():
+    searched = cuts(sized(24), clears=False)
+
+    first, second = cuts(sized(24), batches=2, clears=False)
+
+    assert first == searched[0]
+    assert second == searched[-1]
+
+
+def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_again(monkeypatch):
+    monkeypatch.setattr("autoaccum._training.accumulator.key_of", lambda *_, **__: Key("0" * 64, 64, {}))
+    large = cuts(sized(48))[-1]
+
+    small, again = (cuts(sized(24)) for _ in range(2))
+
+    assert max(small[0]) < large[0]
+    assert again[0] == small[-1]
 
 
 def test_larger_batch_gets_larger_micro_batches_where_the_smaller_fitted_at_once():
@@ -718,6 +791,32 @@ def test_parameters_of_other_modules_are_refused_unless_they_are_found():
     with pytest.raises(autoaccum.InvalidInputError, match="reaches 2 parameters that are not the model's"):
         accumulator(model, through_head).backward(batch())
     assert gradients(head) == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["closure", "loss"])
+@pytest.mark.parametrize(("most", "reached_by"), [(None, 1), (None, 2), (4, 2)])
+def test_parameters_of_other_modules_are_refused_when_a_later_micro_batch_reaches_them(kind, most, reached_by):
+    """The first one or the second of a later batch, also one in which memory has run out."""
+    model, hidden = Failing(), {"other": [nn.Linear(CLASSES, CLASSES).double()]}
+    calls = None
+
+    def loss(outputs, targets):
+        nonlocal calls
+        if calls is not None and model.training:
+            calls += 1
+            if calls >= reached_by:
+                outputs = hidden["other"][0](outputs)
+        return functional.cross_entropy(outputs, targets)
+
+    function = loss if kind == "loss" else lambda part: loss(model(part[0]), part[1])
+    accumulating = accumulator(model, micro_batch=6, loss_reduction="mean", **{kind: function})
+    accumulating.backward(batch())
+    before, model.most, calls = gradients(model), most, 0
+
+    with pytest.raises(autoaccum.InvalidInputError, match="parameters that are not the model's"):
+        accumulating.backward(batch(1))
+    assert_bitwise(gradients(model), before)
+    assert hidden["other"][0].weight.grad is None
 
 
 def test_parameters_of_modules_that_a_loss_refers_to_get_their_gradient():

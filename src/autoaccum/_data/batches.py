@@ -135,6 +135,13 @@ class Window(Sequence[Any]):
         starts = itertools.accumulate([0, *self.groups()[:-1]])
         return [self._between(start, start + 1)[0].piece.sample_bytes() for start in starts]
 
+    def largest(self) -> Window:
+        """Return the largest samples by bytes: the whole group of them that can be joined."""
+        sizes, costs = self.groups(), self.sample_bytes()
+        largest = max(range(len(sizes)), key=lambda group: (costs[group], sizes[group]))
+        begin = sum(sizes[:largest])
+        return self.part(begin, begin + sizes[largest])
+
     def _grouped(self) -> list[int]:
         if not self._spans:
             return []

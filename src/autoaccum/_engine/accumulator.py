@@ -21,6 +21,7 @@ from autoaccum._engine.watched_gradients import WatchedGradients
 from autoaccum._loss.reported import means
 from autoaccum._oom import let_go
 from autoaccum._records import BackwardReport, DeviceScalar
+from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
@@ -58,12 +59,14 @@ class _Lane:
         room: Tracks how much memory they leave free.
         work: Runs their micro-batches.
         recovery: Recovers them from lack of memory.
+        entry: What the cache holds of them.
     """
 
     sizing: Sizing
     room: Headroom
     work: MicroBatches
     recovery: Recovery
+    entry: CacheEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,9 @@ class GradientAccumulator:
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
+        entry_of: Returns what the cache holds of batches like a window, and whether `.grad` is empty before them; None
+            for nothing.
+        looks_always: As for `WatchedGradients`.
     """
 
     def __init__(
@@ -143,6 +149,8 @@ class GradientAccumulator:
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         noise: NoiseScale | None = None,
+        entry_of: Callable[[Window, bool], CacheEntry] | None = None,
+        looks_always: bool = True,
     ) -> None:
         self._step = step
         self._noise = noise
@@ -153,9 +161,10 @@ class GradientAccumulator:
         self._asked = micro_batch
         self._strategy = strategy or ("fastest" if micro_batch == "auto" else "balanced")
         self._scope = loss_scope
+        self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
         self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
         self._moving = MovingLayers(step.objective.modules, notices)
-        self._watched = WatchedGradients(step)
+        self._watched = WatchedGradients(step, looks_always=looks_always)
         self._lanes: dict[bool, _Lane] = {}
         self._has_told_of_hooks = False
 
@@ -181,7 +190,6 @@ class GradientAccumulator:
             self._norms.search()
             self._peers = self._make_peers()
             self._lanes.clear()
-            self._watched.look_again()
         self._watched.refuse_hooks()
         earlier = list(map(_GRADIENT, step.parameters))
         lane = self._lane(window, is_empty=all(gradient is None for gradient in earlier))
@@ -199,6 +207,8 @@ class GradientAccumulator:
         finally:
             self._watched.end_batch()
             lane.work.end()
+            if lane.recovery.lacks:
+                lane.entry.forget()
         if not self._has_told_of_hooks and len(lane.work.sizes) > 1:
             self._has_told_of_hooks = True
             tell_of_hooks(step.parameters, self._notices)
@@ -208,6 +218,7 @@ class GradientAccumulator:
         lane.recovery.choose_next_sizes(self._notices)
         if noise is not None and done.reduced.spread is not None:
             noise.learn(done.reduced.spread, done.reduced.samples)
+        lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
         return BackwardReport(
             samples=done.reduced.samples,
             micro_batches=lane.work.sizes,
@@ -288,10 +299,12 @@ class GradientAccumulator:
         lane = self._lanes.get(is_empty)
         if lane is not None and not _is_outgrown(lane.sizing, window):
             return lane
-        self._lanes[is_empty] = lane = self._new_lane(window, lane or self._lanes.get(not is_empty))
+        self._lanes[is_empty] = lane = self._new_lane(
+            window, lane or self._lanes.get(not is_empty), self._entry_of(window, is_empty)
+        )
         return lane
 
-    def _new_lane(self, window: Window, known: _Lane | None) -> _Lane:
+    def _new_lane(self, window: Window, known: _Lane | None, entry: CacheEntry) -> _Lane:
         step, samples, cap = self._step, window.samples, max_micro_batch()
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
@@ -303,9 +316,9 @@ class GradientAccumulator:
             multiple_of=multiple_of,
             by_bytes=is_auto,
             learns=is_auto and self._scope != "window",
-            times_after=_BATCHES_BEFORE_TIMING,
+            times_after=None if entry.found is not None and entry.found.fastest else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
-            **_experience(known),
+            **(entry.experience or _experience(known)),
         )
         asked = begins = plan(samples, min(most, samples), strategy=strategy, multiple_of=multiple_of)
         if known is not None and known.sizing.plan.micro_batch < known.sizing.set_plan.micro_batch:  # after failures
@@ -322,7 +335,7 @@ class GradientAccumulator:
             peers=self._peers,
             noise=self._noise,
         )
-        return _Lane(sizing, room, work, Recovery(step, work, sizing, room, self._events, self._norms))
+        return _Lane(sizing, room, work, Recovery(step, work, sizing, room, self._events, self._norms), entry)
 
 
 def _sum(before: Tensor, own: Tensor | None) -> Tensor:

@@ -81,8 +81,8 @@ class Witness(Protocol):
 class Watch(Protocol):
     """Checks gradients before and after each backward pass, and between them."""
 
-    def begin_micro_batch(self, *, is_first: bool) -> None:
-        """Check that nothing has changed gradients since the last one."""
+    def begin_micro_batch(self, *, is_first: bool, sets_aside: bool) -> None:
+        """Check that nothing has changed gradients, before they are set aside."""
 
     def note(self) -> None:
         """Record that gradients are as they have to be."""
@@ -142,7 +142,7 @@ class GradientStep:
         passes: Notified of each pass; None if the model does not communicate in passes.
         time_first: Watches the first passes; None afterwards.
         scale: Multiplies a loss before its backward pass; None for no scaling.
-        watch: Checks gradients before and after each backward pass; None if they are the step's own.
+        watch: Checks gradients before and after each backward pass, within a window; None for no check.
         keeps_outputs: Whether to keep the outputs of micro-batches.
     """
 

@@ -157,7 +157,7 @@ class MicroBatches:
             pair_weight = self._pair_weight()
             losses = {name: _total(values) for name, values in _by_name(self._accumulated.losses).items()}
             noted = self._accumulated.reported
-            if self._step.watch is not None:
+            if self._step.watch is not None and self._sending is None:
                 self._step.watch.check()
         self.size = None
         self._see_what_is_written()
@@ -315,7 +315,7 @@ class MicroBatches:
         """Run one micro-batch forward and backward."""
         step, stage = self._step, self._step.stage
         if step.watch is not None:
-            step.watch.begin_micro_batch(is_first=self._done == 0)
+            step.watch.begin_micro_batch(is_first=self._done == 0, sets_aside=aside)
         self.size = size
         self._moved = step.has_added = False
         self._adding = None

@@ -34,6 +34,7 @@ from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
 from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.untouched_gradients import UntouchedGradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
 from autoaccum._records import DeviceScalar, Plan, StepReport
@@ -165,6 +166,7 @@ class WindowRunner:
         self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
         self._state = _WindowState(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
+        self._untouched = UntouchedGradients(step)
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -304,6 +306,9 @@ class WindowRunner:
             self._tell_of_batches_apart(part)
         share = self._peers.begin(part, self._sizing)
         self._work.begin(part, share, measures_noise=self._state.measures_noise)
+        if step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
+            step.watch = self._untouched
+            self._untouched.note()
         self._state.is_at_work = True
 
     def _tell_of_batches_apart(self, part: Window) -> None:
@@ -345,6 +350,8 @@ class WindowRunner:
     def _end(self) -> None:
         """Release the window."""
         self._state.is_at_work = False
+        self._step.watch = None
+        self._untouched.forget()
         self._step.updates.drop_reservation()
         self._work.end()
 

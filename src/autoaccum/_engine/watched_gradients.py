@@ -1,6 +1,6 @@
 """Watches what happens to `.grad` while a batch's gradient is computed, where it belongs to the user.
 
-Hooks, losses and callbacks may run an optimizer, clear gradients, or change them; a loss may reach parameters of other
+Besides what `UntouchedGradients` refuses, a hook may step an optimizer, and a loss may reach parameters of other
 modules, or tensors that are no parameters, whose gradients nobody restores. Each would make a wrong gradient without a
 word.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import weakref
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
+from autoaccum._engine.untouched_gradients import UntouchedGradients, nodes
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
 
@@ -23,32 +23,26 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.forward_backward import GradientStep
 
-_GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_post_accumulate_grad_hooks")
-# The function by which modules run their backward hooks.
-_OF_MODULE_HOOKS = "BackwardHookFunctionBackward"
-# What a tensor's gradient is, and how often it has been changed in place.
-_State = tuple[Tensor | None, int]
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
-class WatchedGradients:
-    """Checks the gradients of a step before and after each backward pass, and between them.
+class WatchedGradients(UntouchedGradients):
+    """Checks the gradients of a step before and after each backward pass, and what else a backward pass adds to.
 
     Args:
         step: The step, which notifies this of its backward passes from now on.
+        looks_always: Whether a function of the user's may reach other modules in any micro-batch; otherwise the first
+            one of each batch is looked at.
     """
 
-    def __init__(self, step: GradientStep) -> None:
-        self._step = step
+    def __init__(self, step: GradientStep, *, looks_always: bool) -> None:
+        super().__init__(step, "outside of Accumulator.backward()")
+        self._looks_always = looks_always
         self._has_looked = False
-        self._seen: list[_State] | None = None
-        self._total: Tensor | None = None
+        self._known: set[Tensor] = set()
         self._canary: tuple[nn.Parameter, Tensor] | None = None
         self._others: list[_Other] = []
         step.watch = self
-
-    def look_again(self) -> None:
-        """Check the next graph: the modules have changed."""
-        self._has_looked = False
 
     def refuse_hooks(self) -> None:
         """Check that no hook runs after a gradient is accumulated.
@@ -71,12 +65,14 @@ class WatchedGradients:
             tensors: The tensors of the batch.
             has_earlier: Whether there were gradients, so that a loss that clears them would show without micro-batches.
         """
+        self._has_looked, self._known = False, set(self._step.parameters)
         known = [leaf for other in self._others if (leaf := other.leaf()) is not None]
         own = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
         self._others = [_Other(leaf) for leaf in dict.fromkeys(known + own)] if known or own else []
-        trained = [parameter for parameter in self._step.parameters if parameter.requires_grad]
-        if has_earlier and trained:
-            self._put_canary(min(trained, key=torch.numel))
+        if has_earlier:
+            trained = [parameter for parameter in self._step.parameters if parameter.requires_grad]
+            if trained:
+                self._put_canary(min(trained, key=torch.numel))
         self.note()
 
     def _put_canary(self, parameter: nn.Parameter) -> None:
@@ -94,45 +90,24 @@ class WatchedGradients:
     def end_batch(self) -> None:
         """Release a batch."""
         self._remove_canary()
-        self._seen = self._total = None
+        super().forget()
 
-    def begin_micro_batch(self, *, is_first: bool) -> None:
-        """Check that nothing has changed gradients since the last one.
+    def begin_micro_batch(self, *, is_first: bool, sets_aside: bool) -> None:
+        """Check that nothing has changed gradients, before they are set aside.
 
         Raises:
             InvalidInputError: Something has.
         """
-        self.check()
-        if not is_first and self._remove_canary():
-            self.note()
-
-    def note(self) -> None:
-        """Record that gradients are as they have to be."""
-        self._seen = [_state(parameter) for parameter in self._step.parameters]
+        super().begin_micro_batch(is_first=is_first, sets_aside=sets_aside)
+        if not is_first and self._canary is not None:
+            self._release_canary()
 
     def forget(self) -> None:
         """Record that all gradients of the batch were dropped, to begin it again."""
-        self._canary = self._seen = None
+        self._canary = None
+        super().forget()
         for other in self._others:
             other.begin_again()
-
-    def check(self) -> None:
-        """Check that gradients are as they were when last noted.
-
-        Raises:
-            InvalidInputError: They are not.
-        """
-        if self._seen is None:
-            self.note()
-            return
-        for parameter, (gradient, version) in zip(self._step.parameters, self._seen, strict=True):
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
-                raise InvalidInputError(
-                    f"a model, loss, closure or callback changed .grad of a parameter of shape "
-                    f"{tuple(parameter.shape)} in the middle of a batch (by zero_grad(), backward() or an optimizer's "
-                    "step); it may be called for each of several micro-batches, and again when memory runs out, so "
-                    "return the loss alone, and do this outside of Accumulator.backward()"
-                )
 
     # --- a backward pass ----------------------------------------------------------------------------------------------
 
@@ -142,26 +117,28 @@ class WatchedGradients:
         Raises:
             InvalidInputError: Its gradient reaches a parameter that is not the step's, or gradients were changed.
         """
-        self.check()
-        if self._remove_canary():
-            self.note()
-        if not self._has_looked:
-            self._look_at(_leaves(total))
+        super().begin(total)
+        if self._canary is not None:
+            self._release_canary()
+        if self._looks_always or not self._has_looked:
+            self._look_at(total)
             self._has_looked = self._step.sources_left == 0
-        self._total = total
 
-    def _look_at(self, leaves: Sequence[Tensor]) -> None:
-        known = set(self._step.parameters)
-        strangers = [one for one in leaves if isinstance(one, nn.Parameter) and one not in known]
+    def _look_at(self, total: Tensor) -> None:
+        """Check the tensors that the backward pass of a loss adds gradients to."""
+        leaves = (getattr(node, "variable", None) for node in nodes(total))
+        unknown = [leaf for leaf in leaves if leaf is not None and leaf not in self._known]
+        strangers = [leaf for leaf in unknown if isinstance(leaf, nn.Parameter)]
         if strangers:
             raise InvalidInputError(
                 f"the gradient of the loss reaches {len(strangers)} parameters that are not the model's, the first "
                 f"of shape {tuple(strangers[0].shape)}; pass all modules that the loss uses, as in "
                 "model=torch.nn.ModuleList([model, other]) with closure=, or freeze the others"
             )
-        watched = {other.leaf() for other in self._others}
-        # Those that a pass makes itself (to differentiate by its inputs) end with it.
-        self._others += [_Other(one) for one in leaves if not isinstance(one, nn.Parameter) and one not in watched]
+        if unknown:
+            watched = {other.leaf() for other in self._others}
+            # Those that a pass makes itself (to differentiate by its inputs) end with it.
+            self._others += [_Other(one) for one in unknown if one not in watched]
 
     def end(self) -> None:
         """Check that the backward pass added to gradients once, and that nothing took them away.
@@ -169,18 +146,7 @@ class WatchedGradients:
         Raises:
             InvalidInputError: A gradient was cleared, replaced or changed.
         """
-        assert self._seen is not None
-        total, self._total = self._total, None
-        for parameter, (gradient, version) in zip(self._step.parameters, self._seen, strict=True):
-            if gradient is None or gradient.layout is not torch.strided:
-                continue
-            if parameter.grad is not gradient:
-                # Autograd adds to dense gradients in place.
-                if parameter.grad is None or parameter.grad.layout is torch.strided:
-                    raise _changed_in_backward("cleared or replaced", parameter)
-            elif gradient._version > version + 1 and not _may_add_twice(total):
-                raise _changed_in_backward("changed", parameter)
-        self.note()
+        super().end()
         for other in self._others:
             other.note()
 
@@ -201,15 +167,19 @@ class WatchedGradients:
                     "parameter of a module that is passed, or pass a smaller micro_batch, and clear that gradient"
                 )
 
-    def _remove_canary(self) -> bool:
-        """Take the canary away; return whether there was one."""
+    def _release_canary(self) -> None:
+        """Check gradients with the canary among them, and go on without it."""
+        self.check()
+        self._remove_canary()
+        self.note()
+
+    def _remove_canary(self) -> None:
         if self._canary is None:
-            return False
+            return
         parameter, gradient = self._canary
         self._canary = None
         if parameter.grad is gradient:
             parameter.grad = None
-        return True
 
 
 class _Other:
@@ -244,42 +214,3 @@ class _Other:
         gradient = None if leaf is None else leaf.grad
         # The same object as long as the gradient lives, so that `is` compares gradients.
         return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
-
-
-def _state(tensor: Tensor) -> _State:
-    gradient = tensor.grad
-    return gradient, 0 if gradient is None else gradient._version
-
-
-def _changed_in_backward(how: str, parameter: nn.Parameter) -> InvalidInputError:
-    return InvalidInputError(
-        f"a hook {how} .grad of a parameter of shape {tuple(parameter.shape)} during the "
-        "backward pass, and with it what earlier micro-batches added; change gradients after backward(), "
-        "or return the changed gradient from a hook of register_hook"
-    )
-
-
-def _may_add_twice(total: Tensor | None) -> bool:
-    """Whether a function in the graph may run backward passes of its own, as a reentrant checkpoint does."""
-    return total is None or any(
-        isinstance(node, BackwardCFunction) and type(node).__name__ != _OF_MODULE_HOOKS for node in _nodes(total)
-    )
-
-
-def _leaves(total: Tensor) -> list[Tensor]:
-    """Return the tensors that the backward pass of a loss adds gradients to."""
-    leaves = (getattr(node, "variable", None) for node in _nodes(total))
-    return list(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
-
-
-def _nodes(total: Tensor) -> list[Any]:
-    """Return the nodes of a loss's graph."""
-    seen: dict[Any, None] = {}
-    ahead: list[Any] = [total.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen[node] = None
-        ahead += [further for further, _ in node.next_functions]
-    return list(seen)

@@ -7,6 +7,7 @@ which samples are run.
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -296,7 +297,7 @@ class Run:
         self._mark.take()
         attributes = PlainAttributes(self.objective.modules)
         try:
-            with self._modes(), self._as_written():
+            with self._modes(), uncompiled():
                 yield attributes
         finally:
             with signals.held(), ExitStack() as restoring:
@@ -340,10 +341,6 @@ class Run:
             or any(parameter.dtype in _HALF for parameter in found)
             or any(map(torch.is_autocast_enabled, types))  # the user's own, around the call
         )
-
-    def _as_written(self) -> AbstractContextManager[object]:
-        is_compiled = any(module._compiled_call_impl is not None for module in self.objective.modules)
-        return uncompiled() if is_compiled else nullcontext()
 
     def _on_outputs(self, sample: Window, splits: Sequence[Rows], dtype: torch.dtype, way: Way) -> list[Observed]:
         batch = self._place(copied(sample.cut(0, sample.samples)))
@@ -397,5 +394,7 @@ def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled modules eagerly: a size that occurs once is not worth a graph."""
+    """Run compiled modules and functions eagerly: a size that occurs once is not worth a graph."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing is compiled, and importing the compiler takes seconds
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

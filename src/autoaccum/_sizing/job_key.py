@@ -27,7 +27,7 @@ def key_of(
     modules: Sequence[nn.Module],
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | str,
     memory: MemoryBackend,
     precision: str,
     target_batch: int,
@@ -40,7 +40,7 @@ def key_of(
     Args:
         modules: The model, already on its device, and losses that are modules.
         batch: A batch; only the structure of a sample matters, not their number.
-        optimizer: Only its class matters.
+        optimizer: Only its class matters; or what stands for it, in a loop of the user's own.
         memory: The device.
         precision: The precision in use.
         target_batch: Samples per update.
@@ -51,7 +51,7 @@ def key_of(
     about: dict[str, str | int | None] = {
         "model": _class_name(modules[0]),
         "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in modules[0].parameters()),
-        "optimizer": _class_name(optimizer),
+        "optimizer": optimizer if isinstance(optimizer, str) else _class_name(optimizer),
         "precision": precision,
         "device": memory.name,
         "device_bytes": memory.reading().total_bytes,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from autoaccum._arguments import check_choice, check_function
+from autoaccum._arguments import check_bool, check_choice, check_function
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -24,6 +24,10 @@ from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._memory.limits import parse_limit
+from autoaccum._oom import is_oom, let_go
+from autoaccum._sizing.cache import PlanCache
+from autoaccum._sizing.cache_entry import CacheEntry
+from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import check_finding
 from autoaccum._system.notices import Notices, check_notices
 from autoaccum.errors import InvalidInputError, RankFailedError
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoaccum._callbacks import Callback
+    from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.objective import Loss
@@ -71,6 +76,7 @@ class Accumulator:
             is created.
         micro_batch: The most samples at once; "auto" finds it.
         strategy: As for `fit`.
+        cache: As for `fit`. Batches that are added to earlier gradients have an entry of their own.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -105,6 +111,7 @@ class Accumulator:
         memory_limit: float | str | None = None,
         micro_batch: int | str = "auto",
         strategy: str | None = None,
+        cache: bool = True,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
@@ -120,6 +127,7 @@ class Accumulator:
         check_loss_scope(loss_scope)
         check_batchnorm(batchnorm)
         every = check_noise_scale(noise_scale, loss_scope)
+        check_bool("cache", cache)
         _check_functions(loss, closure, forward, loss_scope)
         check_notices(notices)
         self._notices = notices = notices or Notices()
@@ -129,7 +137,8 @@ class Accumulator:
         limit_bytes = parse_limit(memory_limit, memory)
         used = [] if closure is None else modules_used_by(closure)
         losses = loss if isinstance(loss, list | tuple) else [loss]
-        used += [module for one in (*losses, forward) if callable(one) for module in modules_used_by(one)]
+        functions = [one for one in (*losses, forward) if callable(one)]
+        used += [module for one in functions for module in modules_used_by(one)]
         self._step = assemble_without_optimizer(
             model,
             loss if closure is None else [Closure(closure)],
@@ -146,6 +155,7 @@ class Accumulator:
         self._limit = StepLimit(memory, limit_bytes)
         ranks, step = self._ranks, self._step
         self._noise = None if every is None else NoiseScale(every, notices)
+        caches = cache and micro_batch == "auto" and loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
             Events([Outside(callback, memory) for callback in callbacks], notices),
@@ -156,6 +166,8 @@ class Accumulator:
             loss_scope=loss_scope,
             batchnorm=batchnorm,
             noise=self._noise,
+            entry_of=_entries(step, limit_bytes, closure, notices) if caches else None,
+            looks_always=closure is not None or not all(map(_is_torchs, functions)),
         )
         self._at_work = threading.Lock()
 
@@ -228,6 +240,36 @@ class Accumulator:
             self._at_work.release()
 
 
+def _entries(
+    step: GradientStep, limit_bytes: int | None, closure: Callable[[Any], Any] | None, notices: Notices
+) -> Callable[[Window, bool], CacheEntry]:
+    """Return what finds the cache's entry for batches like a window, and whether `.grad` is empty before them."""
+    cache = PlanCache(notices)
+    name = "" if closure is None else getattr(closure, "__qualname__", type(closure).__qualname__)
+
+    def entry(window: Window, is_empty: bool) -> CacheEntry:
+        try:
+            sample = window.largest().cut(0, 1)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            let_go(error)  # nothing is known, and the batch itself is run with smaller micro-batches
+            return CacheEntry(step.memory)
+        key = key_of(
+            step.objective.modules,
+            sample,
+            optimizer=f"a loop's own, {'no ' if is_empty else ''}gradients before a batch, {name}",
+            memory=step.memory,
+            precision=step.precision.name,
+            target_batch=window.samples,
+            limit_bytes=limit_bytes,
+            loss_scope="micro_batch",
+        )
+        return CacheEntry(step.memory, cache, key)
+
+    return entry
+
+
 def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices) -> Ranks | None:
     """Join the other processes of this training, and give all of them the weights of the first; None if there are none.
 
@@ -255,6 +297,11 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
     check_alike(ranks, step, {"batchnorm": batchnorm})
     begin_alike(ranks, step, notices)
     return ranks
+
+
+def _is_torchs(loss: Any) -> bool:
+    """Whether a loss is PyTorch's own, which calls no modules."""
+    return str(getattr(loss, "__module__", None)).startswith("torch.")
 
 
 def _sums_in_backward(module: nn.Module) -> bool:

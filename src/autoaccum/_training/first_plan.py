@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
-from autoaccum._sizing.cache import Key, PlanCache, Remembered
+from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
-from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
 from autoaccum._sizing.sizing import SizingOptions
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan, ProbeResult, Trial
+    from autoaccum._sizing.cache import PlanCache
     from autoaccum._sizing.sizing import Cutting
 
 # Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
@@ -77,8 +77,7 @@ class Finding:
         self._limit_bytes = limit_bytes
         self._loss_scope = loss_scope
         self._forward = forward
-        self._key: Key | None = None
-        self._remembered: Remembered | None = None
+        self._entry = CacheEntry(step.memory)
 
     def begin(self, first: Window, on_trial: Callable[[Trial], None]) -> ProbeResult | None:
         """Look up an earlier run of the same job in the cache, and run the probe if `probe` is "before".
@@ -92,10 +91,10 @@ class Finding:
         """
         if not self._is_auto:
             return None
-        largest = _largest_batch(first)
+        largest = first.largest()
         most = first.samples if self._cap is None else min(first.samples, self._cap)
         if self._cache is not None:
-            self._key = key_of(
+            key = key_of(
                 self._step.objective.modules,
                 largest.cut(0, largest.samples),
                 optimizer=self._step.optimizer,
@@ -106,7 +105,7 @@ class Finding:
                 loss_scope=self._loss_scope,
                 cap=self._cap,
             )
-            self._remembered = self._cache.find(self._key)
+            self._entry = CacheEntry(self._step.memory, self._cache, key)
         if self._probe != "before":
             return None
         found = probe(
@@ -116,14 +115,14 @@ class Finding:
             self._limit_bytes,
             on_trial,
             loss_scope=self._loss_scope,
-            begins_with=None if self._remembered is None else self._remembered.micro_batch,
+            begins_with=None if self._entry.found is None else self._entry.found.micro_batch,
         )
         self.note(found)
         return found
 
     def begin_anew(self) -> None:
         """Search again in the coming windows, without the cache: after a fallback, a step takes less memory."""
-        self._cache = self._remembered = None
+        self._cache, self._entry = None, CacheEntry(self._step.memory)
         if self._loss_scope != "window" and self._probe == "before":
             self._probe = "inline"
 
@@ -161,15 +160,11 @@ class Finding:
             windows_ahead: Number of windows still to come; None if unknown.
             cutting: The initial cut.
         """
-        remembered = self._remembered
-        line = None
-        if remembered is not None and remembered.bytes_per_sample:
-            line = Line(0.0, remembered.bytes_per_sample)  # the fixed part differs between runs
-        fastest = None if remembered is None else remembered.fastest
+        found = self._entry.found
         times_after = None
         if (
             not cutting.is_timed
-            and fastest is None
+            and (found is None or found.fastest is None)
             and (windows_ahead is None or windows_ahead >= _WINDOWS_WORTH_TIMING)
         ):
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
@@ -179,44 +174,21 @@ class Finding:
             by_bytes=self._is_auto and self._probe != "off",
             learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,
-            fits=0 if remembered is None or self._probe != "before" else remembered.micro_batch,
-            fitted_before=0 if remembered is None else remembered.micro_batch,
-            begins_with=None if remembered is None else fastest or remembered.micro_batch,
-            line=line,
+            fits=0 if found is None or self._probe != "before" else found.micro_batch,
             most=self._cap,
+            **self._entry.experience,
         )
 
     # --- the cache ----------------------------------------------------------------------------------------------------
 
     def note(self, found: ProbeResult) -> None:
         """Cache the result of a search."""
-        before = self._remembered
-        if before is not None and found.micro_batch <= before.micro_batch and all(trial.fits for trial in found.trials):
-            return  # the cached size is confirmed; an even cut may use a little less
-        self._keep(Remembered(found.micro_batch, found.fixed_bytes, found.bytes_per_sample))
+        self._entry.note(found)
 
     def note_fastest(self, fastest: Plan) -> None:
         """Cache the plan that autotuning has chosen."""
-        if self._remembered is not None and fastest.micro_batch <= self._remembered.micro_batch:
-            found = self._remembered
-            self._keep(Remembered(found.micro_batch, found.fixed_bytes, found.bytes_per_sample, fastest.micro_batch))
+        self._entry.note_fastest(fastest)
 
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""
-        if self._cache is not None and self._key is not None:
-            self._cache.forget(self._key)
-            self._key = None
-
-    def _keep(self, remembered: Remembered) -> None:
-        self._remembered = remembered
-        if self._cache is not None and self._key is not None:
-            with self._step.memory.lifted():
-                self._cache.keep(self._key, remembered)
-
-
-def _largest_batch(window: Window) -> Window:
-    """Return the window's largest samples by bytes: the whole group of them that can be joined."""
-    sizes, costs = window.groups(), window.sample_bytes()
-    largest = max(range(len(sizes)), key=lambda group: (costs[group], sizes[group]))
-    begin = sum(sizes[:largest])
-    return window.part(begin, begin + sizes[largest])
+        self._entry.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import check_bool
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
 from autoaccum._engine.batchnorm import check_batchnorm
@@ -27,6 +28,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         InvalidInputError: One of them cannot be used, on any device.
     """
     check_finding(options["micro_batch"], "inline", options["strategy"])
+    check_bool("cache", options["cache"])
     check_callbacks(options["callbacks"])
     check_batchnorm(options["batchnorm"])
     check_loss_reduction(options["loss_reduction"])

@@ -124,6 +124,7 @@ def windowed(
     memory_limit: float | str | None = None,
     micro_batch: int | str = "auto",
     strategy: str | None = None,
+    cache: bool = True,
     loss_reduction: str | None = None,
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
@@ -152,6 +153,7 @@ def windowed(
         memory_limit: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
         strategy: As for `Accumulator`.
+        cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
         loss_scope: As for `Accumulator`.
         batchnorm: As for `Accumulator`.
@@ -175,6 +177,7 @@ def windowed(
         memory_limit=memory_limit,
         micro_batch=micro_batch,
         strategy=strategy,
+        cache=cache,
         loss_reduction=loss_reduction,
         loss_scope=loss_scope,
         batchnorm=batchnorm,

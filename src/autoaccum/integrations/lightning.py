@@ -58,6 +58,7 @@ class Windowed(pl.Callback):
         memory_limit: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
         strategy: As for `Accumulator`.
+        cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
         batchnorm: As for `Accumulator`.
         split: As for `Accumulator`.
@@ -77,6 +78,7 @@ class Windowed(pl.Callback):
         memory_limit: float | str | None = None,
         micro_batch: int | str = "auto",
         strategy: str | None = None,
+        cache: bool = True,
         loss_reduction: str | None = None,
         batchnorm: str = "keep",
         split: Split | None = None,
@@ -90,6 +92,7 @@ class Windowed(pl.Callback):
             "memory_limit": memory_limit,
             "micro_batch": micro_batch,
             "strategy": strategy,
+            "cache": cache,
             "loss_reduction": loss_reduction,
             "batchnorm": batchnorm,
             "split": split,

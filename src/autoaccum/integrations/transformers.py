@@ -54,6 +54,7 @@ def windowed(
     memory_limit: float | str | None = None,
     micro_batch: int | str = "auto",
     strategy: str | None = None,
+    cache: bool = True,
     loss_reduction: str | None = None,
     batchnorm: str = "keep",
     split: Split | None = None,
@@ -75,6 +76,7 @@ def windowed(
         memory_limit: As for `fit`.
         micro_batch: The most samples at once; "auto" finds it.
         strategy: As for `fit`.
+        cache: As for `fit`.
         loss_reduction: As for `fit`.
         batchnorm: As for `fit`.
         split: Counts, cuts and joins the batches that the collator returns; None where samples run along the first
@@ -107,6 +109,7 @@ def windowed(
         "memory_limit": memory_limit,
         "micro_batch": micro_batch,
         "strategy": strategy,
+        "cache": cache,
         "loss_reduction": loss_reduction,
         "batchnorm": batchnorm,
         "callbacks": callbacks,
