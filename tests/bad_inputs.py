@@ -539,6 +539,7 @@ CALLS = {
             "strategy": FIT["strategy"],
             "loss_reduction": or_none(choice("mean", "sum")),
             "loss_scope": choice("micro_batch", "window"),
+            "cache": is_bool,
             "batchnorm": choice("keep", "rescale"),
             "noise_scale": FIT["noise_scale"],
             "split": or_none(nothing),
