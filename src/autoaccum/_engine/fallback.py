@@ -1,8 +1,8 @@
-"""Makes training fit when not even one sample does: keep fewer activations for backward, or keep them on the host.
+"""Makes a step take less memory: keep fewer activations for backward, keep them on the host, or no logits at all.
 
-Changes the modules of a training step in place and restores them at the end. Gradients stay bit-identical:
-recomputation starts from the random state, buffers and plain attributes of the first computation, and a block that
-modifies its inputs is rejected.
+Changes the modules of a training step in place and restores them at the end. Gradients stay bit-identical, except for
+the rounding of a loss in chunks: recomputation starts from the random state, buffers and plain attributes of the first
+computation, and a block that modifies its inputs is rejected.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._arguments import is_one_of, shown
+from autoaccum._engine.chunked_logits import CHUNK, find_heads, logits_of
 from autoaccum._snapshot import RandomState
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
 
 FALLBACKS = ("checkpoint", "offload")
+# What `memory` takes; behind the first, a colon and the name of a layer may follow.
+CHUNKED = "chunked_loss"
+SAVINGS = (CHUNKED, *FALLBACKS)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Attributes that hide those of the module's class while a fallback is active.
@@ -47,7 +51,7 @@ def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, 
     Raises:
         InvalidInputError: A name is unknown, or its fallback has no effect here.
     """
-    names = _names(fallback)
+    names = _names(fallback, "fallback")
     for name in names:
         if not is_one_of(name, FALLBACKS):
             raise InvalidInputError(f"fallback={shown(name)} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
@@ -61,14 +65,48 @@ def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, 
     return names
 
 
-def _names(fallback: Sequence[str] | str | None) -> tuple[str, ...]:
-    if fallback is None or isinstance(fallback, str):
-        return () if fallback is None else (fallback,)
-    if not isinstance(fallback, list | tuple):
+def check_memory(
+    memory: Sequence[str] | str | None,
+    fallback: Sequence[str] | str | None,
+    backend: MemoryBackend,
+    *,
+    compiles: bool,
+) -> tuple[str, ...]:
+    """Return the savings from `fit`'s argument `memory`, in order.
+
+    Raises:
+        InvalidInputError: A name is unknown, its saving has no effect here, or `fallback` is given, too.
+    """
+    names = _names(memory, "memory")
+    if names and fallback is not None:
         raise InvalidInputError(
-            f"fallback={shown(fallback)} is neither a name nor a list of names, such as ['checkpoint']"
+            f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
+            "sample fits; pass one of them"
         )
-    return tuple(fallback)
+    for name in names:
+        if not is_one_of(str(name).partition(":")[0] if name != "" else name, SAVINGS):
+            raise InvalidInputError(
+                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, SAVINGS))}, or "
+                f"'{CHUNKED}:NAME' with the name of the layer that makes the logits"
+            )
+    if "offload" in names and backend.is_host:
+        raise InvalidInputError(
+            f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; "
+            "choose 'checkpoint'"
+        )
+    if names and compiles:
+        raise InvalidInputError("memory= changes the model while it trains, which compile= does not see; choose one")
+    return names
+
+
+def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:
+    if given is None or isinstance(given, str):
+        return () if given is None else (given,)
+    if not isinstance(given, list | tuple):
+        raise InvalidInputError(
+            f"{argument}={shown(given)} is neither a name nor a list of names, such as ['checkpoint']"
+        )
+    return tuple(given)
 
 
 class Fallbacks:
@@ -78,13 +116,21 @@ class Fallbacks:
         modules: The modules of the step.
         names: The fallbacks, in order.
         memory: The device.
+        savings: What saves memory from the start, in order.
 
     Attributes:
-        ways: Descriptions of the active fallbacks.
+        ways: Descriptions of the active fallbacks and savings.
         found_no_blocks: Whether checkpointing was requested but the model has no blocks to checkpoint.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], memory: MemoryBackend) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        names: Sequence[str],
+        memory: MemoryBackend,
+        savings: Sequence[str] = (),
+    ) -> None:
+        self._savings = savings
         self._modules = modules
         self._names = list(names)
         self._memory = memory
@@ -105,6 +151,34 @@ class Fallbacks:
                 return True
             self.found_no_blocks = True
         return False
+
+    def begin(self, say: Callable[[str], None]) -> None:
+        """Activate the savings.
+
+        Args:
+            say: Reports to the user what is done.
+
+        Raises:
+            InvalidInputError: One of them has no place in the model.
+        """
+        for name in self._savings:
+            kind, _, layer = name.partition(":")
+            if kind == CHUNKED:
+                way = self._in_force.enter_context(chunked(self._modules, layer or None, say))
+                lack = (
+                    "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); name the "
+                    f"layer that makes the logits, as in memory='{CHUNKED}:lm_head'"
+                )
+            elif kind == "offload":
+                self._in_force.enter_context(offloaded(self._modules, self._memory))
+                way, lack = "what backward needs is kept in the host's memory", ""
+            else:
+                done = self._in_force.enter_context(checkpointed(self._modules, self._memory.device))
+                way, lack = done and f"activation checkpointing of {done}", "the model has no repeated blocks"
+            if not way:
+                raise InvalidInputError(f"memory={name!r}: {lack}, or leave it out")
+            self.ways.append(way)
+            say(f"{way} (memory={name!r})")
 
     def end(self) -> None:
         """Restore the modules."""
@@ -299,6 +373,39 @@ class _Before:
         for buffer, value in taken.buffers:
             # Through .data, so that tensors which other operators saved for backward do not count as modified in place.
             buffer.data.copy_(value)
+
+
+# --- logits in chunks -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def chunked(modules: Sequence[nn.Module], name: str | None, say: Callable[[str], None]) -> Iterator[str]:
+    """Compute logits and their cross entropy in chunks of tokens.
+
+    Args:
+        modules: The modules of the step.
+        name: The name of the layer that makes the logits; None for those of Transformers' models.
+        say: Reports to the user what has to be computed whole.
+
+    Yields:
+        What is computed in chunks; empty if there is no such layer.
+
+    Raises:
+        InvalidInputError: There is no layer of that name.
+    """
+
+    def tell(function: str) -> None:
+        say(
+            f"memory='{CHUNKED}': the loss asks for all logits at once ({function}), so they are computed whole there; "
+            "torch.nn.functional.cross_entropy of them is computed in chunks"
+        )
+
+    with ExitStack() as changed:
+        heads = find_heads(modules, name)
+        for head in heads:
+            changed.enter_context(_replaced_forward(head, functools.partial(logits_of, tell, CHUNK, head)))
+        sizes = ", ".join(f"{head.out_features:,}" for head in heads)
+        yield f"logits over {sizes} classes are computed {CHUNK:,} tokens at a time" if heads else ""
 
 
 # --- kept on the host -------------------------------------------------------------------------------------------------

@@ -177,6 +177,7 @@ class Training:
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
                 self._step.memory.prepare_limit(limit_bytes)
+                self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
                     with devices.failures_told(self._step.memory, "what training needs in addition to the model"):

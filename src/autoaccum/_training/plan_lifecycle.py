@@ -136,6 +136,14 @@ class PlanLifecycle:
 
     # --- the plan to begin with ---------------------------------------------------------------------------------------
 
+    def save_memory(self) -> None:
+        """Activate what saves memory from the start.
+
+        Raises:
+            InvalidInputError: It has no place in the model.
+        """
+        self._fallbacks.begin(lambda text: self._notices.say(text, key=text))
+
     def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
         """Return the initial cut, and the probe's result if there was a probe before training.
 

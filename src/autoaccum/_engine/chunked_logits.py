@@ -1,0 +1,341 @@
+"""Computes a language model's logits and their cross entropy in chunks of tokens, so that they are never whole.
+
+The head returns `Logits`, which stand for its results and remember how they come about: the hidden states, the weight,
+and what is done to each element since (a soft cap, a cast). A cross entropy of them is computed chunk by chunk, and
+again in the backward pass. Whatever else is asked of them, they become the tensor that they stand for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Tokens computed at once: fewer cost more time, since kernels become small; more take more memory.
+CHUNK = 1024
+_FLAT, _WITH_ROWS = 2, 3
+
+Step = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How logits come about.
+
+    Attributes:
+        hidden: The inputs of the layer that makes them, shape (..., D).
+        weight: Its weight, shape (V, D).
+        bias: Its bias, shape (V,), or None.
+        steps: What is done to each element, in order.
+        dtype: The type of the elements after that.
+        is_turned: Whether classes are the second dimension, of (N, V, T), and not the last.
+        size: Tokens computed at once.
+        say: Reports what is computed whole after all.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    steps: tuple[Step, ...]
+    dtype: torch.dtype
+    is_turned: bool
+    size: int
+    say: Callable[[str], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logits."""
+        *leading, _ = self.hidden.shape
+        return (leading[0], len(self.weight), leading[1]) if self.is_turned else (*leading, len(self.weight))
+
+    def computed(self, hidden: Tensor) -> Tensor:
+        """Return the logits of some hidden states, with classes last."""
+        found = functional.linear(hidden, self.weight, self.bias)
+        for step in self.steps:
+            found = step(found)
+        return found
+
+    def with_step(self, step: Step, dtype: torch.dtype | None = None) -> Logits:
+        """Return the logits after a further step."""
+        return Logits.of(replace(self, steps=(*self.steps, step), dtype=dtype or self.dtype))
+
+    def with_hidden(self, hidden: Tensor) -> Logits:
+        """Return the logits of other hidden states."""
+        return Logits.of(replace(self, hidden=hidden))
+
+
+class Logits(Tensor):
+    """The results of a linear layer that have not been computed.
+
+    Attributes:
+        recipe: How they come about.
+    """
+
+    recipe: _Recipe
+
+    @staticmethod
+    def of(recipe: _Recipe) -> Logits:
+        """Return the logits of a recipe."""
+        requires_grad = torch.is_grad_enabled() and (recipe.hidden.requires_grad or recipe.weight.requires_grad)
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Logits, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device, requires_grad=requires_grad
+        )
+        made.recipe = recipe
+        assert isinstance(made, Logits)
+        return made
+
+    def computed(self) -> Tensor:
+        """Return the tensor that they stand for."""
+        found = self.recipe.computed(self.recipe.hidden)
+        return found.transpose(1, 2) if self.recipe.is_turned else found
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Logits(shape={tuple(self.shape)}, not computed)"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Any,  # noqa: ARG003 - torch's
+        arguments: Sequence[Any] = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer what can be answered without computing them, and compute them for the rest."""
+        named = named or {}
+        answer = _ANSWERS.get(function)
+        if answer is not None and arguments and isinstance(arguments[0], Logits):
+            found = answer(arguments[0].recipe, *arguments[1:], **named)
+            if found is not NotImplemented:
+                return arguments[0] if found is None else found
+        if function in _OF_FORM:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*arguments, **named)
+        return function(*_all_computed(arguments, function), **_all_computed(named, function))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None  # noqa: ARG003
+    ) -> Any:
+        """Compute them for what was not seen above."""
+        return function(*_all_computed(arguments, function), **_all_computed(named or {}, function))
+
+
+def _all_computed(values: Any, function: Any) -> Any:
+    if isinstance(values, Logits):
+        if torch.is_grad_enabled():
+            values.recipe.say(getattr(function, "__name__", str(function)))
+        return values.computed()
+    if isinstance(values, list | tuple) and not hasattr(values, "_fields"):
+        return type(values)(_all_computed(one, function) for one in values)
+    if isinstance(values, Mapping):
+        return {name: _all_computed(one, function) for name, one in values.items()}
+    return values
+
+
+# --- what is answered without computing them; None stands for the same logits ------------------------------------------
+
+
+def _scaled(function: Callable[[Tensor, Any], Tensor]) -> Callable[..., Any]:
+    def answer(recipe: _Recipe, other: Any, **named: Any) -> Any:
+        is_number = isinstance(other, int | float) or (isinstance(other, Tensor) and other.dim() == 0)
+        if not is_number or isinstance(other, Logits) or named:
+            return NotImplemented
+        return recipe.with_step(lambda values: function(values, other))
+
+    return answer
+
+
+def _bounded(recipe: _Recipe, *rest: Any) -> Any:
+    return NotImplemented if rest else recipe.with_step(torch.tanh)
+
+
+def _cast(recipe: _Recipe, *wanted: Any, **named: Any) -> Any:
+    if named or len(wanted) > 1:
+        return NotImplemented
+    (kind,) = wanted or (torch.float32,)
+    if isinstance(kind, torch.dtype) and kind.is_floating_point:
+        return None if kind is recipe.dtype else recipe.with_step(lambda values: values.to(kind), kind)
+    is_here = isinstance(kind, str | torch.device) and torch.device(kind) == recipe.hidden.device
+    return None if is_here else NotImplemented
+
+
+def _reshaped(recipe: _Recipe, *shape: Any) -> Any:
+    wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
+    if recipe.is_turned or len(wanted) < _FLAT or not all(isinstance(size, int) for size in wanted):
+        return NotImplemented
+    *leading, last = wanted
+    tokens = math.prod(recipe.shape[:-1])
+    # Where the last size is left open, the others have to leave it the number of classes.
+    keeps_classes = last == len(recipe.weight) or (last == -1 and -1 not in leading and math.prod(leading) == tokens)
+    return recipe.with_hidden(recipe.hidden.reshape(*leading, recipe.hidden.shape[-1])) if keeps_classes else NotImplemented
+
+
+def _flattened(recipe: _Recipe, start_dim: int = 0, end_dim: int = -1) -> Any:
+    dims = len(recipe.shape)
+    if recipe.is_turned or end_dim % dims == dims - 1:
+        return NotImplemented
+    return recipe.with_hidden(recipe.hidden.flatten(start_dim % dims, end_dim % dims))
+
+
+def _selected(recipe: _Recipe, index: Any) -> Any:
+    """Answer slices of leading dimensions, such as [..., :-1, :] and [:, 1:]."""
+    parts, dims = index if isinstance(index, tuple) else (index,), len(recipe.shape)
+    if recipe.is_turned or not all(part is Ellipsis or isinstance(part, slice) for part in parts):
+        return NotImplemented
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
+    if len(parts) == dims and parts[-1] != slice(None):
+        return NotImplemented
+    return recipe.with_hidden(recipe.hidden[parts[: dims - 1]])
+
+
+def _turned(recipe: _Recipe, *dims: Any) -> Any:
+    """Answer an exchange of the last two of three dimensions: cross entropy takes classes second."""
+    has_rows = len(recipe.shape) == _WITH_ROWS
+    if not has_rows or not all(isinstance(dim, int) for dim in dims) or sorted(dim % _WITH_ROWS for dim in dims) != [1, 2]:
+        return NotImplemented
+    return Logits.of(replace(recipe, is_turned=not recipe.is_turned))
+
+
+def _same(_recipe: _Recipe, **_named: Any) -> None:
+    return None
+
+
+def _cross_entropy(
+    recipe: _Recipe,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,  # noqa: FBT001 - torch's
+    ignore_index: int = -100,
+    reduce: bool | None = None,  # noqa: FBT001 - torch's
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Answer the cross entropy of logits (N, V) and classes (N,), or (N, V, T) and (N, T)."""
+    is_flat = len(recipe.shape) == _FLAT and target.dim() == 1
+    is_old = size_average is not None or reduce is not None
+    is_usual = is_flat or (recipe.is_turned and target.dim() == _FLAT)
+    if is_old or not is_usual or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    hidden, classes = recipe.hidden.reshape(-1, recipe.hidden.shape[-1]), target.reshape(-1)
+    if len(hidden) != len(classes):
+        return NotImplemented  # torch says what is wrong
+    loss = functools.partial(
+        functional.cross_entropy,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction="none" if reduction == "none" else "sum",
+        label_smoothing=label_smoothing,
+    )
+    parts = zip(hidden.split(recipe.size), classes.split(recipe.size), strict=True)
+    losses = [_of_chunk(recipe, part, targets, loss) for part, targets in parts]
+    if reduction == "none":
+        return torch.cat(losses).view(target.shape)
+    total = torch.stack(losses).sum()
+    if reduction == "sum":
+        return total
+    counted = classes != ignore_index
+    return total / (counted.sum() if weight is None else weight[classes[counted]].sum()).to(total.dtype)
+
+
+def _of_chunk(recipe: _Recipe, hidden: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the loss of a few tokens, whose logits are computed again in the backward pass."""
+
+    def run(hidden: Tensor) -> Tensor:
+        return loss(recipe.computed(hidden), targets)
+
+    if not torch.is_grad_enabled():
+        return run(hidden)
+    found: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _likeliest(recipe: _Recipe, dim: int | None = None, keepdim: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's
+    if recipe.is_turned or dim is None or keepdim or dim % len(recipe.shape) != len(recipe.shape) - 1:
+        return NotImplemented
+    with torch.no_grad():
+        parts = recipe.hidden.flatten(0, -2).split(recipe.size)
+        return torch.cat([recipe.computed(part).argmax(-1) for part in parts]).view(recipe.shape[:-1])
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    functional.cross_entropy: _cross_entropy,
+    Tensor.float: _cast,
+    Tensor.to: _cast,
+    Tensor.view: _reshaped,
+    Tensor.reshape: _reshaped,
+    torch.reshape: _reshaped,
+    Tensor.flatten: _flattened,
+    torch.flatten: _flattened,
+    Tensor.__getitem__: _selected,
+    Tensor.transpose: _turned,
+    torch.transpose: _turned,
+    Tensor.contiguous: _same,
+    Tensor.argmax: _likeliest,
+    torch.argmax: _likeliest,
+    Tensor.tanh: _bounded,
+    torch.tanh: _bounded,
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _scaled(torch.mul)),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _scaled(torch.div)),
+}
+# What asks for their form alone.
+_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_sparse", "is_cuda", "grad_fn", "is_leaf")
+_OF_FORM = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+}
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+def find_heads(modules: Iterable[nn.Module], name: str | None) -> list[nn.Linear]:
+    """Return the layers that make logits: the output embeddings of Transformers' models, or the layer of a name.
+
+    Raises:
+        InvalidInputError: No module has a layer of that name, or it is no `nn.Linear`.
+    """
+    if name is None:
+        found = [part for module in modules for part in _output_embeddings(module)]
+        return list(dict.fromkeys(found))
+    named = [part for module in modules for path, part in module.named_modules() if path == name]
+    if not named or type(named[0]) is not nn.Linear:
+        what = f"is a {type(named[0]).__name__}" if named else "is not there"
+        raise InvalidInputError(
+            f"memory='chunked_loss:{name}' names the layer that makes the logits, and {name!r} {what}; name an "
+            "nn.Linear of the model, as model.named_modules() does"
+        )
+    return [named[0]]
+
+
+def _output_embeddings(module: nn.Module) -> list[nn.Linear]:
+    for part in module.modules():
+        asked = getattr(part, "get_output_embeddings", None)
+        found = asked() if callable(asked) else None
+        if type(found) is nn.Linear:
+            return [found]
+    return []
+
+
+def logits_of(
+    say: Callable[[str], None], size: int, head: nn.Linear, _forward: Callable[..., Any], hidden: Tensor
+) -> Tensor:
+    """Return the logits of a head without computing them; takes the place of its forward."""
+    if hidden.dim() < _FLAT:
+        return functional.linear(hidden, head.weight, head.bias)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return Logits.of(_Recipe(hidden, head.weight, head.bias, (), dtype, is_turned=False, size=size, say=say))
