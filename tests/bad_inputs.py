@@ -391,6 +391,7 @@ FIT = STEP | {
     "on_nan": choice("warn", "stop", "ignore"),
     "noise_scale": lambda value: is_bool(value) or whole()(value),
     "fallback": or_none(lambda value: value in ([], ())),
+    "memory": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
     "progress": lambda value: is_bool(value) or choice("auto", "bar", "lines")(value),
     "seed": or_none(whole(-(2**63), 2**64 - 1)),

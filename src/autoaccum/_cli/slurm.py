@@ -22,7 +22,7 @@ from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, loaded, pr
 from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_texts
 from autoaccum._cli.options import NOT_ON_SLURM, RECIPE, check_given, of_fit, takes
 from autoaccum._distributed.load_balance import check_shares
-from autoaccum._engine.fallback import FALLBACKS
+from autoaccum._engine.fallback import FALLBACKS, check_memory
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._launch.recipe import check_recipe
@@ -169,6 +169,7 @@ def _check(given: dict[str, Any], retries: int) -> None:
         asked = given.get(name, ())
         for value in [asked] if isinstance(asked, str) else asked:
             check_choice(name, value, known)
+    check_memory(given.get("memory"), given.get("fallback"), Simulated("1GiB"), compiles=bool(given.get("compile")))
     check_shares(given.get("shares", "equal"), shard=given.get("shard", False))
     parse_limit(given.get("memory_limit"), Simulated("1GiB"))  # the device is unknown here, so only the format counts
     if retries < 0:

@@ -89,7 +89,7 @@ class Logits(Tensor):
     def of(recipe: _Recipe) -> Logits:
         """Return the logits of a recipe."""
         requires_grad = torch.is_grad_enabled() and (recipe.hidden.requires_grad or recipe.weight.requires_grad)
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             Logits, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device, requires_grad=requires_grad
         )
         made.recipe = recipe
@@ -108,7 +108,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls,
         function: Any,
-        types: Any,  # noqa: ARG003 - torch's
+        types: Any,
         arguments: Sequence[Any] = (),
         named: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -125,8 +125,12 @@ class Logits(Tensor):
         return function(*_all_computed(arguments, function), **_all_computed(named, function))
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None  # noqa: ARG003
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        types: Any,
+        arguments: Sequence[Any] = (),
+        named: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute them for what was not seen above."""
         return function(*_all_computed(arguments, function), **_all_computed(named or {}, function))
@@ -144,7 +148,7 @@ def _all_computed(values: Any, function: Any) -> Any:
     return values
 
 
-# --- what is answered without computing them; None stands for the same logits ------------------------------------------
+# --- what is answered without computing them; None stands for the same logits -----------------------------------------
 
 
 def _scaled(function: Callable[[Tensor, Any], Tensor]) -> Callable[..., Any]:
@@ -179,7 +183,11 @@ def _reshaped(recipe: _Recipe, *shape: Any) -> Any:
     tokens = math.prod(recipe.shape[:-1])
     # Where the last size is left open, the others have to leave it the number of classes.
     keeps_classes = last == len(recipe.weight) or (last == -1 and -1 not in leading and math.prod(leading) == tokens)
-    return recipe.with_hidden(recipe.hidden.reshape(*leading, recipe.hidden.shape[-1])) if keeps_classes else NotImplemented
+    return (
+        recipe.with_hidden(recipe.hidden.reshape(*leading, recipe.hidden.shape[-1]))
+        if keeps_classes
+        else NotImplemented
+    )
 
 
 def _flattened(recipe: _Recipe, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -205,7 +213,11 @@ def _selected(recipe: _Recipe, index: Any) -> Any:
 def _turned(recipe: _Recipe, *dims: Any) -> Any:
     """Answer an exchange of the last two of three dimensions: cross entropy takes classes second."""
     has_rows = len(recipe.shape) == _WITH_ROWS
-    if not has_rows or not all(isinstance(dim, int) for dim in dims) or sorted(dim % _WITH_ROWS for dim in dims) != [1, 2]:
+    if (
+        not has_rows
+        or not all(isinstance(dim, int) for dim in dims)
+        or sorted(dim % _WITH_ROWS for dim in dims) != [1, 2]
+    ):
         return NotImplemented
     return Logits.of(replace(recipe, is_turned=not recipe.is_turned))
 
@@ -218,9 +230,9 @@ def _cross_entropy(
     recipe: _Recipe,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: bool | None = None,  # noqa: FBT001 - torch's
+    size_average: bool | None = None,
     ignore_index: int = -100,
-    reduce: bool | None = None,  # noqa: FBT001 - torch's
+    reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
@@ -240,7 +252,7 @@ def _cross_entropy(
         reduction="none" if reduction == "none" else "sum",
         label_smoothing=label_smoothing,
     )
-    parts = zip(hidden.split(recipe.size), classes.split(recipe.size), strict=True)
+    parts = zip(torch.split(hidden, recipe.size), torch.split(classes, recipe.size), strict=True)
     losses = [_of_chunk(recipe, part, targets, loss) for part, targets in parts]
     if reduction == "none":
         return torch.cat(losses).view(target.shape)
@@ -263,11 +275,11 @@ def _of_chunk(recipe: _Recipe, hidden: Tensor, targets: Tensor, loss: Callable[[
     return found
 
 
-def _likeliest(recipe: _Recipe, dim: int | None = None, keepdim: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's
+def _likeliest(recipe: _Recipe, dim: int | None = None, keepdim: bool = False) -> Any:
     if recipe.is_turned or dim is None or keepdim or dim % len(recipe.shape) != len(recipe.shape) - 1:
         return NotImplemented
     with torch.no_grad():
-        parts = recipe.hidden.flatten(0, -2).split(recipe.size)
+        parts = torch.split(recipe.hidden.flatten(0, -2), recipe.size)
         return torch.cat([recipe.computed(part).argmax(-1) for part in parts]).view(recipe.shape[:-1])
 
 
@@ -281,6 +293,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.flatten: _flattened,
     torch.flatten: _flattened,
     Tensor.__getitem__: _selected,
+    Tensor.mT.__get__: lambda recipe: _turned(recipe, -2, -1),
     Tensor.transpose: _turned,
     torch.transpose: _turned,
     Tensor.contiguous: _same,
@@ -292,7 +305,18 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _scaled(torch.div)),
 }
 # What asks for their form alone.
-_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_sparse", "is_cuda", "grad_fn", "is_leaf")
+_PROPERTIES = (
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "ndim",
+    "layout",
+    "is_sparse",
+    "is_cuda",
+    "grad_fn",
+    "is_leaf",
+)
 _OF_FORM = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),

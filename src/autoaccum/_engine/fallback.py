@@ -71,20 +71,21 @@ def check_memory(
     backend: MemoryBackend,
     *,
     compiles: bool,
-) -> tuple[str, ...]:
-    """Return the savings from `fit`'s argument `memory`, in order.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names from `fit`'s arguments `memory` and `fallback`, in order.
 
     Raises:
-        InvalidInputError: A name is unknown, its saving has no effect here, or `fallback` is given, too.
+        InvalidInputError: A name is unknown, or has no effect here; or both are given.
     """
-    names = _names(memory, "memory")
+    fallbacks, names = check_fallback(fallback, backend, compiles=compiles), _names(memory, "memory")
     if names and fallback is not None:
         raise InvalidInputError(
             f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
             "sample fits; pass one of them"
         )
     for name in names:
-        if not is_one_of(str(name).partition(":")[0] if name != "" else name, SAVINGS):
+        kind, colon, layer = name.partition(":") if isinstance(name, str) else (name, "", "")
+        if not is_one_of(kind, SAVINGS) or (colon and (kind != CHUNKED or not layer)):
             raise InvalidInputError(
                 f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, SAVINGS))}, or "
                 f"'{CHUNKED}:NAME' with the name of the layer that makes the logits"
@@ -96,7 +97,7 @@ def check_memory(
         )
     if names and compiles:
         raise InvalidInputError("memory= changes the model while it trains, which compile= does not see; choose one")
-    return names
+    return names, fallbacks
 
 
 def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:
@@ -166,8 +167,8 @@ class Fallbacks:
             if kind == CHUNKED:
                 way = self._in_force.enter_context(chunked(self._modules, layer or None, say))
                 lack = (
-                    "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); name the "
-                    f"layer that makes the logits, as in memory='{CHUNKED}:lm_head'"
+                    "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); name "
+                    f"the layer that makes the logits, as in memory='{CHUNKED}:lm_head'"
                 )
             elif kind == "offload":
                 self._in_force.enter_context(offloaded(self._modules, self._memory))

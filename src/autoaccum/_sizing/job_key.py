@@ -73,7 +73,10 @@ def _structure(model: nn.Module) -> list[Any]:
 
 
 def _switches(module: nn.Module) -> dict[str, bool]:
-    return {name: value for name, value in vars(module).items() if type(value) is bool}
+    # A forward of its own is another than that of its class: it may save memory.
+    return {name: value for name, value in vars(module).items() if type(value) is bool} | (
+        {"forward": True} if "forward" in vars(module) else {}
+    )
 
 
 def _shape(tensor: Tensor) -> list[Any]:

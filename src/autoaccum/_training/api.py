@@ -27,7 +27,7 @@ from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
-from autoaccum._engine.fallback import Fallbacks, check_fallback
+from autoaccum._engine.fallback import Fallbacks, check_memory
 from autoaccum._engine.finiteness import check_on_nan
 from autoaccum._engine.forward_backward import assemble, largest_norm
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
@@ -87,6 +87,7 @@ def fit(
     cache: bool = True,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as everywhere in PyTorch
     memory_limit: float | str | None = None,
+    memory: str | Sequence[str] | None = None,
     clip_grad_norm: float | None = None,
     track_grad_norm: bool = False,
     last_window: str = "step",
@@ -165,6 +166,11 @@ def fit(
             would apply to the compiler as well.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
+        memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
+            entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
+            them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
+            "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers
+            (docs/memory.md).
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
         track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
             gradients once more in each update.
@@ -269,19 +275,19 @@ def fit(
     notices = Notices(silent=progress is False or rank > 0)
     if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target_batch):
         notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
-    memory = devices.resolve(device, model, notices)
-    limit_bytes = parse_limit(memory_limit, memory)
+    backend = devices.resolve(device, model, notices)
+    limit_bytes = parse_limit(memory_limit, backend)
     if options is not None:
-        check_that_it_can_be_limited(memory, limit_bytes)
-    fallbacks = check_fallback(fallback, memory, compiles=options is not None)
-    with Untouched(memory.device, folders, (loader, val_loader)) as untouched, joined(memory) as ranks:
+        check_that_it_can_be_limited(backend, limit_bytes)
+    savings, fallbacks = check_memory(memory, fallback, backend, compiles=options is not None)
+    with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         if seed is not None:
             _seed(seed + rank)
         step = assemble(
             model,
             loss,
             optimizer,
-            memory=memory,
+            memory=backend,
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
@@ -314,6 +320,7 @@ def fit(
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
                 "noise_scale": noise_every,
+                "memory": savings,
                 "lr_scaling": lr_scaling,
                 "beta_scaling": beta_scaling,
                 "base_batch": base_batch,
@@ -323,6 +330,7 @@ def fit(
             asked = {
                 f"shares={shares!r}": shares != "equal",
                 f"fallback={fallback!r}": bool(fallback),
+                f"memory={memory!r}": bool(savings),
                 "compile=": options is not None,
                 f"overlap={overlap!r}": overlap,
                 f"noise_scale={noise_scale!r}": noise_every is not None,
@@ -335,7 +343,7 @@ def fit(
                 loader,
                 alike,
                 loss_scope=loss_scope,
-                hindrance=hindrance(memory, limit_bytes),
+                hindrance=hindrance(backend, limit_bytes),
                 notices=notices,
             )
         training = Training(
@@ -373,7 +381,7 @@ def fit(
             noise=None if noise_every is None else NoiseScale(noise_every, notices),
             on_nan=on_nan,
             compiling=None if options is None else Compiling(model, options),
-            fallbacks=Fallbacks(step.objective.modules, fallbacks, memory),
+            fallbacks=Fallbacks(step.objective.modules, fallbacks, backend, savings),
             world=world,
         )
         untouched.training = training
