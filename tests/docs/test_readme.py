@@ -64,6 +64,16 @@ def test_snippets_on_batch_sizes_measure_the_noise_scale_and_scale_betas(capsys)
     assert names["optimizer"].param_groups[0]["betas"] == (0.9, pytest.approx(0.9984, abs=5e-5))
 
 
+def test_snippet_on_memory_trains():
+    page = README.parent / "docs" / "memory.md"
+    (snippet,) = snippets(page)
+    names = {}
+
+    exec(compile(snippet, str(page), "exec"), names)  # noqa: S102
+
+    assert names["result"].steps == 2
+
+
 def files():
     return sorted(set(re.findall(r"(?:tests|docs|examples|benchmarks)/[\w./-]+\.\w+", README.read_text())))
 
