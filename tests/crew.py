@@ -113,13 +113,18 @@ class _Member:
         return self._crew.ask(self._pid)
 
 
+def _keep_out():
+    """Keep what is imported out of garbage collections: every member for itself collects whenever it frees memory."""
+    gc.collect()
+    gc.freeze()
+
+
 def _fork_members(origin):
     """Fork a member whenever asked for one, and tell how one ended, until nobody can ask any more."""
     importlib.import_module("torch._dynamo")  # which the first optimizer does, in seconds
     importlib.import_module("autoaccum")
     importlib.import_module("torchmetrics")  # as some members would, each for itself
-    gc.collect()
-    gc.freeze()  # else what is imported is gone through whenever memory is given back, by every member for itself
+    _keep_out()
     while True:
         question, sockets, *_ = socket.recv_fds(origin, 1024, 1)
         if not question:
@@ -140,7 +145,11 @@ def _fork_members(origin):
 
 def _work(connection):
     jobs, answers = connection.makefile("rb"), connection.makefile("wb")
+    modules = len(sys.modules)
     while True:
+        if len(sys.modules) > modules + 20:
+            _keep_out()
+            modules = len(sys.modules)
         try:
             job = pickle.load(jobs)  # noqa: S301
         except (EOFError, ConnectionError):
