@@ -573,6 +573,7 @@ def test_size_is_found_while_it_trains_and_kept():
 
     assert found[-1].oom_events == 0
     assert 1 < max(found[-1].micro_batches) < 64
+    assert 12 << 20 < found[-1].peak_bytes <= 24 << 20
     assert accumulating.plan.target_batch == 64
 
 
@@ -629,6 +630,19 @@ def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_aga
 
     assert max(small[0]) < large[0]
     assert again[0] == small[-1]
+
+
+def test_micro_batches_grow_back_once_memory_is_free_again():
+    model = Failing(most=5)
+    accumulating = accumulator(model)
+    cut = []
+    for number in range(60):
+        model.most = 5 if number < 4 else None
+        cut.append(max(accumulating.backward(batch(number)).micro_batches))
+        model.zero_grad()
+
+    assert max(cut[:4]) <= 5
+    assert cut[-1] == SAMPLES
 
 
 def test_larger_batch_gets_larger_micro_batches_where_the_smaller_fitted_at_once():
