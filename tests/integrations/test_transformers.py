@@ -418,13 +418,19 @@ def test_model_that_ignores_the_number_of_items_has_the_gradient_of_one_process_
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_training_that_is_resumed_from_the_trainers_checkpoint_ends_as_one_that_was_not(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "samples": 36, "num_train_epochs": 2}
-    whole = trained(cut(), tmp_path / "whole", **options)
-    resumed = trained(cut(), tmp_path / "resumed", resume=str(tmp_path / "whole/checkpoint-2"), **options)
+@pytest.mark.parametrize("half", [False, True], ids=["float64", "fp16"])
+def test_training_that_is_resumed_from_the_trainers_checkpoint_ends_as_one_that_was_not(tmp_path, half):
+    kind, model = (in_fp16(cut()), model_of("gpt2").float()) if half else (cut(), None)
+    options = {"save_strategy": "steps", "save_steps": 2, "samples": 36, "num_train_epochs": 2, "model": model}
+    whole = trained(kind, tmp_path / "whole", **options)
+    resumed = trained(kind, tmp_path / "resumed", resume=str(tmp_path / "whole/checkpoint-2"), **options)
 
     assert torch.equal(weights(resumed), weights(whole))
-    assert history(resumed)[:-1] == history(whole)[:-1]
+    assert len(history(resumed)) == len(history(whole))
+    for mine, other in zip(history(resumed)[:-1], history(whole)[:-1], strict=True):
+        assert mine == pytest.approx(other, rel=0.0, abs=0.0, nan_ok=True)
+    if half:
+        assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
 
 
 def test_trainer_can_train_twice(tmp_path):
