@@ -374,6 +374,43 @@ def test_teacher_of_a_closure_moves_as_if_nothing_had_failed(every):
     assert_bitwise(equal[4, 4, 4], distilled(None)[1])
 
 
+def test_loss_over_the_models_internals_is_exact():
+    def closure_of(model):
+        hidden = []
+        model.body[0].register_forward_hook(lambda _module, _inputs, outputs: hidden.append(outputs))
+
+        def closure(part):
+            outputs = model(part[0])
+            sparse = hidden.pop().abs().mean()
+            return {"classes": functional.cross_entropy(outputs, part[1]), "sparse": 0.1 * sparse}
+
+        return closure
+
+    model, plain = Failing(most=5), Failing()
+    report = accumulator(model, closure=closure_of(model)).backward(batch())
+    losses = closure_of(plain)(batch())
+    sum(losses.values()).backward()
+
+    assert_equal_gradients(model, gradients(plain))
+    assert report.losses == pytest.approx({name: loss.item() for name, loss in losses.items()}, rel=1e-12)
+
+
+def test_model_that_a_callback_runs_between_micro_batches_changes_no_gradient():
+    class Predicts(autoaccum.Callback):
+        calls = 0
+
+        def on_oom(self, event, *, step):
+            self.calls += 1
+            with torch.no_grad():
+                model(batch(7)[0][:2])
+
+    predicts, model = Predicts(), Failing(most=4)
+    report = accumulator(model, micro_batch=6, callbacks=[predicts]).backward(batch())
+
+    assert predicts.calls == report.oom_events == 1
+    assert_equal_gradients(model, of_whole(batch()))
+
+
 def test_closure_that_draws_noise_is_exact_in_its_mean():
     torch.manual_seed(0)
     model = nn.Linear(5, 5).double()
@@ -536,6 +573,7 @@ def test_size_is_found_while_it_trains_and_kept():
 
     assert found[-1].oom_events == 0
     assert 1 < max(found[-1].micro_batches) < 64
+    assert 12 << 20 < found[-1].peak_bytes <= 24 << 20
     assert accumulating.plan.target_batch == 64
 
 
@@ -567,6 +605,23 @@ def test_size_for_batches_that_are_added_to_gradients_is_kept_for_itself():
     assert second == searched[-1]
 
 
+def test_batches_that_are_added_to_gradients_are_cut_smaller_for_the_memory_of_a_second_set():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
+    settings = {"device": autoaccum.Simulated("6MiB"), "notices": Notices(silent=True)}
+    accumulating = autoaccum.Accumulator(model, loss=nn.MSELoss(), **settings)
+    window = torch.randn(64, 64), torch.randn(64, 64)
+    cut = []
+    for number in range(12):
+        report = accumulating.backward(window)
+        cut.append(max(report.micro_batches))
+        if number < 5:
+            model.zero_grad()
+
+    assert cut[11] < cut[5]
+    assert report.oom_events == 0
+
+
 def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_again(monkeypatch):
     monkeypatch.setattr("autoaccum._training.accumulator.key_of", lambda *_, **__: Key("0" * 64, 64, {}))
     large = cuts(sized(48))[-1]
@@ -575,6 +630,19 @@ def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_aga
 
     assert max(small[0]) < large[0]
     assert again[0] == small[-1]
+
+
+def test_micro_batches_grow_back_once_memory_is_free_again():
+    model = Failing(most=5)
+    accumulating = accumulator(model)
+    cut = []
+    for number in range(60):
+        model.most = 5 if number < 4 else None
+        cut.append(max(accumulating.backward(batch(number)).micro_batches))
+        model.zero_grad()
+
+    assert max(cut[:4]) <= 5
+    assert cut[-1] == SAMPLES
 
 
 def test_larger_batch_gets_larger_micro_batches_where_the_smaller_fitted_at_once():

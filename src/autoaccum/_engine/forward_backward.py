@@ -81,8 +81,8 @@ class Witness(Protocol):
 class Watch(Protocol):
     """Checks gradients before and after each backward pass, and between them."""
 
-    def begin_micro_batch(self, *, is_first: bool, sets_aside: bool) -> None:
-        """Check that nothing has changed gradients, before they are set aside."""
+    def begin_aside(self) -> None:
+        """Check gradients before they are set aside for a micro-batch."""
 
     def note(self) -> None:
         """Record that gradients are as they have to be."""

@@ -314,8 +314,8 @@ class MicroBatches:
     def _one(self, feed: Generator[Any, None, None], size: int, *, aside: bool) -> None:
         """Run one micro-batch forward and backward."""
         step, stage = self._step, self._step.stage
-        if step.watch is not None:
-            step.watch.begin_micro_batch(is_first=self._done == 0, sets_aside=aside)
+        if aside and step.watch is not None:
+            step.watch.begin_aside()
         self.size = size
         self._moved = step.has_added = False
         self._adding = None

@@ -44,14 +44,13 @@ class UntouchedGradients:
         # Not kept alive: its graph holds the activations of a micro-batch that may have failed.
         self._total: weakref.ref[Tensor] | None = None
 
-    def begin_micro_batch(self, *, is_first: bool, sets_aside: bool) -> None:  # noqa: ARG002 - as `Watch` has it
-        """Check that nothing has changed gradients, before they are set aside.
+    def begin_aside(self) -> None:
+        """Check gradients before they are set aside for a micro-batch.
 
         Raises:
-            InvalidInputError: Something has.
+            InvalidInputError: They were changed.
         """
-        if sets_aside:
-            self.check()
+        self.check()
 
     def note(self) -> None:
         """Record that gradients are as they have to be."""
@@ -72,7 +71,8 @@ class UntouchedGradients:
         if self._gradients is None:
             self.note()
             return
-        if self._are_same() and list(map(_VERSION, self._held)) == self._versions:
+        are_same = all(map(is_, map(_GRADIENT, self._step.parameters), self._gradients))
+        if are_same and list(map(_VERSION, self._held)) == self._versions:
             return
         versions = iter(self._versions)
         for parameter, gradient in zip(self._step.parameters, self._gradients, strict=True):
@@ -100,7 +100,8 @@ class UntouchedGradients:
         Raises:
             InvalidInputError: A gradient was cleared, replaced or changed.
         """
-        if self._are_same():
+        assert self._gradients is not None
+        if all(map(is_, map(_GRADIENT, self._step.parameters), self._gradients)):
             versions = list(map(_VERSION, self._held))
             if versions == [version + 1 for version in self._versions]:
                 self._versions = versions
@@ -108,11 +109,6 @@ class UntouchedGradients:
         if not any(map(_HOOKS, self._step.parameters)):  # of which the user is told that they run each time
             self._compare()
         self.note()
-
-    def _are_same(self) -> bool:
-        """Whether each gradient is the tensor that was noted."""
-        assert self._gradients is not None
-        return all(map(is_, map(_GRADIENT, self._step.parameters), self._gradients))
 
     def _compare(self) -> None:
         assert self._gradients is not None

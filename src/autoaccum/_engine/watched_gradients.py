@@ -92,14 +92,14 @@ class WatchedGradients(UntouchedGradients):
         self._remove_canary()
         super().forget()
 
-    def begin_micro_batch(self, *, is_first: bool, sets_aside: bool) -> None:
-        """Check that nothing has changed gradients, before they are set aside.
+    def begin_aside(self) -> None:
+        """Check gradients before they are set aside for a micro-batch.
 
         Raises:
-            InvalidInputError: Something has.
+            InvalidInputError: They were changed.
         """
-        super().begin_micro_batch(is_first=is_first, sets_aside=sets_aside)
-        if not is_first and self._canary is not None:
+        super().begin_aside()
+        if self._canary is not None:
             self._release_canary()
 
     def forget(self) -> None:
