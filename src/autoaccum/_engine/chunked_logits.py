@@ -283,6 +283,11 @@ def _likeliest(recipe: _Recipe, dim: int | None = None, keepdim: bool = False) -
         return torch.cat([recipe.computed(part).argmax(-1) for part in parts]).view(recipe.shape[:-1])
 
 
+def _getter(name: str) -> Any:
+    """Return what torch says is called where a property of a tensor is read."""
+    return getattr(Tensor, name).__get__
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _cross_entropy,
     Tensor.float: _cast,
@@ -293,7 +298,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.flatten: _flattened,
     torch.flatten: _flattened,
     Tensor.__getitem__: _selected,
-    Tensor.mT.__get__: lambda recipe: _turned(recipe, -2, -1),
+    _getter("mT"): lambda recipe: _turned(recipe, -2, -1),
     Tensor.transpose: _turned,
     torch.transpose: _turned,
     Tensor.contiguous: _same,
@@ -319,7 +324,7 @@ _PROPERTIES = (
 )
 _OF_FORM = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *map(_getter, _PROPERTIES),
 }
 
 
