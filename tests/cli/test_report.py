@@ -76,6 +76,9 @@ def unmade():
         raise KeyError("no such weights")
     return job(model=classifier)
 
+def saving():
+    return job(memory="chunked_loss:0")
+
 def on_meta():
     return job(model=lambda: torch.nn.Linear(8, int(torch.tensor(2))))
 """
@@ -556,3 +559,10 @@ def test_ranks_and_shards_can_be_asked_for(invoke, recipe):
     assert (found["subject"]["ranks"], found["subject"]["is_sharded"]) == (4, True)
     assert found["predicted"][0]["plan"]["target_batch"] == -(-found["subject"]["target_batch"] // 4)
     assert found["predicted"][0]["card"]["display_bytes"] == GIB
+
+
+def test_that_a_report_does_not_count_what_saves_memory_is_said(invoke, recipe, given):
+    result = invoke(f"{recipe}:saving")
+
+    assert "the report is of steps without memory='chunked_loss:0'" in result.stderr
+    assert "memory" not in given

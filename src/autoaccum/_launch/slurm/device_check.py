@@ -36,14 +36,15 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
         say: Prints a line.
 
     Raises:
-        DoesNotFitError: Nothing fits, and the job has no `fallback`.
+        DoesNotFitError: Nothing fits, and the job has neither `fallback` nor `memory`, which a report does not count.
     """
     batch = first_of(job.loader)
     if batch is None:
         say("pre-flight: no step was tried, because the loader can be read only once")
         return
     report = _report_of(job, batch, min(_SAMPLES, job.target_batch))
-    if not report.fits and job.fallback is None:
+    takes_less = job.fallback is not None or bool(job.memory)
+    if not report.fits and not takes_less:
         report = _report_of(job, batch, job.target_batch)
     if report_file is not None:
         with beside(report_file) as unfinished:
@@ -51,8 +52,9 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     say(f"pre-flight: {_summary(report)}")
     if report.fits:
         return
-    if job.fallback is not None:
-        say("pre-flight: this step does not fit, so training will use its fallback")
+    if takes_less:
+        how = "its fallback" if job.fallback is not None else f"memory={job.memory!r}"
+        say(f"pre-flight: this step does not fit, so training will use {how}")
         return
     say(plain_text(report))
     assert report.measured is not None
