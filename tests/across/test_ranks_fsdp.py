@@ -1,5 +1,6 @@
 """`fit` with models that `fully_shard` has spread over ranks: the gradient of the global window all the same."""
 
+import itertools
 import re
 
 import pytest
@@ -21,11 +22,13 @@ def alone(*, norm=False, **arguments):
     return rank_training.train(0, 1, model=rank_training.net(norm=norm), **arguments)
 
 
+# Of single numbers, of sums, of tokens and of several terms: the others are weighted as one of these.
+QUICK = {("mean", 2), ("pair", 2), ("list", 2), ("tokens, found out", 2), ("tokens, found out", 3)}
+
+
 def losses():
-    """Every loss on two ranks, and one on three; the others on three are slow."""
-    for loss in (name for name in rank_training.LOSSES if name != "several"):
-        yield loss, 2
-        yield pytest.param(loss, 3, marks=[] if loss == "tokens, found out" else pytest.mark.slow)
+    for case in itertools.product((name for name in rank_training.LOSSES if name != "several"), (2, 3)):
+        yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("loss", "size"), list(losses()))

@@ -9,6 +9,7 @@ from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import Card
 from autoaccum._memory import Simulated
 from autoaccum.errors import InvalidInputError
+from helpers import a_few_of
 
 CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
 VOLTA = Card("some-16gb", 16 * 2**30, 320 * 2**20, bf16=False, source="made up for tests")
@@ -180,8 +181,7 @@ def test_default_sizes_reach_from_one_to_the_largest():
     assert [footprint.size for footprint in estimate.footprints] == [1, 2, 50, 100]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), a_few_of(CASES, ["fp32", "bf16", "fp16"]))
 def test_card_is_predicted_where_there_is_none(name, precision):
     make, shape = CASES[name]
 
