@@ -139,20 +139,6 @@ class Fallbacks:
         self.ways: list[str] = []
         self.found_no_blocks = False
 
-    def next(self) -> bool:
-        """Activate the next fallback that changes anything; return whether there was one."""
-        while self._names:
-            name = self._names.pop(0)
-            if name == "offload":
-                self._in_force.enter_context(offloaded(self._modules, self._memory))
-                self.ways.append("what backward needs is kept in the host's memory")
-                return True
-            if done := self._in_force.enter_context(checkpointed(self._modules, self._memory.device)):
-                self.ways.append(f"activation checkpointing of {done}")
-                return True
-            self.found_no_blocks = True
-        return False
-
     def begin(self, say: Callable[[str], None]) -> None:
         """Activate the savings.
 
@@ -170,16 +156,29 @@ class Fallbacks:
                     "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); name "
                     f"the layer that makes the logits, as in memory='{CHUNKED}:lm_head'"
                 )
-            elif kind == "offload":
-                self._in_force.enter_context(offloaded(self._modules, self._memory))
-                way, lack = "what backward needs is kept in the host's memory", ""
             else:
-                done = self._in_force.enter_context(checkpointed(self._modules, self._memory.device))
-                way, lack = done and f"activation checkpointing of {done}", "the model has no repeated blocks"
+                way, lack = self._activated(kind), "the model has no repeated blocks"
             if not way:
                 raise InvalidInputError(f"memory={name!r}: {lack}, or leave it out")
             self.ways.append(way)
             say(f"{way} (memory={name!r})")
+
+    def next(self) -> bool:
+        """Activate the next fallback that changes anything; return whether there was one."""
+        while self._names:
+            if way := self._activated(self._names.pop(0)):
+                self.ways.append(way)
+                return True
+            self.found_no_blocks = True
+        return False
+
+    def _activated(self, name: str) -> str:
+        """Activate a fallback; return what it does, or nothing if it has no place in the model."""
+        if name == "offload":
+            self._in_force.enter_context(offloaded(self._modules, self._memory))
+            return "what backward needs is kept in the host's memory"
+        done = self._in_force.enter_context(checkpointed(self._modules, self._memory.device))
+        return done and f"activation checkpointing of {done}"
 
     def end(self) -> None:
         """Restore the modules."""
