@@ -91,6 +91,11 @@ test-ray: $(VENV)/.for-ray  ## run the slow tests of Ray Train, with workers tha
 test-ultralytics: $(VENV)/.for-ultralytics  ## run the slow test of ultralytics' command, started again with smaller batches
 	$(BIN)/python -m pytest tests/launch/test_run_ultralytics.py $(TEST_OPTIONS)
 
+TIMM_TRAIN ?= train.py
+.PHONY: test-timm
+test-timm: $(VENV)/.for-development  ## run the slow test of timm's train.py, which TIMM_TRAIN=PATH names
+	TIMM_TRAIN=$(abspath $(TIMM_TRAIN)) $(BIN)/python -m pytest tests/launch/test_run_timm.py $(TEST_OPTIONS)
+
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style, format and which package imports which
 	$(BIN)/ruff check .
