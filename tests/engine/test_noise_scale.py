@@ -255,7 +255,7 @@ def test_averages_are_divided_and_not_quotients_averaged():
 @pytest.mark.parametrize(
     ("spread", "text"),
     [
-        (None, "not measured: every 5. window"),
+        (None, "not measured: one window in 5 is"),
         (Spread(100.0, 1.0, 3), "not measurable in 1 windows"),
         (Spread(100.0, 1.1, 3), "about 1,000 samples, 10 times the target batch 100: a larger batch would still pay"),
         (Spread(100.0, 2.0, 3), "about 100 samples, 1 times the target batch 100: the batch is about as large as pays"),

@@ -210,7 +210,7 @@ class NoiseScale:
             optimizer: The name of the optimizer's class.
         """
         if not self.measured:
-            return f"gradient noise scale not measured: every {self.every}. window would be, once sizes are settled"
+            return f"gradient noise scale not measured: one window in {self.every} is, once sizes are settled"
         if self.samples is None:
             return (
                 f"gradient noise scale not measurable in {self.measured} windows: their mean gradient is lost in its "
@@ -258,7 +258,7 @@ class NoiseScale:
     def say_cut_in_two(self) -> None:
         """Report that windows are cut in two only to be measured."""
         self._notices.say(
-            f"noise_scale: windows fit at once, so every {self.every}. is cut in two to be measured", key="noise cut"
+            f"noise_scale: windows fit at once, so one in {self.every} is cut in two to be measured", key="noise cut"
         )
 
     def say_not_cut(self) -> None:
