@@ -192,7 +192,9 @@ class GradientStep:
 
     def loss_scale(self) -> float:
         """Return the factor by which losses are scaled for the backward pass; waits for the device."""
-        return 1.0 if self.scale is None else float(self.scale(torch.ones((), device=self.memory.device)))
+        if self.scale is None:
+            return 1.0
+        return float(self.scale(torch.ones((), device=self.memory.device, requires_grad=True)).detach())
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
