@@ -4,13 +4,16 @@ The accumulator is measured with it, in a loop with an optimizer of its own. All
 windows, window by window in turn in one process, so that a slow moment of the machine affects all. Prints and writes
 the median ratio of a window's time with its quartiles, and the microseconds that each adds to a micro-step.
 
-    python benchmarks/overhead.py [--windows 400] [--out benchmarks/results/overhead.json]
+    python benchmarks/overhead.py [--windows 400] [--micro-batches 1 4 16] [--out benchmarks/results/overhead.json]
+
+Windows of 1 and of 16 micro-batches tell what belongs to a window from what belongs to each micro-batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import platform
 import statistics
@@ -35,22 +38,23 @@ def network(width):
 def hand_written(model, criterion, optimizer, images, target, sub_batch_size):
     """Document 002's preferred form, with its mean corrected and transfers as written there."""
     device = next(model.parameters()).device
+    micro_batches = len(images) // sub_batch_size
     optimizer.zero_grad()
-    for step in range(MICRO_BATCHES):
+    for step in range(micro_batches):
         part = slice(step * sub_batch_size, (step + 1) * sub_batch_size)
         outputs = model(images[part].to(device, non_blocking=True))
         loss = criterion(outputs, target[part].to(device, non_blocking=True))
-        loss = loss / MICRO_BATCHES
+        loss = loss / micro_batches
         loss.backward()
     optimizer.step()
 
 
-def measure(width, sub_batch_size, windows, device):
+def measure(width, sub_batch_size, micro_batches, windows, device):
     torch.manual_seed(0)
     by_hand = network(width).to(device)
     ours, accumulated = copy.deepcopy(by_hand), copy.deepcopy(by_hand)
     criterion = nn.CrossEntropyLoss()
-    samples = MICRO_BATCHES * sub_batch_size
+    samples = micro_batches * sub_batch_size
     images, target = torch.randn(samples, 64), torch.randint(0, 10, (samples,))
     if device.type == "cuda":
         images, target = images.pin_memory(), target.pin_memory()
@@ -88,12 +92,12 @@ def measure(width, sub_batch_size, windows, device):
     return times
 
 
-def summary(times, which):
+def summary(times, which, micro_batches):
     """Of one of ours, by the number of its loop."""
     ratios = sorted(took[which] / took[0] for took in times)
-    added = sorted((took[which] - took[0]) / MICRO_BATCHES * 1e6 for took in times)
+    added = sorted((took[which] - took[0]) / micro_batches * 1e6 for took in times)
     return {
-        "hand_written_ms_per_micro_step": statistics.median(took[0] for took in times) / MICRO_BATCHES * 1e3,
+        "hand_written_ms_per_micro_step": statistics.median(took[0] for took in times) / micro_batches * 1e3,
         "ratio_median": statistics.median(ratios),
         "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
         "added_us_per_micro_step_median": statistics.median(added),
@@ -109,6 +113,7 @@ def processor():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=400)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[MICRO_BATCHES], help="in a window")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -116,23 +121,25 @@ def main():
     if device.type == "cpu":
         torch.set_num_threads(1)  # small operators on several threads measure the threads
     results = {}
-    print("| | micro-step | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |")
-    print("|---|---|---|---|---|")
-    for name, (width, sub_batch_size) in SIZES.items():
-        windows = max(40, options.windows // (10 if name == "10 ms" else 1))
-        times = measure(width, sub_batch_size, windows, device)
+    print(
+        "| | micro-step | micro-batches | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |"
+    )
+    print("|---|---|---|---|---|---|")
+    for (name, (width, sub_batch_size)), micro_batches in itertools.product(SIZES.items(), options.micro_batches):
+        windows = max(40, options.windows * MICRO_BATCHES // micro_batches // (10 if name == "10 ms" else 1))
+        times = measure(width, sub_batch_size, micro_batches, windows, device)
         for which, loop in enumerate(("Runner", "Accumulator"), 1):
-            found = results[f"{loop}, {name}"] = summary(times, which)
+            found = results[f"{loop}, {name}, {micro_batches}"] = summary(times, which, micro_batches)
             low, high = found["ratio_quartiles"]
             added_low, added_high = found["added_us_per_micro_step_quartiles"]
             print(
-                f"| {loop} | {name} | {found['hand_written_ms_per_micro_step']:.3f} | {found['ratio_median']:.3f} "
-                f"({low:.3f} to {high:.3f}) | {found['added_us_per_micro_step_median']:.1f} "
-                f"({added_low:.1f} to {added_high:.1f}) |"
+                f"| {loop} | {name} | {micro_batches} | {found['hand_written_ms_per_micro_step']:.3f} "
+                f"| {found['ratio_median']:.3f} ({low:.3f} to {high:.3f}) "
+                f"| {found['added_us_per_micro_step_median']:.1f} ({added_low:.1f} to {added_high:.1f}) |"
             )
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, 1 thread"
     python = platform.python_version()
-    print(f"\n{machine}, torch {torch.__version__}, Python {python}, {MICRO_BATCHES} micro-steps a window")
+    print(f"\n{machine}, torch {torch.__version__}, Python {python}")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         record = {"machine": machine, "torch": torch.__version__, "python": python, "results": results}

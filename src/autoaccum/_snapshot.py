@@ -158,12 +158,13 @@ class RandomState:
             own.seed(seed)
 
     def has_moved(self) -> bool:
-        """Whether a global generator has advanced or been seeded since `take`."""
-        on_host, on_device, of_python, of_numpy, _ = self.taken
+        """Whether a generator has advanced or been seeded since `take`; those of modules count as if they had."""
+        on_host, on_device, of_python, of_numpy, own = self.taken
         numpy_now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
         return (
-            not torch.equal(torch.default_generator.get_state(), on_host)
-            or (self._module is not None and not torch.equal(self._module.get_rng_state(self._device), on_device))
+            bool(own)
+            or not _are_equal(torch.default_generator.get_state(), on_host)
+            or (self._module is not None and not _are_equal(self._module.get_rng_state(self._device), on_device))
             or random.getstate() != of_python
             or pickle.dumps(numpy_now) != pickle.dumps(of_numpy)
         )
@@ -177,6 +178,15 @@ class RandomState:
     def assume(self, taken: tuple[Any, ...]) -> None:
         """Use the states saved by another instance of the same device and modules."""
         self._states = taken
+
+
+def _are_equal(state: Tensor, other: Tensor) -> bool:
+    """Whether two states of torch's generators are equal, which are bytes in host memory; runs no operator."""
+    return _bytes_of(state) == _bytes_of(other)
+
+
+def _bytes_of(state: Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 class _OwnGenerator:
@@ -285,6 +295,7 @@ class Mark:
         self._metrics = MetricStates(part for module in modules for part in module.modules())
         self._modules = len(self._holders)
         self._earlier = earlier
+        self._has_random = False
         self._tell_apart()
 
     def _tell_apart(self) -> None:
@@ -300,9 +311,15 @@ class Mark:
         self._holders[self._modules :] = [(dict(enumerate(parameters)), {})]
         self._tell_apart()
 
-    def take(self) -> None:
-        """Save the current buffers, random state and states of metrics."""
-        self.random.take()
+    def take(self, *, random: bool = True) -> None:
+        """Save the current buffers, states of metrics and random state.
+
+        Args:
+            random: Whether to save random state too; if not, `put_back` leaves it as it is.
+        """
+        self._has_random = random
+        if random:
+            self.random.take()
         self._metrics.take()
         changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         if any(self._empty):
@@ -325,7 +342,8 @@ class Mark:
                     # All of them: a write through .data changes no counter, and this path need not be cheap.
                     known.write_back()
         self._metrics.put_back()
-        self.random.put_back()
+        if self._has_random:
+            self.random.put_back()
 
     def changes(self) -> dict[int, dict[str, tuple[Tensor | None, Tensor | None]]]:
         """Return the buffers that have changed since `take`: by the number of the module, and by name.

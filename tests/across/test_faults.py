@@ -112,9 +112,9 @@ def _stage_kept(step):
     step.clear_gradients()
 
 
-def _mark_of_the_first(mark, take=Mark.take):
+def _mark_of_the_first(mark, take=Mark.take, **options):
     if mark._earlier is None or mark.random._states is None:
-        take(mark)
+        take(mark, **options)
 
 
 def _overlapping(window, start, stop, cut=Window.cut):

@@ -22,7 +22,7 @@ from autoaccum._engine.separate_gradients import Aside
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._loss.objective import PAIR, SAMPLES, SUM
 from autoaccum._loss.weighting import in_full
-from autoaccum._oom import is_oom
+from autoaccum._oom import is_oom, let_go
 from autoaccum._snapshot import Mark
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError, StateDamagedError
@@ -111,6 +111,9 @@ class MicroBatches:
         self._versions: list[int] = []
         self._sums: list[Tensor] | None = None
         self._is_first = True
+        # Whether micro-batches draw random numbers, as far as the first window has shown. Where they do not, random
+        # state is kept once a window: a micro-batch that fails after all that has drawn costs the window.
+        self._draws = True
         if self._whole is not None:
             # Every forward pass is made twice, also in the first window, so a momentum encoder must be restored.
             self._at_window.keep_also([*self._kept, *self._frozen])
@@ -321,7 +324,7 @@ class MicroBatches:
         self._adding = None
         stage.phase = Phase.SET_ASIDE
         if self._done:
-            self._at_micro_batch.take()
+            self._at_micro_batch.take(random=self._draws)
             if not self._moving.has_looked:
                 self._moving.note()
         self._moved = True
@@ -371,9 +374,22 @@ class MicroBatches:
         """Whether completed gradients are whole and can be separated from those of the failed micro-batch."""
         if self._whole is not None:
             return False
-        if self._done == 0 or not self._step.has_added:
+        if self._done == 0:
             return True
-        return self._adding is not None and not self._adding.adding
+        if not self._draws and self._may_have_drawn():
+            self._draws = True
+            return False
+        return not self._step.has_added or (self._adding is not None and not self._adding.adding)
+
+    def _may_have_drawn(self) -> bool:
+        """Whether random state is another than before the window; also if there is no memory to tell."""
+        try:
+            return self._at_window.random.has_moved()
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            let_go(error)
+            return True
 
     def _put_back_micro_batch(self) -> None:
         if self._done == 0:
@@ -526,6 +542,8 @@ class MicroBatches:
             self._seen_written = []
             return
         self._seen_written = written = self._written()
+        if self._is_first:
+            self._draws = self._may_have_drawn()
         if written or self._is_first:
             self._kept += written
             self._at_window.keep_also(self._kept)
