@@ -62,10 +62,23 @@ def test_a_card_is_told_with_who_holds_its_memory(monkeypatch):
     assert [(one.name, one.used_bytes) for one in card.neighbours] == [("?", GIB)]
 
 
+def test_driver_is_told_with_the_newest_cuda_that_it_supports(monkeypatch):
+    stand_in = library()
+    stand_in.nvmlSystemGetDriverVersion = lambda: "580.65.06"
+    stand_in.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12090
+    monkeypatch.setattr(nvml, "pynvml", stand_in)
+
+    driver = nvml.read_driver()
+
+    assert (driver.version, driver.cuda) == ("580.65.06", (12, 9))
+    assert driver.text == "580.65.06, for CUDA up to 12.9"
+
+
 def test_without_the_library_there_are_no_cards(monkeypatch):
     monkeypatch.setattr(nvml, "pynvml", None)
 
     assert nvml.read_cards() == ()
+    assert nvml.read_driver() is None
 
 
 def test_a_library_that_does_not_answer_means_no_cards(monkeypatch):
@@ -78,6 +91,7 @@ def test_a_library_that_does_not_answer_means_no_cards(monkeypatch):
     monkeypatch.setattr(nvml, "pynvml", stand_in)
 
     assert nvml.read_cards() == ()
+    assert nvml.read_driver() is None
 
 
 def test_processes_that_are_not_told_cost_only_themselves(monkeypatch):

@@ -83,7 +83,8 @@ class Host(MemoryBackend):
         machine = psutil.virtual_memory()
         data, resident = _held()
         groups = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
-        frees = [machine.available, *(limit - used for limit, used in [*groups, *_process_limits()])]
+        frees = [machine.available, *(limit - used for limit, used in groups)]
+        frees += [limit - held for _, limit, held in process_limits()]
         return MemoryReading(
             total_bytes=min([machine.total, *(limit for limit, _ in groups)]),
             free_bytes=max(0, min(frees)),
@@ -209,7 +210,7 @@ class Host(MemoryBackend):
         """Take what a training needs beyond the limit, and check that the limit can be set."""
         hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
         try:
-            for bound, held in _process_limits():
+            for _, bound, held in process_limits():
                 # Checked before the warm-up, which would itself run out of memory.
                 if held >= bound:
                     raise self._no_room(limit_bytes, held, bound)
@@ -309,20 +310,20 @@ def _anonymous() -> int:
     return 0 if anonymous is None else anonymous[0]
 
 
-def _process_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit and the use of every resource limit in force on this process."""
+def process_limits() -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the limit and the use of every resource limit in force on this process."""
     sizes = _linux.status_bytes("VmData", "VmSize")
     if resource is None or sizes is None:
         return
-    for kind, held in zip((resource.RLIMIT_DATA, resource.RLIMIT_AS), sizes, strict=True):
-        soft, _ = resource.getrlimit(kind)
+    for name, held in zip(("RLIMIT_DATA", "RLIMIT_AS"), sizes, strict=True):
+        soft, _ = resource.getrlimit(getattr(resource, name))
         if soft != resource.RLIM_INFINITY:
-            yield soft, held
+            yield name, soft, held
 
 
 def _is_bounded() -> bool:
     """Whether the process is limited, or about to be."""
-    return owner.has_holds or next(_process_limits(), None) is not None
+    return owner.has_holds or next(process_limits(), None) is not None
 
 
 def _machine_free() -> int:

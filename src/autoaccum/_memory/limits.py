@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
 
 _FORMS = (
-    "give bytes as an int, a size such as '12GiB', '600 MiB', '1.5GB' or '800M', or a fraction of the total "
-    "memory, such as 0.5, '0.5' or '50%'"
+    "give bytes as an int, a size such as '12GiB', '1.5GB' or '800M', or a fraction of all memory, such as 0.5 or '50%'"
 )
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*|%)", re.IGNORECASE)
 

@@ -41,11 +41,45 @@ class CardReading:
     neighbours: tuple[Neighbour, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The NVIDIA driver of this machine.
+
+    Attributes:
+        version: Its version, such as "580.65.06".
+        cuda: The newest version of CUDA that it supports, such as (13, 0); None if it does not say.
+    """
+
+    version: str
+    cuda: tuple[int, int] | None
+
+    @property
+    def text(self) -> str:
+        """Its versions in words."""
+        return self.version if self.cuda is None else f"{self.version}, for CUDA up to {self.cuda[0]}.{self.cuda[1]}"
+
+
+def read_driver() -> Driver | None:
+    """Return the driver; None if there is none, or NVML is missing."""
+    if pynvml is None:
+        return None
+    try:
+        with _initialised():
+            number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 13000 is 13.0
+            return Driver(str(pynvml.nvmlSystemGetDriverVersion()), (number // 1000, number % 1000 // 10))
+    except pynvml.NVMLError:
+        return None
+
+
 def read_cards() -> tuple[CardReading, ...]:
     """Return the cards visible to a process started now (CUDA_VISIBLE_DEVICES), in NVML's order."""
+    return cards_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def cards_of(wanted: str | None) -> tuple[CardReading, ...]:
+    """Return the cards that a value of CUDA_VISIBLE_DEVICES makes visible, in NVML's order; all for None."""
     if pynvml is None:
         return ()
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with _initialised():
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -58,14 +58,14 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
         yield Text()
         yield Text(section.title, style="bold")
         yield Padding(_with_lines(section) if section.below else _table(section), (0, 0, 0, 2), expand=False)
-    yield from _list("Warnings", report.warnings, "yellow")
+    yield from listed("Warnings", report.warnings, "yellow")
     for title, notes in notes_of(report):
-        yield from _list(title, notes, "dim")
+        yield from listed(title, notes, "dim")
 
 
 def _table(section: Section) -> Table:
     if not section.header:
-        return _facts(section.rows)
+        return facts(section.rows)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     for index, name in enumerate(section.header):
         numbers = are_numbers([row[index] for row in section.rows])
@@ -80,18 +80,18 @@ def _with_lines(section: Section) -> Group:
     widths = [max(map(len, column)) for column in zip(section.header, *section.rows, strict=True)]
     parts: list[RenderableType] = [_line(section.header, widths, "dim")]
     for row, lines in zip(section.rows, section.below, strict=True):
-        parts += [_line(row, widths), Padding(_facts(lines), (0, 0, 0, 2), expand=False)]
+        parts += [_line(row, widths), Padding(facts(lines), (0, 0, 0, 2), expand=False)]
     return Group(*parts)
 
 
-def _facts(rows: Sequence[tuple[str, ...]]) -> Table:
+def facts(rows: Sequence[tuple[str, ...]]) -> Table:
     """Return a table of names and values."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
     for row in rows:
-        facts.add_row(*map(Text, row))
-    return facts
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _line(row: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
@@ -102,7 +102,8 @@ def _line(row: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
     return Text("  ".join([first, *others]), style=style)
 
 
-def _list(title: str, texts: Sequence[str], style: str) -> Iterator[RenderableType]:
+def listed(title: str, texts: Sequence[str], style: str) -> Iterator[RenderableType]:
+    """Yield a title and the texts below it, one to a line; nothing without texts."""
     if not texts:
         return
     yield Text()

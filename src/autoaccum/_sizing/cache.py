@@ -92,6 +92,12 @@ class _UselessError(Exception):
     """A file was not written by this cache, or not for this job."""
 
 
+def folder_of_plans() -> Path:
+    """Return the folder named by AUTOACCUM_CACHE_DIR, or else autoaccum's folder in the user's cache directory."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named) if named else platformdirs.user_cache_path("autoaccum")
+
+
 class PlanCache:
     """Stores the results of searches in a folder that all processes of a user share.
 
@@ -140,8 +146,7 @@ class PlanCache:
 
     @property
     def _folder(self) -> Path:
-        named = self._given or os.environ.get(FOLDER_VARIABLE)
-        return Path(named) if named else platformdirs.user_cache_path("autoaccum")
+        return self._given or folder_of_plans()
 
     def _path(self, key: Key) -> Path:
         return self._folder.expanduser() / f"plan-{key.digest[:32]}.json"
