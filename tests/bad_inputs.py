@@ -690,6 +690,7 @@ READ_ONLY = {
     "Callback",
     "Evaluation",
     "FitResult",
+    "TimeSpent",
     "MemoryEvent",
     "MemoryReading",
     "ProbeResult",

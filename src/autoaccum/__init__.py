@@ -22,6 +22,7 @@ from autoaccum._records import (
     Plan,
     ProbeResult,
     StepReport,
+    TimeSpent,
     Trial,
 )
 from autoaccum._report import Report
@@ -77,6 +78,7 @@ __all__ = [
     "StepReport",
     "StopTraining",
     "TensorBoardLog",
+    "TimeSpent",
     "Trial",
     "UpdateCompleteError",
     "Window",

@@ -318,6 +318,26 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeSpent:
+    """What one call of `fit` did besides computing its updates once, in seconds.
+
+    Attributes:
+        search_s: Trials before training, and windows whose micro-batches were trials; these became updates too.
+        recomputation_s: Micro-batches that were computed again because memory ran out: the windows' time by their share
+            of samples.
+        data_s: Waiting for the loader.
+        evaluation_s: Evaluations.
+        checkpoint_s: Writing checkpoints.
+    """
+
+    search_s: float = 0.0
+    recomputation_s: float = 0.0
+    data_s: float = 0.0
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class FitResult:
     """Result of `fit`. After a resume, counts cover the whole run; `history` and `evaluations` cover this call.
 
@@ -339,6 +359,7 @@ class FitResult:
             that ended the call, its type ("KeyboardInterrupt"). None if it ran to its end.
         noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
             could not be, measured (docs/batch-size.md).
+        time_spent: What the call did besides computing its updates once.
     """
 
     steps: int
@@ -353,6 +374,7 @@ class FitResult:
     checkpoint: Path | None = None
     stopped: str | None = None
     noise_scale: float | None = None
+    time_spent: TimeSpent = TimeSpent()
 
     @property
     def last_loss(self) -> float | None:

@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from autoaccum._callbacks import Callback
-from autoaccum._records import DeviceScalar, Trial
+from autoaccum._memory import Simulated
+from autoaccum._records import DeviceScalar, TimeSpent, Trial
 from autoaccum._sizing.planner import format_cut
 from autoaccum._training import console as progress_module
 from autoaccum._training.console import LineProgress, RichProgress, progress_for
 from autoaccum.errors import InvalidInputError
-from record_examples import EVALUATION, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
+from record_examples import EVALUATION, MIB, OOM, PLAN, PROBE, TRIALS, CountingScalar, fit_result, step_report
 
 
 @pytest.fixture
@@ -270,7 +271,8 @@ def test_the_last_picture_keeps_the_speed_that_the_evaluation_interrupted(clock,
 
     shown.on_fit_end(fit_result())
 
-    assert re.findall(r"([\d.]+) samples/s", plain(file))[-1] == "50"
+    picture = plain(file).partition("done:")[0]
+    assert re.findall(r"([\d.]+) samples/s", picture)[-1] == "50"
 
 
 def test_lines_tell_where_memory_ran_out_and_count_it(lines):
@@ -351,7 +353,8 @@ def test_the_bar_shows_epoch_windows_and_figures(bar):
     assert "epoch 2/3" in text
     assert "16/45" in text
     assert "loss 0.25" in text
-    assert "cut 34+33+33, peak 512.0 MiB, 0 oom" in text
+    assert "cut 34+33+33, 0 oom" in text
+    assert "peak memory 512.0 MiB" in text
 
 
 def test_the_bar_counts_to_max_steps_where_that_comes_first():
@@ -414,6 +417,67 @@ def test_the_bar_gives_stderr_and_the_cursor_back_after_an_error():
 
     assert sys.stderr is before
     assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")
+
+
+def test_the_peak_is_shown_beside_what_there_is(clock):
+    on_terminal, in_lines = io.StringIO(), io.StringIO()
+    bar = RichProgress(Console(file=on_terminal, force_terminal=True, width=120), capacity_bytes=1024 * MIB)
+    lines = LineProgress(every_s=0.0, file=in_lines, capacity_bytes=1024 * MIB)
+
+    for shown in (bar, lines):
+        shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+        shown.on_step(step_report(1), epoch=1)
+        shown.on_fit_end(None)
+
+    (line,) = re.findall("peak memory (.*)", plain(on_terminal))[-1:]
+    assert line.strip() == "━━━━━━━━━━╺━━━━━━━━━ 512.0 MiB of 1.0 GiB"  # half of it
+    assert ", peak 512.0 MiB of 1.0 GiB," in in_lines.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("memory_limit", "capacity"), [(600 * MIB, 600 * MIB), (None, 1000 * MIB)], ids=["the limit", "what is free"]
+)
+def test_what_there_is_is_the_limit_or_what_was_free(memory_limit, capacity):
+    shown = progress_for("lines", Simulated(1000 * MIB), memory_limit)
+
+    assert shown._capacity_bytes == capacity
+
+
+@pytest.mark.parametrize(("steps", "text"), [(2, "1 s"), (121, "2 min"), (7201, "2.0 h")])
+def test_lines_tell_the_time_left(clock, steps, text):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=None, max_steps=steps, steps_per_epoch=None)
+    clock.now += 1.0
+
+    shown.on_step(step_report(1), epoch=1)
+
+    assert f"100 samples/s, {text} left, cut" in file.getvalue()
+
+
+def test_no_time_is_left_after_the_last_step(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file)
+    shown.on_fit_start(epochs=None, max_steps=1, steps_per_epoch=None)
+    clock.now += 1.0
+
+    shown.on_step(step_report(1), epoch=1)
+
+    assert "left" not in file.getvalue()
+
+
+@pytest.mark.parametrize("shown", ["bar", "lines"])
+def test_summary_tells_where_the_time_went_and_what_to_change(shown):
+    file = io.StringIO()
+    to = Console(file=file, width=200) if shown == "bar" else file
+    progress = RichProgress(to) if shown == "bar" else LineProgress(file=to)
+    spent = TimeSpent(search_s=0.5, data_s=5.0)
+    progress.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
+
+    progress.on_fit_end(dataclasses.replace(fit_result(), time_spent=spent))
+
+    assert "search 0.5 s (4%), waiting for data 5.0 s (40%)" in file.getvalue()
+    assert "the loader is waited for: more num_workers=" in file.getvalue()
 
 
 def test_the_bar_ends_with_a_summary(bar):

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, TextIO, cast
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -24,26 +25,33 @@ from autoaccum._memory.limits import format_bytes
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import Dropping, is_terminal, write_line
+from autoaccum._training.summary import advice_on, of_capacity, rows_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 # Five pictures a second look alive, and cost the device at most five waits a second.
 _BAR_EVERY_S = 0.2
+_MEMORY_WIDTH = 20
 # A log file of an hour's run stays readable: 360 lines.
 _LINE_EVERY_S = 10.0
 
 
-def progress_for(progress: bool | str | Callback) -> Callback:
+def progress_for(
+    progress: bool | str | Callback, memory: MemoryBackend | None = None, limit_bytes: int | None = None
+) -> Callback:
     """Return the callback that shows progress as asked for.
 
     Args:
         progress: "auto" or True: the bar where stderr is a terminal, lines elsewhere. "bar" or "lines": just
             that. False: nothing. A callback of your own is returned as it is.
+        memory: The device, of which the peak is shown beside what there is; None if unknown.
+        limit_bytes: The memory limit; None for what is free on the device now.
 
     Raises:
         InvalidInputError: `progress` is none of these.
@@ -55,13 +63,14 @@ def progress_for(progress: bool | str | Callback) -> Callback:
     if progress is True or is_one_of(progress, ["auto"]):
         # isatty, not rich's own idea of a terminal: FORCE_COLOR would put a bar into a log file.
         progress = "bar" if is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb" else "lines"
-    if is_one_of(progress, ["bar"]):
-        return RichProgress()
-    if is_one_of(progress, ["lines"]):
-        return LineProgress()
-    raise InvalidInputError(
-        f"progress={shown(progress)} is not known; use 'auto', 'bar', 'lines', False or a Callback of your own"
-    )
+    if not is_one_of(progress, ["bar", "lines"]):
+        raise InvalidInputError(
+            f"progress={shown(progress)} is not known; use 'auto', 'bar', 'lines', False or a Callback of your own"
+        )
+    if limit_bytes is None and memory is not None:
+        reading = memory.reading()
+        limit_bytes = reading.used_bytes + reading.free_bytes
+    return (RichProgress if progress == "bar" else LineProgress)(capacity_bytes=limit_bytes)
 
 
 class OtherRank(Callback):
@@ -87,7 +96,15 @@ class OtherRank(Callback):
 class _Tally:
     """What both callbacks count: where in the run we are, how fast it goes, what memory it took."""
 
-    def __init__(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        epochs: int | None,
+        max_steps: int | None,
+        steps_per_epoch: int | None,
+        capacity_bytes: int | None = None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
         self.epochs = epochs
         self.epoch = 1
         self.total_steps = _total_steps(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
@@ -157,10 +174,11 @@ class _Tally:
         peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
         return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
 
-    def figures(self) -> str:
-        """Such as "loss 0.412, lr 0.001, 141 samples/s, cut 34+33+33, peak 512 MiB, 0 oom"; waits for the device.
+    def figures(self, *, in_bar: bool = False) -> str:
+        """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 0 oom".
 
-        The learning rate, of the first group, stands there once any has changed.
+        Waits for the device. The bar shows the time left and the peak by itself (`in_bar`). The learning rate, of the
+        first group, stands behind the loss once any has changed.
 
         Behind that stand ", noise scale 2,100" once it is measured, and ", saved at step 20" where there are
         checkpoints.
@@ -170,10 +188,11 @@ class _Tally:
             f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
             *self._rate(self.report.learning_rates),
             f"{_three_digits(self._samples_per_s())} samples/s",
+            *([] if in_bar else self._time_left()),
             f"cut {format_cut(self._cut)}",
         ]
-        if self.peak_bytes is not None:
-            parts.append(f"peak {format_bytes(self.peak_bytes)}")
+        if not in_bar and self.peak_bytes is not None:
+            parts.append(f"peak {of_capacity(self.peak_bytes, self.capacity_bytes)}")
         parts.append(f"{self.oom_events} oom")
         if self.noise_scale is not None:
             parts.append(f"noise scale {rounded(self.noise_scale)}")
@@ -186,6 +205,13 @@ class _Tally:
         self._rates_change = self._rates_change or rates != self._first_rates
         return [f"lr {rates[0]:.3g}"] if self._rates_change and rates and rates[0] is not None else []
 
+    def _time_left(self) -> list[str]:
+        assert self.report is not None, "figures are drawn after a step"
+        speed, target = self._samples_per_s(), sum(self._cut)
+        if self.total_steps is None or not speed or self.steps >= self.total_steps:
+            return []
+        return [f"{_rounded_time((self.total_steps - self.steps) * target / speed)} left"]
+
     def _samples_per_s(self) -> float:
         """Since the clock was restarted; right after that, as it was before."""
         if not self._samples:
@@ -196,12 +222,18 @@ class _Tally:
 class _Progress(Callback):
     """What both ways to show progress have in common: they count, and know which step is saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int | None) -> None:
+        self._capacity_bytes = capacity_bytes
         self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None)
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Begin to count."""
-        self._tally = _Tally(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
+        self._tally = _Tally(
+            epochs=epochs,
+            max_steps=max_steps,
+            steps_per_epoch=steps_per_epoch,
+            capacity_bytes=self._capacity_bytes,
+        )
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
         """Have the figures name the step that is saved."""
@@ -221,10 +253,13 @@ class LineProgress(_Progress):
     Args:
         every_s: At most one step line in so many seconds.
         file: Where to write; None: `sys.stderr` as it is at the time.
+        capacity_bytes: What the training may take on its device; None if unknown.
     """
 
-    def __init__(self, *, every_s: float = _LINE_EVERY_S, file: TextIO | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, *, every_s: float = _LINE_EVERY_S, file: TextIO | None = None, capacity_bytes: int | None = None
+    ) -> None:
+        super().__init__(capacity_bytes)
         self._every_s = every_s
         self._file = file
         self._last_line = time.monotonic()
@@ -271,8 +306,14 @@ class LineProgress(_Progress):
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the summary; nothing where `fit` raised, the error speaks for itself."""
-        if result is not None:
-            self._write(_summary_text(result))
+        if result is None:
+            return
+        self._write(_summary_text(result))
+        rows = dict(rows_of(result, self._tally.peak_bytes, self._capacity_bytes))
+        if "time" in rows:
+            self._write(f"time besides updates: {rows['time']}")
+        for text in advice_on(result, self._tally.peak_bytes, self._capacity_bytes):
+            self._write(f"for more speed: {text}")
 
     def _restart(self) -> None:
         self._tally.restart_clock()
@@ -287,10 +328,11 @@ class RichProgress(_Progress):
 
     Args:
         console: The rich console to draw on; None: one for stderr.
+        capacity_bytes: What the training may take on its device; None if unknown.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        super().__init__()
+    def __init__(self, console: Console | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(capacity_bytes)
         self._console = console
         self._bar: Progress | None = None
         self._live: Live | None = None
@@ -377,7 +419,7 @@ class RichProgress(_Progress):
             live.stop()
         if result is not None:
             with _dropped():
-                live.console.print(Text(_summary_text(result), style="bold"))
+                live.console.print(self._summary(result))
 
     def _draw(self) -> None:
         self._update()
@@ -390,10 +432,33 @@ class RichProgress(_Progress):
         assert self._bar is not None, "on_fit_start comes first"
         task = self._bar.tasks[0].id
         self._bar.update(task, completed=self._tally.steps, description=self._tally.position.partition(",")[0])
-        self._status = Text(self._tally.figures(), style="dim")
+        self._status = Text(self._tally.figures(in_bar=True), style="dim")
 
     def _picture(self) -> RenderableType:
-        return Group(self._bar or Text(), self._status)
+        return Group(self._bar or Text(), self._status, *self._memory())
+
+    def _memory(self) -> Iterator[RenderableType]:
+        """Yield the peak as a bar beside what there is."""
+        peak, capacity = self._tally.peak_bytes, self._capacity_bytes
+        if peak is None:
+            return
+        line = Table.grid(padding=(0, 1))
+        text = Text(of_capacity(peak, capacity), style="dim")
+        if capacity is None:
+            line.add_row(Text("peak memory", style="dim"), text)
+        else:
+            bar = ProgressBar(total=max(capacity, 1), completed=min(peak, capacity), width=_MEMORY_WIDTH)
+            line.add_row(Text("peak memory", style="dim"), bar, text)
+        yield line
+
+    def _summary(self, result: FitResult) -> RenderableType:
+        table = Table(show_header=False)
+        peak = self._tally.peak_bytes
+        for name, text in rows_of(result, peak, self._capacity_bytes):
+            table.add_row(name, text)
+        for text in advice_on(result, peak, self._capacity_bytes):
+            table.add_row("for more speed", text)
+        return Group(Text(_summary_text(result), style="bold"), table)
 
     def _print(self, what: RenderableType) -> None:
         if self._live is not None:
@@ -418,6 +483,13 @@ def _total_steps(*, epochs: int | None, max_steps: int | None, steps_per_epoch: 
 
 def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"  # noqa: PLR2004 - .3g would turn to 1.23e+03
+
+
+def _rounded_time(seconds: float) -> str:
+    """Return such as "45 s", "12 min" or "3.5 h"."""
+    if seconds < 100:  # noqa: PLR2004 - more is easier to read in minutes
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"  # noqa: PLR2004 - 90 minutes
 
 
 def _plan_facts(plan: Plan, probe: ProbeResult | None) -> list[tuple[str, str]]:

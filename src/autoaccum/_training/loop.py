@@ -15,7 +15,7 @@ from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._oom import first_line
-from autoaccum._records import FitResult
+from autoaccum._records import FitResult, TimeSpent
 from autoaccum._snapshot import RandomState
 from autoaccum._system import exceptions, signals
 from autoaccum._training.checkpoint_contents import Contents
@@ -153,6 +153,8 @@ class Training:
         self._history: list[StepReport] = []
         self._evaluations: list[tuple[int, int, Evaluation]] = []  # with their epochs and steps
         self._resumed_from: int | None = None
+        # Seconds of this call, also of windows that were trained again.
+        self._search_s = self._recomputation_s = self._data_s = self._evaluation_s = 0.0
 
     @property
     def windows(self) -> int:
@@ -260,6 +262,13 @@ class Training:
             checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
             stopped=self._progress.stopped,
             noise_scale=None if self._noise is None else self._noise.samples,
+            time_spent=TimeSpent(
+                self._search_s,
+                self._recomputation_s,
+                self._data_s,
+                self._evaluation_s,
+                0.0 if self._checkpoints is None else self._checkpoints.spent_s,
+            ),
         )
 
     # --- the beginning ------------------------------------------------------------------------------------------------
@@ -275,12 +284,16 @@ class Training:
         if found is None:
             if self._validation is not None:  # before drawing from the training loader, which may be the same one
                 self._validation.try_out(self._finding.most_asked)
+            started = time.perf_counter()
             first = self._progress.first_part()
+            self._data_s += time.perf_counter() - started
             drop_old_gradients(self._step, self._notices)
             self._say_what_counts(first)
             if self._noise is not None and keeps_order(self._world.loader):
                 self._noise.say_not_shuffled()
+            started = time.perf_counter()
             begins_with, probed = self._lifecycle.find(first)
+            self._search_s += time.perf_counter() - started
         self._schedule.begin()
         if self._checkpoints is not None:
             self._schedule.check_that_it_can_be_kept()
@@ -322,7 +335,7 @@ class Training:
         if not progress.is_over:
             self._evaluate_if_due()  # where a run was interrupted in that evaluation
         while not progress.is_over:
-            window = progress.next_window()
+            window = self._next_window()
             if progress.has_nothing(window):
                 self._notices.say(
                     f"the loader gave nothing in epoch {progress.moment.position.epoch}, so training ends there; a "
@@ -334,10 +347,16 @@ class Training:
             while window is not None and self._step_with(window):
                 # Release the window before loading the next one, so that memory holds only one of them.
                 window = None
-                window = progress.next_window()
+                window = self._next_window()
             self._end_epoch()
             self._stop_if_asked()
         self._finiteness.finish()
+
+    def _next_window(self) -> Window | None:
+        started = time.perf_counter()
+        window = self._progress.next_window()
+        self._data_s += time.perf_counter() - started
+        return window
 
     def _stop_if_asked(self) -> None:
         """End the training here if a callback of any process has asked for it."""
@@ -349,9 +368,15 @@ class Training:
     def _step_with(self, window: Window) -> bool:
         """Make the update of a window and do what follows it; return False if the window is left out."""
         part = self._progress.part_to_make(window)
+        is_trial = self._lifecycle.current.is_learning
         report = None if part is None else self._lifecycle.step(part)
         if report is None:
             return False
+        again = report.recomputed_samples / (report.samples + report.recomputed_samples)
+        if is_trial:
+            self._search_s += report.elapsed_s
+        else:
+            self._recomputation_s += report.elapsed_s * again
         self._note(report)
         self._progress.after_callbacks()
         self._finiteness.see(report)
@@ -410,6 +435,7 @@ class Training:
         if self._validation is None:
             return None
         evaluation = self._validation.run(self._lifecycle.current.plan.micro_batch)
+        self._evaluation_s += evaluation.elapsed_s
         for callback in self._callbacks:
             callback.on_evaluation(evaluation, epoch=epoch, step=self._progress.moment.windows)
         return evaluation

@@ -183,7 +183,10 @@ class TrainingProgress:
                 )
             split = self._world.split
             counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
-            raise InvalidInputError(f"the loader gave no batch{counted}{dropped}, so there is nothing to train on")
+            raise InvalidInputError(
+                f"the loader gave no batch{counted}{dropped}, so there is nothing to train on; check the length of its "
+                "dataset, and drop_last=True, which leaves out fewer samples than a batch"
+            )
         return first
 
     def _begin_epoch(self) -> Iterator[Window]:
