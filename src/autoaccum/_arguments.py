@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Beyond it a double cannot represent every integer, and losses are weighted by counts in doubles.
 MOST_COUNTED = 2**53
 # The most characters shown of a value: the repr of a tensor or a model would bury the message.
-_SHOWN = 200
+_SHOWN = 100
 
 
 def shown(value: object) -> str:
@@ -27,7 +27,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # noqa: BLE001 - a number of 5,000 digits has no repr, and a user's class may fail too
         return f"<{type(value).__name__}>"
-    text = " ".join(text.split("\n"))
+    text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -134,11 +134,21 @@ def check_iterable(name: str, value: object) -> None:
             f"{name}={shown(value)} is a dataset, which yields single samples; wrap it in torch.utils.data.DataLoader, "
             "which yields batches"
         )
+    if _is_tensor(value):
+        raise InvalidInputError(
+            f"{name} is a tensor, which yields single rows; pass DataLoader(TensorDataset(inputs, targets), "
+            "batch_size=...), or a list of batches"
+        )
     gives = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     if not gives or isinstance(value, str | bytes | bytearray):
         raise InvalidInputError(
             f"{name}={shown(value)} cannot be iterated over; pass a DataLoader, or any iterable of batches"
         )
+
+
+def _is_tensor(value: object) -> bool:
+    """Whether a value is a tensor; checked by name, as this module does not import torch."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" == "torch.Tensor" for kind in type(value).__mro__)
 
 
 def _is_map_style_dataset(value: object) -> bool:
@@ -182,10 +192,13 @@ def check_call(name: str, function: Callable[..., Any], parameters: str) -> None
         signature.bind(*[None] * count)
     except TypeError as error:
         called = f"with ({parameters})" if parameters else "without arguments"
+        kind = f"{function.__name__}()" if isinstance(function, type) else shown(function)
+        takes = f"({', '.join(signature.parameters)})"
         raise InvalidInputError(
-            f"{name}={shown(function)} is called {called}, but takes {signature} ({error}); give the others defaults"
+            f"{name}={kind} is called {called}, but takes {takes} ({error}); give the others, as in "
+            f"{name}=lambda {parameters}: ..., or defaults"
             if count <= len(signature.parameters)
-            else f"{name}={shown(function)} is called {called}, but takes {signature} ({error})"
+            else f"{name}={kind} is called {called}, but takes {takes} ({error})"
         ) from None
 
 

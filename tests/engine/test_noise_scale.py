@@ -387,7 +387,7 @@ def test_measuring_needs_no_second_set_of_gradients():
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, "yes", True], ids=str)
 def test_what_cannot_be_is_refused(wrong):
     options = {"loss_scope": "window"} if wrong is True else {}
-    text = "loss_scope='window'" if wrong is True else "noise_scale must be"
+    text = "loss_scope='window'" if wrong is True else "noise_scale(='yes' is neither True| must be)"
 
     with pytest.raises(InvalidInputError, match=text):
         runner_of(Distance(), autoaccum.plan(4, 2), LOSSES["mean"], noise_scale=wrong, **options)

@@ -105,9 +105,16 @@ def test_optimizer_over_frozen_parameters_alone_is_refused(model, notices):
         resolve(optimizer, [model], notices)
 
 
-@pytest.mark.parametrize("modules", [[nn.ReLU()], [nn.Linear(1, 1).requires_grad_(False)]], ids=["none", "frozen"])
-def test_nothing_to_train_is_refused_with_the_remedy(modules, notices):
-    with pytest.raises(InvalidInputError, match=r"needs a gradient.*requires_grad_\(True\)"):
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        ([nn.ReLU()], r"no parameters.*torch\.nn\.ModuleList"),
+        ([nn.Linear(1, 1).requires_grad_(False)], r"needs a gradient.*requires_grad_\(True\)"),
+    ],
+    ids=["none", "frozen"],
+)
+def test_nothing_to_train_is_refused_with_the_remedy(modules, text, notices):
+    with pytest.raises(InvalidInputError, match=text):
         resolve(None, modules, notices)
 
 

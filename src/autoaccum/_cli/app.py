@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoaccum._callbacks import Callback, check_callbacks
+from autoaccum._cli import tracebacks
+from autoaccum._cli.doctor import doctor_command
 from autoaccum._cli.exit_codes import EPILOG, ExitCode, errors_as_exit_codes, loaded, print_result
 from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._cli.report import report_command
@@ -42,7 +44,7 @@ app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
-    # Python's own tracebacks: complete, and the same on a terminal and in a log file.
+    # Not typer's, which differ on a terminal and in a log file; `tracebacks` says what is shown.
     pretty_exceptions_enable=False,
 )
 
@@ -51,7 +53,10 @@ def main() -> None:
     """Run the command line; the entry point of the `autoaccum` script."""
     stand_in_for_closed()
     try:
-        app()
+        app(tracebacks.with_option_first(sys.argv[1:]))
+    except Exception as error:  # noqa: BLE001 - shown as Python would, with fewer frames
+        tracebacks.show(error)
+        sys.exit(ExitCode.UNEXPECTED)
     finally:
         for stream in (sys.stdout, sys.stderr):
             Dropping(stream).flush()
@@ -63,11 +68,22 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _show_all(wanted: bool) -> None:
+    if wanted:
+        tracebacks.show_all()
+
+
 @app.callback()
 def _root(
     _version: Annotated[
         bool,
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+    _traceback: Annotated[
+        bool,
+        typer.Option(
+            tracebacks.OPTION, help="Show all frames of tracebacks, also those of autoaccum.", callback=_show_all
+        ),
     ] = False,
 ) -> None:
     """Hold the options without a command."""
@@ -77,6 +93,7 @@ app.command("report", epilog=EPILOG)(report_command)
 app.command("run", epilog=EPILOG, context_settings=SETTINGS)(run_command_line)
 app.command("slurm", epilog=EPILOG)(slurm_command)
 app.command("jobs", epilog=EPILOG)(jobs_command)
+app.command("doctor", epilog=EPILOG)(doctor_command)
 
 
 @app.command("fit", epilog=EPILOG)
@@ -146,6 +163,7 @@ def _document(recipe: str, result: FitResult, memory_log: _MemoryLog) -> dict[st
         "resumed_from": result.resumed_from,
         "stopped": result.stopped,
         "noise_scale": finite(result.noise_scale),
+        "time_spent": dataclasses.asdict(result.time_spent),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
     }
 

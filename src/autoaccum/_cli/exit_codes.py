@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 import sys
-import traceback
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from autoaccum._cli import tracebacks
 from autoaccum._launch.deaths import DOES_NOT_FIT
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import drop_pending, write_line
@@ -75,7 +75,7 @@ def errors_as_exit_codes() -> Iterator[None]:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except AutoaccumError as error:
         if isinstance(error, UpdateCompleteError):  # usually from the user's scheduler: show where
-            show_traceback(error)
+            tracebacks.show(error)
         complain(f"error: {error}")
         for note in getattr(error, "__notes__", ()):
             complain(note.removeprefix("autoaccum: "))
@@ -103,11 +103,6 @@ def print_result(text: str, *, done: str) -> None:
         reason = getattr(error, "strerror", None) or error
         complain(f"error: the result could not be written to stdout ({reason}); {done}")
         raise typer.Exit(ExitCode.UNEXPECTED) from None
-
-
-def show_traceback(error: BaseException) -> None:
-    """Write an error's traceback to stderr."""
-    write_line("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 # The first match counts: the error for a folder in use is also a CheckpointError.
@@ -140,5 +135,5 @@ def loaded(recipe: str, load: Callable[[str], _T]) -> _T:
         return load(recipe)
     except InvalidInputError as error:
         if error.__cause__ is not None:
-            show_traceback(error.__cause__)
+            tracebacks.show(error.__cause__)
         raise

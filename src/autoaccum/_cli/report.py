@@ -19,7 +19,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result, show_traceback
+from autoaccum._cli import tracebacks
+from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result
 from autoaccum._cli.numbers import check_counts, check_texts
 from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._data.nesting import shapes_of
@@ -223,7 +224,7 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
             or raised_here(error)
         ):
             raise
-        show_traceback(error)
+        tracebacks.show(error)
         name = type(job.model).__name__ if isinstance(job.model, nn.Module) else f"{_name_of(job.model)}()"
         raise InvalidInputError(
             f"the recipe's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
@@ -294,7 +295,7 @@ def _first_batch(job: Job) -> Any:
         if is_exit(error):
             raise
         # An error of the loader, even if its text is that of a busy device.
-        show_traceback(error)
+        tracebacks.show(error)
         raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error
     raise InvalidInputError(
         f"the recipe's loader ({type(job.loader).__name__}) has no batch, and a report needs the first one"

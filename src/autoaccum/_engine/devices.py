@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,8 +37,7 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
     Raises:
         InvalidInputError: The device is unknown or missing, or `model` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; pass an instance, not a class")
+    check_is_module(model)
     if isinstance(device, MemoryBackend):
         existing(device.device)
         return device
@@ -45,6 +45,24 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
     if neighbours := describe_neighbours(memory):
         notices.say(neighbours)
     return memory
+
+
+def check_is_module(model: object) -> None:
+    """Reject anything that is not a module.
+
+    Raises:
+        InvalidInputError: It is not.
+    """
+    if isinstance(model, nn.Module):
+        return
+    advice = "pass one"
+    if isinstance(model, type):
+        advice = f"pass an instance, not a class: {model.__name__}(...)"
+    elif isinstance(model, Mapping):
+        advice = "pass the model that has loaded it, by model.load_state_dict(...)"
+    elif callable(model):
+        advice = "wrap the function in one, whose forward() calls it"
+    raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; {advice}")
 
 
 def _chosen(model: nn.Module, notices: Notices) -> torch.device:

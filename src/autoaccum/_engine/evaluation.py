@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 Metric = Callable[[Any, Any], Any]
 _T = TypeVar("_T")
 _NO_SAMPLES = (
-    "the validation loader gave no samples (val_loader=), so there is nothing to evaluate; a generator can be read "
-    "only once"
+    "the validation loader gave no samples (val_loader=), so there is nothing to evaluate; make it a "
+    "DataLoader or a list, since a generator can be read only once"
 )
 # Samples evaluated before training if running out of memory cannot be survived: few enough to fit anywhere, and enough
 # for a metric that needs several.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autoaccum._arguments import check_bool, check_positive_number, shown
+from autoaccum._arguments import check_bool, check_positive_number
 from autoaccum._data.nesting import without_graphs
 from autoaccum._data.splits import is_default
 from autoaccum._data.transfer import Transfer
@@ -465,8 +465,8 @@ def check_model(model: object) -> None:
     Raises:
         InvalidInputError: It is not a module, or its parameters do not exist yet.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; pass an instance, not a class")
+    devices.check_is_module(model)
+    assert isinstance(model, nn.Module)
     check_shapes(model)
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if value.is_meta:

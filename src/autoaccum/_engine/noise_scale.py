@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from autoaccum._arguments import check_positive_int
+from autoaccum._arguments import check_positive_int, shown
 from autoaccum._data.splits import is_default
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
@@ -295,6 +295,10 @@ def check_noise_scale(noise_scale: object, loss_scope: str) -> int | None:
     if noise_scale is False or noise_scale is None:
         return None
     every = EVERY
+    if isinstance(noise_scale, str):
+        raise InvalidInputError(
+            f"noise_scale={shown(noise_scale)} is neither True nor a number of windows; pass True, or such as 50"
+        )
     if noise_scale is not True:
         check_positive_int("noise_scale", noise_scale)
         assert isinstance(noise_scale, int)

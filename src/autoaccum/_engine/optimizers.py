@@ -47,6 +47,11 @@ def resolve(
     """
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not parameters:
+        raise InvalidInputError(
+            "the model has no parameters, so there is nothing to train; assign layers to attributes of the module, and "
+            "lists of them as torch.nn.ModuleList"
+        )
     if not trainable:
         raise InvalidInputError(
             f"none of the model's {len(parameters)} parameters needs a gradient, so there is nothing to train; set "
@@ -223,7 +228,7 @@ def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidInputError(
             f"optimizer={shown(given)} is neither a torch.optim.Optimizer, nor a list of them, nor a function of the "
-            "parameters that returns one or several"
+            "parameters that returns one or several; pass such as torch.optim.Adam(model.parameters(), lr=1e-3)"
         )
     return made
 

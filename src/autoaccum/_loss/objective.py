@@ -587,6 +587,12 @@ class Objective:
         if own is not None:
             return own
         if not is_pair(batch):
+            if isinstance(batch, Tensor):
+                raise InvalidInputError(
+                    f"no loss: the model returned {describe(outputs)}, which contains none, and the loader yields "
+                    "tensors, not (inputs, targets) pairs; pass loss=, or a DataLoader of a "
+                    "TensorDataset(inputs, targets)"
+                )
             raise InvalidInputError(
                 f"no loss: the model returned {describe(outputs)}, which contains none, and a batch of type "
                 f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"

@@ -271,12 +271,12 @@ def fit(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank = own_rank()
-    shown = progress_for(progress) if rank == 0 else OtherRank(rank, silent=progress is False)
     notices = Notices(silent=progress is False or rank > 0)
     if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target_batch):
         notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
     backend = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, backend)
+    shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes)
     if options is not None:
         check_that_it_can_be_limited(backend, limit_bytes)
     savings, fallbacks = check_memory(memory, fallback, backend, compiles=options is not None)

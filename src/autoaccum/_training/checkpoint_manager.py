@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._system import signals
@@ -42,6 +43,7 @@ class CheckpointManager:
     Attributes:
         saver: Writes and finds files.
         contents: Collects and restores what a checkpoint holds.
+        spent_s: Seconds spent on writing.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class CheckpointManager:
         self._memory = memory
         self._notices = notices
         self._finiteness = finiteness
+        self.spent_s = 0.0
 
     def find(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the path and content of the checkpoint to resume from; None for a fresh start.
@@ -98,10 +101,14 @@ class CheckpointManager:
                 are unchanged.
         """
         # Half a checkpoint is useless, so interrupts wait.
-        with signals.held(), self._memory.lifted():
-            if self._is_refused():
-                return None
-            return self._world.write(self.saver, self.contents, self._progress.moment, self._lifecycle.kept)
+        started = time.perf_counter()
+        try:
+            with signals.held(), self._memory.lifted():
+                if self._is_refused():
+                    return None
+                return self._world.write(self.saver, self.contents, self._progress.moment, self._lifecycle.kept)
+        finally:
+            self.spent_s += time.perf_counter() - started
 
     def _is_refused(self) -> bool:
         """Whether any process holds non-finite state, in which case the last checkpoint is worth more than this one."""

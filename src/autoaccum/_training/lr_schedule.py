@@ -128,9 +128,8 @@ def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
         inner = "" if part is scheduler else f" in it a {type(part).__name__},"
         raise InvalidInputError(
             f"scheduler=, a {type(scheduler).__name__},{inner} moves the learning rates of another optimizer (a "
-            f"{type(other).__name__} of {len(other.param_groups)} groups) than the {name_of(optimizer)} in use, "
-            "which would stay as they are; make it from the optimizer that is passed as optimizer=, or pass a "
-            f"function: {_EXAMPLE}"
+            f"{type(other).__name__} of {len(other.param_groups)} groups) than the {name_of(optimizer)} in use; make "
+            f"it from that one, or pass {_EXAMPLE}"
         )
 
 
