@@ -11,6 +11,7 @@ from torch import nn
 import autoaccum
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
+from autoaccum._doctor.examination import examine
 from autoaccum._engine import devices
 from autoaccum._engine.fallback import offloaded
 from autoaccum._memory import backend_for
@@ -272,3 +273,13 @@ def test_on_nan_stop_ends_the_training():
             strategy="balanced", progress=False, callbacks=[Counts()],
         )  # fmt: skip
     assert steps[-1] >= 4
+
+
+def test_doctor_finds_the_card_that_pytorch_uses():
+    found = {fact.name: fact for fact in examine().areas["devices"]}
+
+    assert found["used by PyTorch"].value == torch.cuda.device_count()
+    assert found["NVIDIA driver"].value
+    properties = torch.cuda.get_device_properties(0)
+    assert properties.name in found["card 0"].text
+    assert found["card 0"].value == pytest.approx(properties.total_memory, rel=0.05)
