@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autoaccum._arguments import check_positive_int, shown
+from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum._system import html_page
 from autoaccum._system.user_files import beside
 from autoaccum.errors import InvalidInputError
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
     from pathlib import Path
+
+
+# What a plan counts.
+SAMPLES, TOKENS = "samples", "tokens"
 
 
 class _HasItem(Protocol):
@@ -134,6 +138,8 @@ class Plan:
     Attributes:
         target_batch: Number of samples per optimizer update.
         micro_batches: Sizes of the micro-batches in order; they sum to `target_batch`.
+        counts: What both count: "samples", or "tokens" with `target_tokens`. A window then has about as many tokens,
+            and its micro-batches, of whole samples, have at most the largest of these sizes with their padding.
 
     Raises:
         InvalidInputError: The sizes are not positive integers or do not sum to `target_batch`.
@@ -141,9 +147,11 @@ class Plan:
 
     target_batch: int
     micro_batches: tuple[int, ...]
+    counts: str = SAMPLES
 
     def __post_init__(self) -> None:
         check_positive_int("target_batch", self.target_batch)
+        check_choice("counts", self.counts, (SAMPLES, TOKENS))
         try:
             object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
         except TypeError:

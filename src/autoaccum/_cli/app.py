@@ -121,7 +121,7 @@ def fit_command(
             with exits_refused(recipe):
                 check_callbacks(job.callbacks)
                 given["callbacks"] = [*job.callbacks, memory_log, *logs]
-                arguments = dataclasses.replace(job, **given).fit_arguments()
+                arguments = job.with_arguments(given).fit_arguments()
                 result = fit(**arguments, progress=False if quiet else "auto")
         if as_json and is_first:
             document = json.dumps(_document(recipe, result, memory_log), allow_nan=False)

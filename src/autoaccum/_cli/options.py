@@ -20,6 +20,7 @@ from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.fallback import FALLBACKS, SAVINGS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
+from autoaccum._engine.sample_order import ORDERS
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
 from autoaccum._sizing.planner import PROBES, STRATEGIES
 from autoaccum._training.api import check_seed, fit
@@ -40,6 +41,7 @@ IN_RECIPES_ALONE = frozenset(
         *("loss", "loss_reduction", "loss_scope"),
         *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "beta_scaling", "base_batch"),
         *("clip_grad_norm", "track_grad_norm"),
+        *("tokens", "lengths"),
         *NOT_OF_A_JOB,
     }
 )
@@ -121,6 +123,7 @@ _BY_NAME = {
     "overlap": _Form(
         bool, flag="--overlap", help="Under torchrun: overlap the all-reduce with the last backward pass."
     ),
+    "order": _Form(str, "|".join(ORDERS)),
     "on_nan": _Form(str, "|".join(ON_NAN)),
     "noise_scale": _Form(
         bool,
@@ -192,7 +195,7 @@ def check_given(given: Mapping[str, Any]) -> None:
     Raises:
         InvalidInputError: One is.
     """
-    counts = ("target_batch", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
+    counts = ("target_batch", "target_tokens", "epochs", "max_steps", "micro_batch", "checkpoint_steps")
     check_counts({name: given[name] for name in counts if name in given})
     check_seed(given.get("seed"))
     check_minutes("checkpoint_minutes", given.get("checkpoint_minutes"))

@@ -132,7 +132,7 @@ def report_command(
         _check_files(html, plot)
         with contextlib.redirect_stdout(sys.stderr):
             job = loaded(recipe, load_recipe)
-            job = dataclasses.replace(job, **given)
+            job = job.with_arguments(given)
             most = _most(job, max_micro_batch, require_micro_batch)
             with (
                 exits_refused(recipe),
@@ -202,8 +202,15 @@ def _report_of(job: Job, **asked: Any) -> Report:
     if job.memory:
         complain(f"the report is of steps without memory={job.memory!r}, which takes less memory and more time")
     batch = _first_batch(job)
+    if job.target_tokens is not None:
+        samples = job.samples_of_target(batch)
+        complain(
+            f"target_tokens={job.target_tokens} is taken as {samples} samples as long as those of the first batch, "
+            "padded as they are there"
+        )
     with _errors_of(job, batch):
-        return preflight(batch=batch, **shared_arguments(job, preflight) | asked)
+        target = {"target_batch": job.samples_of_target(batch)}
+        return preflight(batch=batch, **shared_arguments(job, preflight) | target | asked)
 
 
 @contextmanager
@@ -262,7 +269,7 @@ def _most(job: Job, asked: int | None, required: int | None) -> int | None:
     """Return the largest size to search; a required size may exceed the target batch."""
     if asked is not None or required is None:
         return asked if asked is not None or not isinstance(job.micro_batch, int) else job.micro_batch
-    return max(required, int(job.target_batch))
+    return max(required, job.samples_of_target(_first_batch(job)))
 
 
 def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:

@@ -21,6 +21,8 @@ from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_defa
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
     from torch import Tensor
 
@@ -74,7 +76,8 @@ class Window(Sequence[Any]):
         return window
 
     @classmethod
-    def _of_spans(cls, spans: Sequence[Span], split: Split | None) -> Window:
+    def of_spans(cls, spans: Sequence[Span], split: Split | None) -> Self:
+        """Return a window of spans of pieces that are cut already."""
         window = cls.__new__(cls)
         window._set(spans)
         window._split = split
@@ -83,12 +86,12 @@ class Window(Sequence[Any]):
     @classmethod
     def of_micro_batches(cls, batches: Sequence[Any], samples: int) -> Window:
         """Return a window of micro-batches of `samples` samples each, which are passed on as they are."""
-        return cls._of_spans([Span(WholePiece(batch, samples), 0, samples) for batch in batches], None)
+        return cls.of_spans([Span(WholePiece(batch, samples), 0, samples) for batch in batches], None)
 
     @classmethod
     def empty(cls) -> Window:
         """Return a window without samples, for a process that has no part of a window that others have."""
-        return cls._of_spans([], None)
+        return cls.of_spans([], None)
 
     def _set(self, spans: Sequence[Span]) -> None:
         self._spans = tuple(spans)
@@ -134,6 +137,10 @@ class Window(Sequence[Any]):
         """Bytes of the tensors of one sample, for each of `groups`."""
         starts = itertools.accumulate([0, *self.groups()[:-1]])
         return [self._between(start, start + 1)[0].piece.sample_bytes() for start in starts]
+
+    def costs(self) -> list[float] | None:
+        """Bytes that each sample adds to a micro-batch that it begins; None if those of a group are alike."""
+        return None
 
     def largest(self) -> Window:
         """Return the largest samples by bytes: the whole group of them that can be joined."""
@@ -202,11 +209,11 @@ class Window(Sequence[Any]):
     def part(self, start: int, stop: int) -> Window:
         """Return samples `start` to `stop` (exclusive) as a window of their own."""
         spans = self._between(start, min(stop, self.samples)) if start < self.samples else []
-        return Window._of_spans(spans, self._split)
+        return Window.of_spans(spans, self._split)
 
     def chosen(self, indices: Iterable[int]) -> Window:
         """Return the samples at `indices`, in that order, as a window of their own."""
-        return Window._of_spans([span for index in indices for span in self._between(index, index + 1)], self._split)
+        return Window.of_spans([span for index in indices for span in self._between(index, index + 1)], self._split)
 
     def reordered(self, order: Tensor) -> Window:
         """Return all samples in another order, given by their indices, as a window of one batch.
@@ -337,10 +344,10 @@ def stream(
             missing -= stop - start
             start = stop
             if missing == 0:
-                yield Window._of_spans(spans, split)
+                yield Window.of_spans(spans, split)
                 spans = []
     if spans and last_window == "step":
-        yield Window._of_spans(spans, split)
+        yield Window.of_spans(spans, split)
 
 
 def as_window(given: Any, split: Split | None = None) -> Window:
@@ -403,7 +410,7 @@ def repeating(batch: Any, samples: int, split: Split | None = None) -> Window:
         raise InvalidInputError(f"a batch of 0 samples ({shapes_of(batch)}) has nothing to try; pass one with samples")
     whole, rest = divmod(samples, window.samples)
     spans = [*window.spans * whole, *window.part(0, rest).spans]
-    return Window._of_spans(spans, window.split)
+    return Window.of_spans(spans, window.split)
 
 
 def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:

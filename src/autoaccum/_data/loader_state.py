@@ -43,7 +43,8 @@ class Position:
     Attributes:
         epoch: The epoch, from 1.
         batches: Batches drawn in the epoch; 0 before it starts.
-        used: Samples of the last batch that were used; 0 if all were.
+        used: Samples of the last batch that were used; 0 if all were, or none.
+        put_back: Whether none of the last batch was used: it was drawn to see that it begins the next window.
         closed: Whether no window has followed the last epoch that is complete, including its evaluation.
         start: The random state before the epoch's iterator was created; None before the epoch starts.
         before_last: The random state before the last batch was drawn, if a part of that batch is left.
@@ -64,6 +65,12 @@ class Position:
     loader_state: Any = None
     length: int | None = None
     batch_size: int | None = None
+    put_back: bool = False
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether samples of the last batch are left."""
+        return self.put_back or self.used > 0
 
 
 class Track:
@@ -147,19 +154,26 @@ class Track:
 
     def after(self, window: Window) -> Position:
         """Return the position after a window that has just been drawn."""
-        used = window.used_of_last
+        used, put_back = window.used_of_last, bool(self._waiting)
+        used = 0 if put_back else used
+        has_rest = put_back or used > 0
         return Position(
             self._epoch,
             self._drawn,
             used,
             closed=False,
             start=self._start,
-            before_last=self._before_last if used else None,
+            before_last=self._before_last if has_rest else None,
             generators=self._start_generators,
-            loader_state=self._state_before if used else self._state_after,
+            loader_state=self._state_before if has_rest else self._state_after,
             length=self._length,
             batch_size=self._batch_size,
+            put_back=put_back,
         )
+
+    def put_back(self, batch: Any) -> None:
+        """Take back the batch that was yielded last, of which no sample was used, and yield it once more."""
+        self._waiting.append(batch)
 
     def at_start(self, epoch: int) -> Position:
         """Return the position before an epoch, with the previous one complete."""
@@ -211,7 +225,7 @@ class Track:
         self._check_that_it_is_the_same(position)
         self._set(position.start)
         self._set_generators(position)
-        whole = position.batches - (1 if position.used else 0)
+        whole = position.batches - (1 if position.has_rest else 0)
         if self._keeps_state:
             with _refusals_told(self._loader):
                 self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
@@ -223,7 +237,7 @@ class Track:
             self._drawn = whole
         while self._drawn < whole:
             self._draw_again(position)
-        if position.used:
+        if position.has_rest:
             self._set(position.before_last)
             batch = self._draw_again(position)
             _check_rest(count(batch, self._split), position)

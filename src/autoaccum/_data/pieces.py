@@ -221,6 +221,58 @@ class NestedPiece(Piece):
         ]
         return self._rebuild(leaves)
 
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """What is in the batch, flattened."""
+        return self._leaves
+
+    def is_cut(self, index: int) -> bool:
+        """Whether a leaf has one entry for each sample, along its first dimension."""
+        return self._cuttable[index] and self._dims[index] == 0
+
+    def joins_but_for(self, other: NestedPiece, columns: Sequence[int]) -> bool:
+        """Whether both can be joined but for the second dimension of some leaves, which have one."""
+        return (
+            self._nests_as(other)
+            and self._same_rest(other)
+            and all(
+                mine == theirs
+                if index not in columns
+                else (mine[1], mine[2][1:], mine[3:]) == (theirs[1], theirs[2][1:], theirs[3:])
+                for index, (mine, theirs) in enumerate(zip(self._describe(), other._describe(), strict=True))
+            )
+        )
+
+    def join_columns(
+        self,
+        spans: Sequence[Span],
+        places: Sequence[Tensor],
+        join: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor | None],
+    ) -> Any:
+        """Return spans of pieces as one batch in the nesting of this one, in another order.
+
+        Args:
+            spans: The spans.
+            places: By span, the places of its samples.
+            join: Returns a leaf, given its index, its rows in each span, and their places; None to join it as it is.
+        """
+        order = torch.argsort(torch.cat(list(places)))
+        leaves = []
+        for index, (cuttable, dim) in enumerate(zip(self._cuttable, self._dims, strict=True)):
+            column = [span.piece._leaves[index] for span in spans]  # type: ignore[attr-defined]
+            if not cuttable:
+                leaves.append(column[0])
+                continue
+            rows = _rows_of_each(column, dim, spans)
+            joined = join(index, rows, places)
+            leaves.append(_in_order(_join_leaf(rows, dim), dim or 0, order) if joined is None else joined)
+        return self._rebuild(leaves)
+
+    def changed(self, batch: Any, indices: Sequence[int], change: Callable[[Any], Any]) -> Any:
+        """Return a batch of the nesting of this one with some of its leaves changed, given by their indices."""
+        leaves = list(batch) if self._sequence else flatten(batch)[0]
+        return self._rebuild([change(leaf) if index in indices else leaf for index, leaf in enumerate(leaves)])
+
     def reordered(self, order: Tensor) -> Any:
         """Return the batch with its samples in another order, given by their indices."""
         leaves = [

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
+    from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
 
@@ -134,6 +135,7 @@ class WindowRunner:
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
+        order: Puts the samples of windows in order; None for the loader's. A window that is measured has a random one.
     """
 
     def __init__(
@@ -148,9 +150,11 @@ class WindowRunner:
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         noise: NoiseScale | None = None,
+        order: LengthOrder | None = None,
     ) -> None:
         self._step = step
         self._noise = noise
+        self._order = order
         self._sizing = sizing
         self._events = events
         self._notices = notices
@@ -189,6 +193,8 @@ class WindowRunner:
         state.measures_noise = noise is not None and noise.is_due(state.number) and self._sizing.is_settled
         if state.measures_noise:
             part = shuffled(part, state.number)
+        elif self._order is not None:
+            part = self._order.of(part)
         try:
             self._begin(part)
             try:

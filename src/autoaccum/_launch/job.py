@@ -19,23 +19,26 @@ import difflib
 import functools
 import inspect
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
 from autoaccum._arguments import check_call
+from autoaccum._data.splits import piece_of
+from autoaccum._data.token_windows import check_target
 from autoaccum._training.api import fit
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from dataclasses import Field
-    from typing import ClassVar
+    from typing import ClassVar, Self
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 NOT_OF_A_JOB = ("progress",)
+_TARGETS = ("target_batch", "target_tokens")
 
 
 def texts_of_arguments(function: Callable[..., Any]) -> dict[str, str]:
@@ -110,6 +113,29 @@ class Job:
         def __init__(self, *arguments: Any, **named: Any) -> None: ...
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def with_arguments(self, given: Mapping[str, Any]) -> Self:
+        """Return the job with other arguments; a target in tokens replaces one in samples, and the reverse."""
+        one, other = _TARGETS
+        for mine, replaced in ((one, other), (other, one)):
+            if given.get(mine) is not None and given.get(replaced) is None:
+                given = {**given, replaced: None}
+        return replace(self, **given)  # type: ignore[type-var]
+
+    def samples_of_target(self, batch: Any) -> int:
+        """Return the samples per update; with `target_tokens`, how many are as long as those of a batch on average.
+
+        Args:
+            batch: A batch of the loader.
+
+        Raises:
+            InvalidInputError: There is no target, or the batch does not tell its tokens.
+        """
+        target = check_target(self.target_batch, self.target_tokens, self.tokens, self.lengths)
+        if target is None:
+            return int(self.target_batch)
+        counts = target.counts(piece_of(batch, self.split))
+        return max(1, round(target.tokens * len(counts) / max(sum(counts), 1)))
 
     def fit_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `fit`, with the model made.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from autoaccum._records import SAMPLES
 from autoaccum._sizing.cache import Key, digest_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def key_of(
     limit_bytes: int | None,
     loss_scope: str,
     cap: int | None = None,
+    counts: str = SAMPLES,
 ) -> Key:
     """Return the key of a job.
 
@@ -46,6 +48,7 @@ def key_of(
         target_batch: Samples per update.
         limit_bytes: In the memory backend's terms; None for no limit.
         loss_scope: As for `fit`.
+        counts: What `target_batch` and sizes count, as in `Plan`.
         cap: The most samples allowed at once: a result found under a cap does not tell what fits without it.
     """
     about: dict[str, str | int | None] = {
@@ -62,7 +65,9 @@ def key_of(
         "autoaccum": version("autoaccum"),
     }
     structures = [_structure(module) for module in modules]
-    return Key(digest_of([about, structures, _form(batch), cap]), target_batch, about)
+    return Key(
+        digest_of([about, structures, _form(batch), cap, *([counts] if counts != SAMPLES else [])]), target_batch, about
+    )
 
 
 def _structure(model: nn.Module) -> list[Any]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from autoaccum._memory._storages import gradient_bytes
-from autoaccum._records import Plan, ProbeResult, Trial
+from autoaccum._records import TOKENS, Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
 from autoaccum._sizing.backoff import Backoff
+from autoaccum._sizing.by_cost import cut_by_cost
 from autoaccum._sizing.online_search import OnlineSearch
 from autoaccum._sizing.planner import plan
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # The fraction of a prediction taken as certain, and the fraction of a failed size that may fit.
 _CERTAIN = 0.9
 _LESS = 0.7
+# A window in tokens ends near its target; one that is shorter is an epoch's last.
+_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class Sizing:
         self._wanted = wanted
         self._watcher = watcher
         self._relative: list[float] = []
+        self._each: list[float] | None = None  # by sample instead of by group, where samples are in order of length
         self._learning: OnlineSearch | None = None
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
@@ -174,6 +178,11 @@ class Sizing:
         return Cutting(
             self.plan, self.set_plan, self.bytes_per_sample, self.sample_bytes, not self.is_learning, self.is_timed
         )
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Whether sizes are in tokens with padding, instead of samples as large as the largest of the first window."""
+        return self.plan.counts == TOKENS
 
     @property
     def is_learning(self) -> bool:
@@ -224,10 +233,12 @@ class Sizing:
 
     def cut(self, start: int) -> tuple[int, ...]:
         """Return the micro-batch sizes of the window from sample `start` on."""
-        rests = _rests(self._groups, self._relative, start)
+        rests = self._rests(start)
         if self._learning is not None:
             return tuple(self._cut_to_learn(self._learning, rests, is_first=start == 0))
         plan, wanted = self._timed or self.plan, self._wanted
+        if self._each is not None:
+            return tuple(self._cut_each(start, self._most(plan, self._each[start])))
         if start == 0 and self._groups == [plan.target_batch] and self._relative == [1.0]:
             return plan.micro_batches
         return tuple(
@@ -241,6 +252,14 @@ class Sizing:
                 for rest, relative in rests
             )
         )
+
+    def _cut_each(self, start: int, most: float) -> list[int]:
+        """Cut samples that are in order of their length from `start` on, counting at most `most` at once."""
+        assert self._each is not None
+        cap, in_columns = self._wanted.most, self._counts_tokens
+        most = min(most, cap) if in_columns and cap is not None else most
+        is_greedy = self._wanted.strategy == "greedy"
+        return cut_by_cost(self._each[start:], most, largest=None if in_columns else cap, fills=is_greedy)
 
     def enter(self, size: int) -> None:
         """Prepare for the micro-batch at `start`; needed if `measures` is set.
@@ -297,7 +316,7 @@ class Sizing:
         counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
-        if size == 1 and (self._learning is not None or self.plan.micro_batch == 1):
+        if size == 1 and (self._learning is not None or self.plan.micro_batch == 1 or self._each is not None):
             # No smaller size is left. Retry once, in case something else took the memory for a moment.
             again = self.start not in self._alone
             self._alone.add(self.start)
@@ -305,7 +324,7 @@ class Sizing:
         if counted == 1 < size:
             # Many samples with small inputs did not fit, so memory does not follow input bytes here.
             self._counts_bytes, self.sample_bytes, counted = False, None, size
-            self._relative = [1.0] * len(self._groups)
+            self._relative, self._each = [1.0] * len(self._groups), None
         if self._learning is not None:
             return self._learning.fail(counted) is not None
         if size > 1 and counted > max(self.plan.micro_batch, self._fits):
@@ -351,7 +370,7 @@ class Sizing:
 
     def _learn(self) -> OnlineSearch:
         return OnlineSearch(
-            self._capped(max(math.ceil(each * relative) for each, relative in _rests(self._groups, self._relative, 0))),
+            self._capped(max(math.ceil(each * relative) for each, relative in self._rests(0))),
             begins_with=self._wanted.begins_with,
             fitted_before=self._wanted.fitted_before,
             line=self._wanted.line,
@@ -364,8 +383,12 @@ class Sizing:
         (rest, relative), *others = rests
         counted = math.ceil(rest * relative)
         size = learning.next_size(counted, self._memory.reading().free_bytes, is_first=is_first)
-        size = self._capped(rest if size >= counted else min(rest, max(1, int(size / relative))))
+        size = self._capped(rest if size >= counted else min(rest, max(1, int(size / relative))), relative)
         yield size
+        if self._each is not None:
+            if size < rest:
+                yield from self._cut_each(len(self._each) - rest + size, size * relative)
+            return
         for samples, each in [(rest - size, relative), *others]:
             if samples:
                 yield from planner.balanced(samples, self._capped(max(1, int(size * relative / each))))
@@ -415,10 +438,15 @@ class Sizing:
     def _plan_of(self, most: int) -> Plan:
         wanted, target = self._wanted, self.plan.target_batch
         strategy = "balanced" if wanted.strategy == "fastest" else wanted.strategy
-        return plan(target, self._capped(min(most, target)), strategy=strategy, multiple_of=wanted.multiple_of)
+        made = plan(target, self._capped(min(most, target)), strategy=strategy, multiple_of=wanted.multiple_of)
+        return replace(made, counts=self.plan.counts)
 
-    def _capped(self, size: int) -> int:
-        return size if self._wanted.most is None else min(size, self._wanted.most)
+    def _capped(self, size: int, relative: float = 1.0) -> int:
+        """Return a size that is allowed; of samples of this relative size if the plan counts columns."""
+        most = self._wanted.most
+        if most is not None and self._counts_tokens:
+            most = max(1, int(most / relative))
+        return size if most is None else min(size, most)
 
     def _shrink(self, failed: int) -> bool:
         if self._pace.fail(failed) is None:
@@ -441,9 +469,14 @@ class Sizing:
         """Return whether autotuning is active; if so, record the window's time unless memory ran out."""
         self._windows += 1
         if self._tempo is not None:
-            if is_clean and sum(self._groups) == self.plan.target_batch:
+            work = sum(self._each or (samples * relative for samples, relative in self._rests(0)))
+            is_full = (
+                work >= _FULL * self.plan.target_batch
+                if self._counts_tokens
+                else (sum(self._groups) == self.plan.target_batch)
+            )
+            if is_clean and is_full:
                 self._memory.synchronize()
-                work = sum(samples * relative for samples, relative in _rests(self._groups, self._relative, 0))
                 self._tempo.note((self._ended or time.perf_counter()) - self._began, work / self.plan.target_batch)
             self._time(self._tempo)
             return True
@@ -468,13 +501,17 @@ class Sizing:
 
     def _weigh(self, window: Window) -> None:
         """Determine how large the window's samples are relative to the unit of counting."""
-        if not self._counts_bytes:
+        each = window.costs()
+        self._each = None
+        if not self._counts_bytes and (each is None or not self._counts_tokens):
             self._relative = [1.0] * len(self._groups)
             return
         costs = window.sample_bytes()
         self.sample_bytes = self.sample_bytes or max(costs) or None
         self._relative = [max(cost, 1) / (self.sample_bytes or 1) for cost in costs]
-        if self.bytes_per_sample and max(self._relative) > 1.0:
+        if each is not None:
+            self._each = [max(cost, 1.0) / (self.sample_bytes or 1) for cost in each]
+        if self.bytes_per_sample and max(self._relative) > 1.0 and not self._counts_tokens:
             self._may_fit = min(self._may_fit, _CERTAIN * self._free_beside_gradients() / self.bytes_per_sample)
 
     def _most(self, plan: Plan, relative: float) -> float:
@@ -492,7 +529,13 @@ class Sizing:
         return max(1, round(size * self._relative_at(start)))
 
     def _relative_at(self, start: int) -> float:
-        return 1.0 if self._relative == [1.0] else _rests(self._groups, self._relative, start)[0][1]
+        return 1.0 if self._relative == [1.0] and self._each is None else self._rests(start)[0][1]
+
+    def _rests(self, start: int) -> list[tuple[int, float]]:
+        """Return the remaining samples of each group from `start` on, with the relative size of those that come."""
+        if self._each is not None:
+            return [(len(self._each) - start, self._each[start])] if start < len(self._each) else []
+        return _rests(self._groups, self._relative, start)
 
 
 def _rests(groups: list[int], relative: list[float], start: int) -> list[tuple[int, float]]:

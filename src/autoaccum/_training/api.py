@@ -17,7 +17,8 @@ from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import check_windows
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.peeking import can_be_read_once
-from autoaccum._data.splits import check_split
+from autoaccum._data.splits import Along, check_split
+from autoaccum._data.token_windows import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.load_balance import check_shares
 from autoaccum._distributed.overlap import check_overlap, hindrance
@@ -32,8 +33,10 @@ from autoaccum._engine.finiteness import check_on_nan
 from autoaccum._engine.forward_backward import assemble, largest_norm
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
+from autoaccum._engine.sample_order import LengthOrder, check_order
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
+from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._sizing.planner import check_finding
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
+    from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.forward_backward import TrainingStep
@@ -71,7 +75,7 @@ _SEEDS = (-(2**63), 2**64 - 1)
 def fit(
     model: nn.Module,
     loader: Iterable[Any],
-    target_batch: int,
+    target_batch: int | None = None,
     *,
     loss: Loss | Sequence[Loss] | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None = None,
@@ -116,6 +120,10 @@ def fit(
     overlap: bool = False,
     on_nan: str = "warn",
     noise_scale: bool | int = False,
+    target_tokens: int | None = None,
+    tokens: Callable[[Any], Any] | None = None,
+    order: str = "loader",
+    lengths: str | Callable[[Any], Any] | None = None,
 ) -> FitResult:
     """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
@@ -130,7 +138,7 @@ def fit(
         loader: Any iterable of batches, of any size; the first dimension of their tensors indexes the samples, unless
             `split` says otherwise. A pair (inputs, targets) calls `model(inputs)`, a mapping calls
             `model(**batch)`, and anything else calls `model(batch)`.
-        target_batch: Number of samples per optimizer update.
+        target_batch: Number of samples per optimizer update; None with `target_tokens`.
         loss: A callable of (outputs, targets), or of (outputs, batch) if a batch is not a pair, that returns a scalar,
             a vector of per-sample losses, a (sum, weight) pair, or a mapping of these; or a list of callables of
             (model, batch), each run and back-propagated separately. None: the model's own loss, else cross entropy for
@@ -228,6 +236,15 @@ def fit(
         noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from the
             micro-batches of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
+        target_tokens: Number of tokens per optimizer update, in place of `target_batch`: an update is made from as many
+            whole samples as come nearest to it, in one process. Tokens are labels that are not -100, else what is no
+            padding. Samples are taken by length, and plans and `micro_batch` count tokens with padding
+            (docs/tokens.md).
+        tokens: A function of a batch that returns the tokens of each of its samples, for `target_tokens`.
+        order: In which order micro-batches take a window's samples. "loader": as the loader gives them; "length": the
+            longest first, without columns that are padding in a whole micro-batch (docs/tokens.md).
+        lengths: What says how many columns of each sample are no padding, if not an `attention_mask`: the name of an
+            entry of the batch, or a function of a batch.
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
@@ -253,27 +270,27 @@ def fit(
         NotFiniteError: A window was not finite, and on_nan="stop".
     """
     started = time.perf_counter()
-    _check_cuts(target_batch, last_window, micro_batch, probe, strategy, cache)
-    optimizers.check_scaling(lr_scaling, beta_scaling, target_batch, base_batch)
+    token_target = check_target(target_batch, target_tokens, tokens, lengths)
+    target = int(target_batch or target_tokens or 0)
+    _check_cuts(target, last_window, micro_batch, probe, strategy, cache)
+    optimizers.check_scaling(lr_scaling, beta_scaling, target, base_batch)
     _check_updates(loss_scope, batchnorm, on_nan)
     noise_every = check_noise_scale(noise_scale, loss_scope)
+    takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)
+    if takes_by_length:
+        _check_by_length(loss_scope, probe, split, in_tokens=token_target is not None, noise=noise_every)
     epochs, max_steps = _check_length(epochs, max_steps)
-    cap = max_micro_batch()
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
-    check_split(split)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    check_callbacks(callbacks)
     norm = largest_norm(clip_grad_norm, tracked=track_grad_norm)
     options = compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
-    check_seed(seed)
-    _check_ranks(shares, shard=shard, overlap=overlap)
+    _check_others(callbacks, seed, shares, shard=shard, overlap=overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
-    rank = own_rank()
+    rank, cap = own_rank(), max_micro_batch()
     notices = Notices(silent=progress is False or rank > 0)
-    if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target_batch):
-        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
+    _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices, token_target)
     backend = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, backend)
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes)
@@ -302,11 +319,11 @@ def fit(
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         is_compiled = options is not None
         watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled)
-        world = OneProcess(loader, target_batch, last_window, step.objective.split)
+        world = OneProcess(loader, target, last_window, step.objective.split, token_target)
         grows_from = None
         if ranks is not None:
             alike = {
-                "target_batch": target_batch,
+                "target_batch": target,
                 "last_window": last_window,
                 "shard": shard,
                 "shares": shares,
@@ -320,6 +337,7 @@ def fit(
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
                 "noise_scale": noise_every,
+                "order": order,
                 "memory": savings,
                 "lr_scaling": lr_scaling,
                 "beta_scaling": beta_scaling,
@@ -334,6 +352,7 @@ def fit(
                 "compile=": options is not None,
                 f"overlap={overlap!r}": overlap,
                 f"noise_scale={noise_scale!r}": noise_every is not None,
+                f"order={order!r}": takes_by_length,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
@@ -341,7 +360,7 @@ def fit(
                 ranks,
                 step,
                 loader,
-                alike,
+                alike | {"target_tokens": target_tokens},
                 loss_scope=loss_scope,
                 hindrance=hindrance(backend, limit_bytes),
                 notices=notices,
@@ -350,11 +369,14 @@ def fit(
             step,
             Data(
                 loader,
-                target_batch,
+                target,
                 last_window,
                 epochs,
                 max_steps,
-                _steps_per_epoch(loader, target_batch if shard else world.target_batch, last_window),
+                None
+                if token_target is not None
+                else _steps_per_epoch(loader, target if shard else world.target_batch, last_window),
+                SAMPLES if token_target is None else TOKENS,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
             finding=Finding(
@@ -369,6 +391,7 @@ def fit(
                 forward=forward,
                 cap=cap,
                 grows_from=grows_from,
+                counts=SAMPLES if token_target is None else TOKENS,
             ),
             val_loader=val_loader,
             val_steps=val_steps,
@@ -383,13 +406,16 @@ def fit(
             compiling=None if options is None else Compiling(model, options),
             fallbacks=Fallbacks(step.objective.modules, fallbacks, backend, savings),
             world=world,
+            order=LengthOrder(lengths, step.objective.modules, notices, counts_columns=token_target is not None)
+            if takes_by_length
+            else None,
         )
         untouched.training = training
         optimizers.scale_to_batch(
             step.optimizer,
             lr_scaling,
             beta_scaling,
-            target_batch=target_batch,
+            target_batch=target,
             base_batch=base_batch,
             notices=notices,
             scheduler=scheduler,
@@ -414,6 +440,11 @@ def _ranks_of(
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
     """
     refuse_what_talks(step.objective.modules)
+    if arguments["target_tokens"] is not None:
+        raise InvalidInputError(
+            f"target_tokens={arguments['target_tokens']} makes windows in one process, and there are {ranks.size} "
+            "ranks; pass target_batch=, with order='length' where samples differ in length"
+        )
     if loss_scope != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={loss_scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
@@ -435,6 +466,39 @@ def _ranks_of(
     )
 
 
+def _tell_of_cap(cap: int | None, most: int, notices: Notices, tokens: TokenTarget | None) -> None:
+    if cap is not None and cap < most:
+        counted = SAMPLES if tokens is None else "tokens with padding"
+        notices.say(f"micro-batches of at most {cap} {counted} ({MAX_MICRO_BATCH}={cap})")
+
+
+def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tokens: bool, noise: int | None) -> None:
+    """Refuse what cannot be done with samples that are taken by length.
+
+    Raises:
+        InvalidInputError: One of the other arguments needs another order.
+    """
+    name = "target_tokens=" if in_tokens else "order='length'"
+    if loss_scope == "window":
+        raise InvalidInputError(
+            f"loss_scope='window' joins the outputs of a window, and {name} trims them to unlike lengths; choose one"
+        )
+    if isinstance(split, Along):
+        raise InvalidInputError(
+            f"split={split!r} runs samples along another dimension than the first, and {name} trims the second; have "
+            "the loader yield samples first, or pass split=autoaccum.ListOfSamples(collate)"
+        )
+    if in_tokens and probe == "before":
+        raise InvalidInputError(
+            "probe='before' tries numbers of samples, and target_tokens= counts tokens; pass probe='inline'"
+        )
+    if in_tokens and noise is not None:
+        raise InvalidInputError(
+            "noise_scale= needs micro-batches that are random parts of a window, and target_tokens= cuts it by length; "
+            "choose one"
+        )
+
+
 def _check_cuts(
     target_batch: int, last_window: str, micro_batch: int | str, probe: str, strategy: str | None, cache: bool
 ) -> None:
@@ -449,7 +513,9 @@ def _check_updates(loss_scope: str, batchnorm: str, on_nan: str) -> None:
     check_on_nan(on_nan)
 
 
-def _check_ranks(shares: str, *, shard: bool, overlap: bool) -> None:
+def _check_others(callbacks: Sequence[Callback], seed: int | None, shares: str, *, shard: bool, overlap: bool) -> None:
+    check_callbacks(callbacks)
+    check_seed(seed)
     check_shares(shares, shard=shard)
     check_overlap(overlap)
 
@@ -466,6 +532,7 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
 def _check_data(
     loader: Any, val_loader: Any, split: Split | None, val_steps: int | None, metrics: Any, epochs: int | None
 ) -> None:
+    check_split(split)
     check_loader("loader", loader, split)
     check_metrics(metrics)
     _check_val_steps(val_steps, loader, val_loader)

@@ -22,7 +22,7 @@ from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum._engine.optimizer_list import OptimizerList
-from autoaccum._records import Plan
+from autoaccum._records import SAMPLES, Plan
 from autoaccum._sizing.sizing import Cutting
 from autoaccum._training import checkpoint_schema, checkpoint_trial
 from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed, not_ours
@@ -105,10 +105,11 @@ class Contents:
     Args:
         step: Its model, optimizer and scaler.
         schedule: Its learning-rate scheduler.
-        target_batch: Samples a window.
+        target_batch: Samples a window, or tokens.
         random: Its random generators.
         notices: Reports what a checkpoint cannot restore.
         noise: Its gradient noise scale; None if that is not measured.
+        counts: What the target is counted in: `SAMPLES` or `TOKENS`.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class Contents:
         random: RandomState,
         notices: Notices,
         noise: NoiseScale | None = None,
+        counts: str = SAMPLES,
     ) -> None:
         self._noise = noise
+        self._counts = counts
         self._step = step
         self._schedule = schedule
         self._target_batch = target_batch
@@ -161,6 +164,7 @@ class Contents:
             "ranks": None if ranks is None else list(ranks),
             SHARDS: None if files is None else [*files],
             "target_batch": self._target_batch,
+            "counts": self._counts,
             "windows": moment.windows,
             "samples": moment.samples,
             "evaluated": moment.evaluated,
@@ -274,14 +278,14 @@ class Contents:
         """Return how windows were cut; `content` as for `moment`, or its part."""
         saved = content["cutting"]
         cutting = Cutting(
-            _plan(saved["plan"]),
-            _plan(saved["largest"]),
+            _plan(saved["plan"], self._counts),
+            _plan(saved["largest"], self._counts),
             saved["bytes_per_sample"],
             saved.get("sample_bytes"),
             saved.get("is_found", True),
             saved.get("is_timed", True),
         )
-        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
+        plans = tuple((since, _plan(sizes, self._counts)) for since, sizes in saved["plans"])
         return Kept(cutting, plans, saved["asked"], saved["oom_events"])
 
     def put_back(self, content: dict[str, Any]) -> None:
@@ -353,8 +357,13 @@ class Contents:
             yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
-        if content["target_batch"] != self._target_batch:
-            yield "target_batch", f"it was made with {content['target_batch']}, and this call has {self._target_batch}"
+        theirs = content["target_batch"], content.get("counts", SAMPLES)
+        if theirs != (self._target_batch, self._counts):
+            there, here = (
+                f"{target}" if counts == SAMPLES else f"{target} tokens"
+                for target, counts in (theirs, (self._target_batch, self._counts))
+            )
+            yield "target_batch", f"it was made with {there}, and this call has {here}"
 
 
 def _offer(owner: Any, load: Callable[[], object]) -> None:
@@ -375,8 +384,8 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
         ) from error
 
 
-def _plan(sizes: Sequence[int]) -> Plan:
-    return Plan(sum(sizes), tuple(sizes))
+def _plan(sizes: Sequence[int], counts: str) -> Plan:
+    return Plan(sum(sizes), tuple(sizes), counts)
 
 
 def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:

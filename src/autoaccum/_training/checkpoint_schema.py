@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.loader_state import Position
+from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -97,7 +98,10 @@ def _check_counts(content: Mapping[str, Any]) -> None:
             number(noise["variance"], "variance")
             number(noise["squared_norm"], "squared_norm")
     most = content["windows"] * content["target_batch"]
-    need(content["windows"] <= content["samples"] <= most, "samples", "is not what so many windows hold")
+    counts = content.get("counts", SAMPLES)
+    need(type(counts) is str and counts in (SAMPLES, TOKENS), "counts", "is not a word for what windows are counted in")
+    holds = counts == TOKENS or content["windows"] <= content["samples"] <= most
+    need(holds, "samples", "is not what so many windows hold")
 
 
 def _check_part(part: Mapping[str, Any], like: RandomStates, target_batch: int, *, is_whole: bool) -> None:
@@ -214,7 +218,9 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
     whole(position["epoch"], "epoch", least=1)
     whole(position["batches"], "batches", most=_MOST_SAMPLES)
     whole(position["used"], "used", most=_MOST_SAMPLES)
-    need(type(position["closed"]) is bool, "closed", "is neither true nor false")
+    for name in ("closed", "put_back"):
+        need(type(position.get(name, False)) is bool, name, "is neither true nor false")
+    has_rest = position["used"] or position.get("put_back", False)
     for name in ("length", "batch_size"):
         if position.get(name) is not None:
             whole(position[name], name)
@@ -223,8 +229,8 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
             with _within(name):
                 check_states(position[name], like, own_count)
     need(not position["batches"] or position["start"] is not None, "start", "is missing")
-    need(not position["used"] or position.get("before_last") is not None, "before_last", "is missing")
-    need(bool(position["batches"]) or not position["used"], "used", "is of no batch")
+    need(not has_rest or position.get("before_last") is not None, "before_last", "is missing")
+    need(bool(position["batches"]) or not has_rest, "used", "is of no batch")
     need(type(position.get("generators", ())) is tuple, "generators", "is not a tuple")
     for place, state in enumerate(position.get("generators", ())):
         check_generator(state, f"generators {place}")

@@ -22,6 +22,7 @@ from autoaccum._arguments import is_one_of, shown
 from autoaccum._callbacks import Callback
 from autoaccum._engine.noise_scale import rounded
 from autoaccum._memory.limits import format_bytes
+from autoaccum._records import TOKENS
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import Dropping, is_terminal, write_line
@@ -494,6 +495,8 @@ def _rounded_time(seconds: float) -> str:
 
 def _plan_facts(plan: Plan, probe: ProbeResult | None) -> list[tuple[str, str]]:
     facts = [("target batch", str(plan.target_batch)), ("cut", format_cut(plan.micro_batches))]
+    if plan.counts == TOKENS:
+        facts = [("target", f"{plan.target_batch:,} tokens"), ("cut", f"{plan.micro_batch:,} tokens with padding")]
     if probe is not None:
         facts.append(("largest that fits", f"{probe.micro_batch}, found in {_counted(len(probe.trials), 'trial')}"))
         if probe.limit_bytes is not None:

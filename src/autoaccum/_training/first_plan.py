@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
+from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import TILE, plan
@@ -59,7 +61,9 @@ class Finding:
         forward: Callable[[nn.Module, Any], Any] | None,
         cap: int | None = None,
         grows_from: int | None = None,
+        counts: str = SAMPLES,
     ) -> None:
+        self._counts = counts
         self.asked = micro_batch
         # A cap that no window reaches has no effect.
         self._cap = None if cap is None or cap >= target_batch else cap
@@ -104,6 +108,7 @@ class Finding:
                 limit_bytes=self._limit_bytes,
                 loss_scope=self._loss_scope,
                 cap=self._cap,
+                counts=self._counts,
             )
             self._entry = CacheEntry(self._step.memory, self._cache, key)
         if self._probe != "before":
@@ -134,7 +139,8 @@ class Finding:
         most = most if self._cap is None else min(most, self._cap)
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        return plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of)
+        made = plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of)
+        return replace(made, counts=self._counts)
 
     @property
     def most_asked(self) -> int | None:
@@ -171,7 +177,7 @@ class Finding:
         return SizingOptions(
             strategy=self._strategy,
             multiple_of=self._multiple_of,
-            by_bytes=self._is_auto and self._probe != "off",
+            by_bytes=self._counts == TOKENS or (self._is_auto and self._probe != "off"),
             learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,
             fits=0 if found is None or self._probe != "before" else found.micro_batch,

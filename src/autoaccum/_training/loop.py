@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
+    from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
@@ -96,6 +97,7 @@ class Training:
         compiling: Compiling | None,
         fallbacks: Fallbacks,
         world: OneProcess,
+        order: LengthOrder | None,
     ) -> None:
         self._step = step
         self._data = data
@@ -124,13 +126,14 @@ class Training:
             loss_scope=loss_scope,
             batchnorm=batchnorm,
             noise=noise,
+            order=order,
         )
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks
         self._finiteness = Finiteness(step, on_nan, is_first=world.decides, is_alone=world.is_alone)
         self._checkpoints: CheckpointManager | None = None
         if saver is not None:
-            contents = Contents(step, schedule, data.target_batch, self._random, notices, noise)
+            contents = Contents(step, schedule, data.target_batch, self._random, notices, noise, data.counts)
             self._checkpoints = CheckpointManager(
                 saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
             )

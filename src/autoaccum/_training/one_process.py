@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window, stream
+from autoaccum._data.token_windows import stream_of_tokens
 from autoaccum._distributed.loader import of_whole
 from autoaccum.errors import CheckpointError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position, Track
     from autoaccum._data.pieces import Split
+    from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Peers
@@ -39,9 +41,10 @@ class OneProcess:
 
     Args:
         loader: As for `fit`.
-        target_batch: Number of samples per window.
+        target_batch: Number of samples per window, or of tokens.
         last_window: As for `fit`.
         split: As for `fit`.
+        tokens: The target in tokens; None for windows of so many samples.
 
     Attributes:
         loader: The loader that this process reads.
@@ -56,7 +59,15 @@ class OneProcess:
     ranks: Ranks | None = None
     peers: Peers | None = None
 
-    def __init__(self, loader: Iterable[Any], target_batch: int, last_window: str, split: Split | None = None) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        target_batch: int,
+        last_window: str,
+        split: Split | None = None,
+        tokens: TokenTarget | None = None,
+    ) -> None:
+        self._tokens = tokens
         self.loader = loader
         self.split = split
         self.target_batch = target_batch
@@ -96,6 +107,8 @@ class OneProcess:
             batches: The epoch's remaining batches.
             skip: Number of samples of the first batch that were used already.
         """
+        if self._tokens is not None:
+            return stream_of_tokens(batches, self._tokens, last_window=self._last_window, skip=skip, split=self.split)
         return stream(batches, self.target_batch, last_window=self._last_window, skip=skip, split=self.split)
 
     def part(self, window: Window) -> Window:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
+    from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
@@ -76,6 +77,7 @@ class PlanLifecycle:
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
+        order: Puts the samples of windows in order; None for the loader's.
 
     Attributes:
         callbacks: All callbacks, the one that records the plans first.
@@ -98,8 +100,10 @@ class PlanLifecycle:
         loss_scope: str,
         batchnorm: str,
         noise: NoiseScale | None,
+        order: LengthOrder | None,
     ) -> None:
         self._noise = noise
+        self._order = order
         self._noting = _Noting(finding, compiling)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
@@ -153,6 +157,8 @@ class PlanLifecycle:
         Raises:
             DoesNotFitError: Not even one sample fits.
         """
+        if self._order is not None:
+            first = self._order.of(first)
         probed = self._probe(first) if first.samples else None
         self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
@@ -190,6 +196,7 @@ class PlanLifecycle:
             loss_scope=self._loss_scope,
             batchnorm=self._batchnorm,
             noise=self._noise,
+            order=self._order,
         )
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:

@@ -15,6 +15,7 @@ from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Track
 from autoaccum._data.splits import is_default
 from autoaccum._engine import update_complete
+from autoaccum._records import SAMPLES
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._training.checkpoint_contents import Moment, Stopped
 from autoaccum.errors import InvalidInputError
@@ -37,11 +38,12 @@ class Data:
 
     Attributes:
         loader: As for `fit`.
-        target_batch: Number of samples per window, over all processes.
+        target_batch: Number of samples per window over all processes, or of tokens.
         last_window: As for `fit`.
         epochs: Number of epochs after which to stop; None for no such limit.
         max_steps: Number of windows after which to stop; None for no such limit.
         steps_per_epoch: Number of windows per epoch; None if unknown.
+        counts: What the target is counted in: "samples" or "tokens".
     """
 
     loader: Iterable[Any]
@@ -50,6 +52,7 @@ class Data:
     epochs: int | None
     max_steps: int | None
     steps_per_epoch: int | None
+    counts: str = SAMPLES
 
 
 class TrainingProgress:
@@ -179,7 +182,7 @@ class TrainingProgress:
             dropped = ""
             if self._data.last_window == "drop":
                 dropped = (
-                    f" or less than target_batch={self._data.target_batch} samples, which last_window='drop' leaves out"
+                    f" or less than {self._data.target_batch} {self._data.counts}, which last_window='drop' leaves out"
                 )
             split = self._world.split
             counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"

@@ -42,10 +42,11 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     if batch is None:
         say("pre-flight: no step was tried, because the loader can be read only once")
         return
-    report = _report_of(job, batch, min(_SAMPLES, job.target_batch))
+    target = job.samples_of_target(batch)
+    report = _report_of(job, batch, min(_SAMPLES, target))
     takes_less = job.fallback is not None or bool(job.memory)
     if not report.fits and not takes_less:
-        report = _report_of(job, batch, job.target_batch)
+        report = _report_of(job, batch, target)
     if report_file is not None:
         with beside(report_file) as unfinished:
             unfinished.write_text(json.dumps(report.to_dict(), allow_nan=False), encoding="utf-8")

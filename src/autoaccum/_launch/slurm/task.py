@@ -6,7 +6,6 @@ fails records its error, so that `again.py` knows it was not killed.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -143,7 +142,9 @@ class _Run:
             chosen.setdefault("checkpoint", self._folder.checkpoints)
         if self._progress is not None:
             log = JSONLinesLog(self._folder.path / "log.jsonl")
-            self._progress.target_batch = chosen.get("target_batch", job.target_batch)
+            self._progress.target_batch = (
+                chosen.get("target_batch") or chosen.get("target_tokens") or job.target_batch or job.target_tokens
+            )
             chosen["callbacks"] = [*job.callbacks, log, self._progress]
         if self._folder.restarts:
             chosen["resume"] = "auto"  # resume=False applied to the first start
@@ -156,7 +157,7 @@ class _Run:
             self._notices.say(f"micro-batches have at most {cap} samples, because memory ran out before")
         # Made once: pre-flight and training share it and its random initial values.
         chosen["model"] = job.fit_arguments()["model"]
-        return dataclasses.replace(job, **chosen)
+        return job.with_arguments(chosen)
 
     def _set_rank_variables(self) -> None:
         """Set the variables of torchrun, and choose the process's card."""
