@@ -4,8 +4,9 @@ result = autoaccum.fit(model, loader, target_batch=100)
 """
 
 from autoaccum._callbacks import Callback, StopTraining
-from autoaccum._data.batches import Window, windows
+from autoaccum._data.batches import Window
 from autoaccum._data.pieces import Split
+from autoaccum._data.regrouping import windows
 from autoaccum._data.splits import Along, ListOfSamples
 from autoaccum._distributed.process_group import join_ranks
 from autoaccum._engine.probing import find_micro_batch

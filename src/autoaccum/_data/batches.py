@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
-from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
 from autoaccum._data.pieces import NestedPiece, Span, WholePiece
@@ -140,6 +139,15 @@ class Window(Sequence[Any]):
 
     def costs(self) -> list[float] | None:
         """Bytes that each sample adds to a micro-batch that it begins; None if those of a group are alike."""
+        return None
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one column of a sample; 0 if nothing is known of columns."""
+        return 0
+
+    def named(self, index: int) -> str | None:  # noqa: ARG002 - as `ByLength` has it
+        """Return a sample's place and length, for messages; None if nothing is known of lengths."""
         return None
 
     def largest(self) -> Window:
@@ -279,32 +287,6 @@ class Window(Sequence[Any]):
         if self._tensors is None:
             self._tensors = [tensor for span in self._spans for tensor in span.piece.tensors()]
         return self._tensors
-
-
-def windows(
-    loader: Iterable[Any], target_batch: int, *, last_window: str = "step", split: Split | None = None
-) -> Iterator[Any]:
-    """Regroup a loader's batches into windows of `target_batch` samples, each sample once and in order.
-
-    Args:
-        loader: Any iterable of batches, of any size and nesting.
-        target_batch: Samples per window.
-        last_window: What to do with a shorter last window: "step" yields it, "drop" leaves it out.
-        split: Counts, cuts and joins the loader's batches, as for `fit`.
-
-    Yields:
-        The window's samples as a batch of the loader's nesting, or as a `Window` of pieces if their trailing shapes
-        differ (padding to the longest of each batch), a `split` is given, they hold lists of samples, or the
-        loader's batches carry a count of their own (`num_items_in_batch`), which is not that of the window.
-
-    Raises:
-        InvalidInputError: An argument or a batch is not valid.
-    """
-    check_windows(target_batch, last_window)
-    check_split(split)
-    check_loader("loader", loader, split)
-    cut = stream(loader, target_batch, last_window=last_window, split=ByDefault() if split is None else split)
-    return (window if window.carries_counts() else window.joined() for window in cut)
 
 
 def check_windows(target_batch: int, last_window: str) -> None:

@@ -13,16 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import paths_of
-from autoaccum._data.padding import MASK, checked_lengths, fill_of, is_label, padding_of, width_of
+from autoaccum._data.padding import MASK, check_lengths, checked_lengths, fill_of, is_label, padding_of, width_of
 from autoaccum._data.pieces import NestedPiece, Span, SplitPiece
 from autoaccum._data.splits import is_default, piece_of
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._data.padding import Lengths, Padding
+
+
+ORDERS = ("loader", "length")
 
 
 class CannotBeOrderedError(ValueError):
@@ -44,16 +49,14 @@ class ByLength(Window):
     _columns: tuple[int, ...]
     _is_left: bool
     _column_bytes: float
-    _counts_columns: bool
 
     @classmethod
-    def of(cls, window: Window, lengths: Lengths | None = None, *, counts_columns: bool = False) -> ByLength:
+    def of(cls, window: Window, lengths: Lengths | None = None) -> ByLength:
         """Put the samples of a window in order.
 
         Args:
             window: The window.
             lengths: As for `fit`.
-            counts_columns: Whether micro-batches are counted in columns instead of samples.
 
         Raises:
             CannotBeOrderedError: Nothing tells the lengths, or the samples cannot be joined.
@@ -62,13 +65,10 @@ class ByLength(Window):
         if isinstance(window, cls):
             return window
         if is_default(window.split):
-            made = cls._of_padded(window, lengths)
-        elif all(isinstance(span.piece, SplitPiece) for span in window.spans):
-            made = cls._of_lists(window, lengths)
-        else:
-            raise CannotBeOrderedError(f"split={window.split!r} cuts the batches otherwise than by samples and columns")
-        made._counts_columns = counts_columns
-        return made
+            return cls._of_padded(window, lengths)
+        if all(isinstance(span.piece, SplitPiece) for span in window.spans):
+            return cls._of_lists(window, lengths)
+        raise CannotBeOrderedError(f"split={window.split!r} cuts the batches otherwise than by samples and columns")
 
     @classmethod
     def _of_lists(cls, window: Window, lengths: Lengths | None) -> ByLength:
@@ -108,8 +108,7 @@ class ByLength(Window):
         self.is_trimmed = True
         tensors = sum(tensor.nbytes for tensor in self.tensors())
         width = max(lengths, default=1) if columns else sum(lengths) / max(len(lengths), 1)
-        self._column_bytes = max(tensors / max(self.samples, 1) / max(width, 1), 1.0)
-        self._counts_columns = False
+        self._column_bytes = max(tensors / max(self.samples, 1) / max(width, 1), 1.0) // 1
 
     def __repr__(self) -> str:
         return f"ByLength({self.samples} samples of {self.lengths[-1]} to {self.lengths[0]} columns)"
@@ -119,8 +118,13 @@ class ByLength(Window):
         return [self.samples] if self.samples else []
 
     def sample_bytes(self) -> list[int]:
-        """Bytes of the longest sample, or of one column if columns are counted."""
-        return [int(self._column_bytes * (1 if self._counts_columns else self.lengths[0]))] if self.samples else []
+        """Bytes of the longest sample."""
+        return [int(self._column_bytes * self.lengths[0])] if self.samples else []
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one column of a sample."""
+        return int(self._column_bytes)
 
     def costs(self) -> list[float]:
         """Bytes that each sample adds to a micro-batch that it begins, the most first."""
@@ -147,13 +151,28 @@ class ByLength(Window):
         """Return samples `start` to `stop` (exclusive) as a window of their own."""
         part = ByLength.of_spans(super().part(start, stop).spans, self._split)
         part.lengths, part.indices = self.lengths[start:stop], self.indices[start:stop]
-        for name in ("is_trimmed", "_columns", "_is_left", "_column_bytes", "_counts_columns"):
+        for name in ("is_trimmed", "_columns", "_is_left", "_column_bytes"):
             setattr(part, name, getattr(self, name))
         return part
 
     def named(self, index: int) -> str:
         """Return a sample's place and length, for messages."""
         return f"sample {self.indices[index]} of the window, {self.lengths[index]:,} columns long"
+
+
+def check_order(order: str, lengths: Lengths | None, *, in_tokens: bool = False) -> bool:
+    """Return whether samples are taken by length.
+
+    Raises:
+        InvalidInputError: An argument is not valid, or has no effect.
+    """
+    check_choice("order", order, ORDERS)
+    check_lengths(lengths)
+    if lengths is not None and order != "length" and not in_tokens:
+        raise InvalidInputError(
+            "lengths= says how long samples are, and the loader's order does not ask; pass order='length' as well"
+        )
+    return order == "length" or in_tokens
 
 
 class _Found:

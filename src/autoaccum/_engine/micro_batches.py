@@ -122,6 +122,10 @@ class MicroBatches:
             self._at_window.keep_also(self._kept)
             self._at_micro_batch.keep_also(self._kept)
 
+    def named_sample(self, index: int) -> str | None:
+        """Return a sample's place in the window and its length; None if nothing is known of lengths."""
+        return self._window.named(index)
+
     def begin(self, window: Window, share: SharedWeights | None = None, *, measures_noise: bool = False) -> None:
         """Prepare for a window; nothing in it has run yet.
 

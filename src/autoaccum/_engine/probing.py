@@ -200,8 +200,15 @@ def _keeps_two_numbers(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, kinds)
 
 
-def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str = "") -> str:
-    """Return an error message for when not even one sample fits: what was asked, what was found and what to try."""
+def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str = "", sample: str | None = None) -> str:
+    """Return an error message for when not even one sample fits: what was asked, what was found and what to try.
+
+    Args:
+        step: The training step.
+        limit_bytes: The memory limit; None without one.
+        message: What the device said.
+        sample: Which sample it was; None if nothing is known of that.
+    """
     reading = step.memory.reading()
     allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
     found = f" ({message})" if message else ""
@@ -215,7 +222,8 @@ def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str 
     neighbours = describe_neighbours(step.memory)
     others = f" ({neighbours})" if neighbours else ""
     free = f"{format_bytes(reading.free_bytes)}{allowed}"
+    what = "micro_batch=1" if sample is None else f"{sample}, alone"
     return (
-        f"micro_batch=1 does not fit on {step.memory.name}: {free} are free{others}, and a step needs more for "
+        f"{what} does not fit on {step.memory.name}: {free} are free{others}, and a step needs more for "
         f"gradients, optimizer state and activations{found}; try {', or '.join(remedies)}"
     )

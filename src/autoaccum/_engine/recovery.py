@@ -126,7 +126,8 @@ class Recovery:
         if event.size is None:
             self._refuse_to_try_for_ever(event)
         elif not self._sizing.fail(event.size):
-            raise DoesNotFitError(does_not_fit_text(self._step, None, event.message))
+            sample = self._work.named_sample(self._sizing.start)
+            raise DoesNotFitError(does_not_fit_text(self._step, None, event.message, sample))
         self._room.follow(self._sizing.plan)
 
     def _refuse_to_try_for_ever(self, event: MemoryEvent) -> None:

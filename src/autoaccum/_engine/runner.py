@@ -33,11 +33,12 @@ from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale, shuffle
 from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
+from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.untouched_gradients import UntouchedGradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
-from autoaccum._records import DeviceScalar, Plan, StepReport
+from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._snapshot import RandomState
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
-    from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
 
@@ -491,7 +491,10 @@ class Runner(WindowRunner):
         events = Events([Outside(callback, memory) for callback in callbacks], notices)
         sizing = Sizing(memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if every is None else NoiseScale(every, notices)
-        super().__init__(step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm, noise=noise)
+        order = LengthOrder(None, step.objective.modules, notices, in_tokens=True) if plan.counts == TOKENS else None
+        super().__init__(
+            step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm, noise=noise, order=order
+        )
         self._evaluator: Evaluator | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -530,6 +533,10 @@ class Runner(WindowRunner):
     @plan.setter
     def plan(self, plan: Plan) -> None:
         _check_plan(plan)
+        if plan.counts != self.plan.counts:
+            raise InvalidInputError(
+                f"runner.plan counts {self.plan.counts}, and the new plan {plan.counts}; create another Runner for it"
+            )
         self._sizing.set(plan)
 
     @property

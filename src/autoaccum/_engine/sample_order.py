@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autoaccum._arguments import check_choice
 from autoaccum._data.by_length import ByLength, CannotBeOrderedError
-from autoaccum._data.padding import check_lengths
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -18,23 +16,6 @@ if TYPE_CHECKING:
     from autoaccum._data.padding import Lengths
     from autoaccum._system.notices import Notices
 
-ORDERS = ("loader", "length")
-
-
-def check_order(order: str, lengths: Lengths | None, *, in_tokens: bool = False) -> bool:
-    """Return whether samples are taken by length.
-
-    Raises:
-        InvalidInputError: An argument is not valid, or has no effect.
-    """
-    check_choice("order", order, ORDERS)
-    check_lengths(lengths)
-    if lengths is not None and order != "length" and not in_tokens:
-        raise InvalidInputError(
-            "lengths= says how long samples are, and the loader's order does not ask; pass order='length' as well"
-        )
-    return order == "length" or in_tokens
-
 
 class LengthOrder:
     """Takes the samples of each window by length, the longest first.
@@ -43,29 +24,29 @@ class LengthOrder:
         lengths: As for `fit`.
         modules: The modules of the training step.
         notices: Reports choices made for the user.
-        counts_columns: Whether micro-batches are counted in columns instead of samples.
+        in_tokens: Whether micro-batches are counted in tokens, so that there must be an order.
     """
 
     def __init__(
-        self, lengths: Lengths | None, modules: Iterable[nn.Module], notices: Notices, *, counts_columns: bool = False
+        self, lengths: Lengths | None, modules: Iterable[nn.Module], notices: Notices, *, in_tokens: bool = False
     ) -> None:
         self._lengths = lengths
         self._modules = modules
         self._notices = notices
-        self._counts_columns = counts_columns
+        self._in_tokens = in_tokens
 
     def of(self, window: Window) -> Window:
         """Return a window in this order, or as it is if its samples cannot be put in order.
 
         Raises:
-            InvalidInputError: They cannot be, and micro-batches are counted in columns.
+            InvalidInputError: They cannot be, and micro-batches are counted in tokens.
         """
         if not window.samples:
             return window
         try:
-            ordered = ByLength.of(window, self._lengths, counts_columns=self._counts_columns)
+            ordered = ByLength.of(window, self._lengths)
         except CannotBeOrderedError as error:
-            if self._counts_columns:
+            if self._in_tokens:
                 raise InvalidInputError(
                     f"target_tokens= cuts windows by the columns of their samples, and they cannot be told: {error}; "
                     "pass lengths=, a function of a batch, or target_batch="

@@ -26,7 +26,7 @@ def cut_by_cost(costs: Sequence[float], most: float, *, largest: int | None = No
     sizes = _filled(costs, most, largest)
     if fills or len(sizes) == 1:
         return sizes
-    low, high = sum(costs) / len(sizes), most
+    low, high = min(sum(costs) / len(sizes), most), most
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         evener = _filled(costs, middle, largest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from autoaccum._memory._storages import gradient_bytes
@@ -35,6 +35,8 @@ _CERTAIN = 0.9
 _LESS = 0.7
 # A window in tokens ends near its target; one that is shorter is an epoch's last.
 _FULL = 0.9
+# A rest of this share of what was tried says nothing of it.
+_LITTLE = 0.1
 
 
 @dataclass(frozen=True)
@@ -293,10 +295,16 @@ class Sizing:
             self._counted,
             extra,
             is_first=self.start == 0,
-            is_whole=size == sum(self._groups),
+            is_whole=size == sum(self._groups) or self._is_nearly_whole(size),
             gradient_bytes=gradient_bytes(self._parameters()),
         )
         self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
+
+    def _is_nearly_whole(self, size: int) -> bool:
+        """Whether the longest samples of a window that is in order of length are nearly all of its cost."""
+        if self._each is None or self.start:
+            return False
+        return sum(self._each[size:]) <= _LITTLE * self._each[0] * size
 
     def wait(self, *, is_timed: bool = False, synchronize: Callable[[], None] | None = None) -> float:
         """Record that the window now waits for other processes; return the seconds spent on it so far.
@@ -438,8 +446,8 @@ class Sizing:
     def _plan_of(self, most: int) -> Plan:
         wanted, target = self._wanted, self.plan.target_batch
         strategy = "balanced" if wanted.strategy == "fastest" else wanted.strategy
-        made = plan(target, self._capped(min(most, target)), strategy=strategy, multiple_of=wanted.multiple_of)
-        return replace(made, counts=self.plan.counts)
+        size = self._capped(min(most, target))
+        return plan(target, size, strategy=strategy, multiple_of=wanted.multiple_of, counts=self.plan.counts)
 
     def _capped(self, size: int, relative: float = 1.0) -> int:
         """Return a size that is allowed; of samples of this relative size if the plan counts columns."""
@@ -506,7 +514,7 @@ class Sizing:
         if not self._counts_bytes and (each is None or not self._counts_tokens):
             self._relative = [1.0] * len(self._groups)
             return
-        costs = window.sample_bytes()
+        costs = [window.column_bytes] if self._counts_tokens else window.sample_bytes()
         self.sample_bytes = self.sample_bytes or max(costs) or None
         self._relative = [max(cost, 1) / (self.sample_bytes or 1) for cost in costs]
         if each is not None:

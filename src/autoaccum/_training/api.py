@@ -15,6 +15,7 @@ from torch import nn
 from autoaccum._arguments import check_bool, check_positive_int, check_whole_number
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import check_windows
+from autoaccum._data.by_length import check_order
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.peeking import can_be_read_once
 from autoaccum._data.splits import Along, check_split
@@ -33,7 +34,7 @@ from autoaccum._engine.finiteness import check_on_nan
 from autoaccum._engine.forward_backward import assemble, largest_norm
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
-from autoaccum._engine.sample_order import LengthOrder, check_order
+from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
 from autoaccum._records import SAMPLES, TOKENS
@@ -406,7 +407,7 @@ def fit(
             compiling=None if options is None else Compiling(model, options),
             fallbacks=Fallbacks(step.objective.modules, fallbacks, backend, savings),
             world=world,
-            order=LengthOrder(lengths, step.objective.modules, notices, counts_columns=token_target is not None)
+            order=LengthOrder(lengths, step.objective.modules, notices, in_tokens=token_target is not None)
             if takes_by_length
             else None,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
@@ -139,8 +138,7 @@ class Finding:
         most = most if self._cap is None else min(most, self._cap)
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        made = plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of)
-        return replace(made, counts=self._counts)
+        return plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of, counts=self._counts)
 
     @property
     def most_asked(self) -> int | None:
