@@ -33,15 +33,15 @@ def test_samples_of_all_batches_come_the_longest_first():
 @pytest.mark.parametrize("left", [False, True])
 def test_micro_batch_has_the_columns_of_its_longest_sample(left):
     each = texts(3, 7, 5, 2, 9)
-    window = by_length(padded(each[:3], left=left, positions=left), padded(each[3:], left=left, positions=left))
+    window = by_length(*(padded(part, 12, left=left, positions=left) for part in (each[:3], each[3:])))
 
     batch = window.cut(2, 5)
 
-    assert batch["input_ids"].shape == batch["labels"].shape == (3, 5)
+    assert batch["input_ids"].shape == batch["labels"].shape == (3, 6 if left else 5)
     assert rows_of(batch) == [each[index].tolist() for index in (2, 0, 3)]
     assert all(tensor.is_contiguous() for tensor in batch.values())
     if left:
-        assert batch["position_ids"][1].tolist() == [0, 0, 0, 1, 2]
+        assert batch["position_ids"][1].tolist() == [0, 0, 0, 0, 1, 2]
 
 
 def test_samples_that_are_padded_further_have_padding_there():
@@ -107,6 +107,10 @@ def test_what_no_sample_shows_is_not_made_up():
         (
             [padded(texts(3, 7), left=True, positions=True), padded(texts(3, 7), positions=True)],
             "padded in front, and others behind",
+        ),
+        (
+            [padded(texts(3, 7), left=True, positions=True), padded(texts(5, 9), left=True, positions=True)],
+            "a label in the first column would count",
         ),
     ],
 )

@@ -49,9 +49,9 @@ def test_padding_in_front_goes_only_where_positions_are_given():
     in_front = padded(texts(3, 6), left=True)
 
     assert padding(in_front).lengths == (6, 6)
-    with_positions = padding(padded(texts(3, 6), left=True, positions=True))
+    with_positions = padding(padded(texts(3, 6), 8, left=True, positions=True))
     assert with_positions.is_left
-    assert with_positions.lengths == (3, 6)
+    assert with_positions.lengths == (4, 7)  # with the column from which a causal model predicts the first label
 
 
 def test_weights_of_tokens_keep_their_columns_unless_they_are_zero():

@@ -209,6 +209,9 @@ class _Found:
             raise CannotBeOrderedError("the same entries do not have the same columns in all batches")
         if self.is_left and any(not padding.is_left and min(padding.lengths) < padding.width for padding in told):
             raise CannotBeOrderedError("some batches are padded in front, and others behind")
+        widest = max(max(padding.lengths) for padding in told)
+        if any(padding.width < widest and not padding.can_be_widened for padding in told):
+            raise CannotBeOrderedError("a label in the first column would count once it is padded in front")
         self.lengths = [
             padding.lengths[index]
             for span in window.spans

@@ -38,6 +38,8 @@ class Padding:
         columns: The indices of the leaves that have these columns.
         is_left: Whether the padding is in front of all samples.
         told_by: What told the lengths.
+        can_be_widened: Whether more padding changes no loss: a causal model would predict a label in the first column
+            from a column that is put before it.
     """
 
     lengths: tuple[int, ...]
@@ -45,6 +47,7 @@ class Padding:
     columns: tuple[int, ...]
     is_left: bool
     told_by: str
+    can_be_widened: bool = True
 
 
 def check_lengths(lengths: object) -> None:
@@ -95,13 +98,13 @@ def padding_of(piece: NestedPiece, lengths: Lengths | None) -> Padding | None:
     is_left = lengths is None and _is_padded_in_front(batch, starts, ends, width)
     needed = width - starts if is_left else ends
     needed = _with_what_counts(needed, [leaves[index] for index in columns], batch, is_left=is_left)
-    return Padding(tuple(needed.clamp_(1, width).tolist()), width, tuple(columns), is_left, told_by)
+    can_be_widened = not (is_left and bool((needed > width).any()))
+    return Padding(tuple(needed.clamp_(1, width).tolist()), width, tuple(columns), is_left, told_by, can_be_widened)
 
 
 def width_of(piece: NestedPiece) -> int | None:
     """Return the columns of a batch of which nothing says what is padding, by its labels; None without any."""
-    labels = _labels_of(piece.batch)
-    return labels[0].shape[1] if labels and labels[0].dim() >= _DIMS else None
+    return next((labels.shape[1] for labels in counting_labels(piece.batch)), None)
 
 
 def _mask_of(batch: Any) -> Tensor | None:
@@ -178,7 +181,9 @@ def _with_what_counts(needed: Tensor, leaves: Iterable[Tensor], batch: Any, *, i
             if leaf.dim() == _DIMS or is_label:
                 needed = torch.maximum(needed, _reach(leaf.detach().cpu() != 0, is_left=is_left, is_whole=is_label))
         elif is_label and leaf.dim() == _DIMS:
-            needed = torch.maximum(needed, _reach(leaf.detach().cpu() != IGNORED, is_left=is_left, is_whole=False))
+            reach = _reach(leaf.detach().cpu() != IGNORED, is_left=is_left, is_whole=False)
+            # A causal model predicts a label from the column before it.
+            needed = torch.maximum(needed, reach + 1 if is_left else reach)
     return needed
 
 

@@ -491,7 +491,7 @@ class Runner(WindowRunner):
         events = Events([Outside(callback, memory) for callback in callbacks], notices)
         sizing = Sizing(memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if every is None else NoiseScale(every, notices)
-        order = LengthOrder(None, step.objective.modules, notices, in_tokens=True) if plan.counts == TOKENS else None
+        order = LengthOrder(None, step, notices, in_tokens=True) if plan.counts == TOKENS else None
         super().__init__(
             step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm, noise=noise, order=order
         )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autoaccum import _oom
 from autoaccum._data.by_length import ByLength, CannotBeOrderedError
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import nn
 
     from autoaccum._data.batches import Window
     from autoaccum._data.padding import Lengths
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._system.notices import Notices
 
 
@@ -22,16 +22,16 @@ class LengthOrder:
 
     Args:
         lengths: As for `fit`.
-        modules: The modules of the training step.
+        step: The training step.
         notices: Reports choices made for the user.
         in_tokens: Whether micro-batches are counted in tokens, so that there must be an order.
     """
 
     def __init__(
-        self, lengths: Lengths | None, modules: Iterable[nn.Module], notices: Notices, *, in_tokens: bool = False
+        self, lengths: Lengths | None, step: TrainingStep, notices: Notices, *, in_tokens: bool = False
     ) -> None:
         self._lengths = lengths
-        self._modules = modules
+        self._step = step
         self._notices = notices
         self._in_tokens = in_tokens
 
@@ -44,7 +44,14 @@ class LengthOrder:
         if not window.samples:
             return window
         try:
-            ordered = ByLength.of(window, self._lengths)
+            try:
+                ordered = ByLength.of(window, self._lengths)
+            except Exception as error:
+                if not _oom.is_oom(error):
+                    raise
+                _oom.let_go(error)
+                self._step.memory.release()
+                ordered = ByLength.of(window, self._lengths)
         except CannotBeOrderedError as error:
             if self._in_tokens:
                 raise InvalidInputError(
@@ -57,15 +64,15 @@ class LengthOrder:
                 key="order",
             )
             return window
-        self._tell(ordered)
+        if not ordered.is_trimmed:
+            kept = "micro-batches keep all columns" if self._in_tokens else "samples stay in the loader's order"
+            self._notices.say(f"no attention_mask and no lengths= say what is padding, so {kept}", key="order")
+            return ordered if self._in_tokens else window
+        self._tell_of_masks()
         return ordered
 
-    def _tell(self, ordered: ByLength) -> None:
-        if not ordered.is_trimmed:
-            self._notices.say(
-                "no attention_mask and no lengths= say what is padding, so micro-batches keep all columns", key="order"
-            )
-        elif any(_draws(module) for one in self._modules for module in one.modules()):
+    def _tell_of_masks(self) -> None:
+        if any(_draws(module) for one in self._step.objective.modules for module in one.modules()):
             self._notices.say(
                 "samples of a window are taken by length: dropout masks meet other samples than in the loader's order",
                 key="order",

@@ -407,9 +407,7 @@ def fit(
             compiling=None if options is None else Compiling(model, options),
             fallbacks=Fallbacks(step.objective.modules, fallbacks, backend, savings),
             world=world,
-            order=LengthOrder(lengths, step.objective.modules, notices, in_tokens=token_target is not None)
-            if takes_by_length
-            else None,
+            order=LengthOrder(lengths, step, notices, in_tokens=token_target is not None) if takes_by_length else None,
         )
         untouched.training = training
         optimizers.scale_to_batch(

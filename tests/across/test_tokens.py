@@ -1,0 +1,251 @@
+"""Updates of tokens, and samples by length, have the gradient of the whole batch, whatever fails on the way."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import DoesNotFitError, InvalidInputError
+from faults import FailAt
+from helpers import assert_bitwise
+from ragged import Causal, lengths_of, loader_of, padded, texts
+
+SAMPLES, BATCH, TOKENS = 48, 8, 90
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def trained(loader, *, model=None, optimizer=sgd, **options):
+    model = model or Causal()
+    result = autoaccum.fit(
+        model, loader, optimizer=optimizer, device="cpu", precision="fp32", **({"progress": False} | options)
+    )
+    return model, result
+
+
+def by_hand(windows):
+    """One update from each window, with all its samples at once, padded to the longest of them."""
+    model = Causal()
+    optimizer = sgd(model.parameters())
+    for window in windows:
+        optimizer.zero_grad()
+        model(**padded(window))["loss"].backward()
+        optimizer.step()
+    return model
+
+
+def assert_same(found, expected, tolerance=1e-12):
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def windows_by_tokens(each, target):
+    """The definition: whole samples, as near to the target as they come. A text of n tokens has n labels."""
+    windows, held = [[]], 0
+    for text in each:
+        if held and abs(held + len(text) - target) > abs(held - target):
+            windows, held = [*windows, []], 0
+        windows[-1].append(text)
+        held += len(text)
+        if held >= target:
+            windows, held = [*windows, []], 0
+    return [window for window in windows if window]
+
+
+HOW = {
+    "auto": {},
+    "fixed": {"micro_batch": 30},
+    "greedy": {"micro_batch": 30, "strategy": "greedy"},
+    "one at a time": {"micro_batch": 1},
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_update_of_tokens_is_that_of_all_its_samples_at_once(how):
+    expected = by_hand(windows_by_tokens(texts(*lengths_of(SAMPLES)), TOKENS))
+
+    found, result = trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, **how)
+
+    assert_same(found, expected)
+    assert result.samples == SAMPLES
+    assert result.plan.counts == "tokens"
+    assert result.plan.target_batch == TOKENS
+
+
+@pytest.mark.parametrize("how", [{}, {"micro_batch": 5}, {"micro_batch": 5, "strategy": "uniform"}], ids=str)
+@pytest.mark.parametrize("left", [False, True])
+def test_order_by_length_leaves_the_update_as_it_is(how, left):
+    how_padded = {"left": left, "positions": True} | ({"width": 26} if left else {})
+    expected, _ = trained(loader_of(SAMPLES, BATCH, **how_padded), target_batch=16, micro_batch=16)
+
+    found, result = trained(loader_of(SAMPLES, BATCH, **how_padded), target_batch=16, order="length", **how)
+
+    assert_same(found, expected)
+    assert result.steps == SAMPLES // 16
+    assert result.plan.counts == "samples"
+
+
+def test_micro_batches_hold_little_padding():
+    as_it_came, by_length = Causal(), Causal()
+    trained(loader_of(SAMPLES, BATCH), model=as_it_came, target_batch=24, micro_batch=4)
+
+    trained(loader_of(SAMPLES, BATCH), model=by_length, target_batch=24, micro_batch=4, order="length")
+
+    # The first forward passes ask what the loss runs over.
+    computed = [sum(rows * columns for rows, columns in model.shapes[-12:]) for model in (as_it_came, by_length)]
+    real = sum(lengths_of(SAMPLES))
+    assert computed[1] - real < (computed[0] - real) / 2
+
+
+def test_no_micro_batch_of_several_samples_exceeds_the_plan():
+    model = Causal()
+    _, result = trained(loader_of(SAMPLES, BATCH), model=model, target_tokens=TOKENS, micro_batch=30)
+
+    sizes = [rows * columns for rows, columns in model.shapes if rows > 1]
+    assert sizes
+    # All samples of a window are seen at once where it is asked what the loss runs over; those shapes are few.
+    assert sorted(sizes)[len(sizes) // 2] <= 30
+    assert result.plan.micro_batch == 30
+
+
+def test_lists_of_samples_make_updates_of_tokens_too():
+    each = texts(*lengths_of(SAMPLES))
+    expected = by_hand(windows_by_tokens(each, TOKENS))
+    lists = [each[at : at + BATCH] for at in range(0, SAMPLES, BATCH)]
+
+    found, _ = trained(
+        lists, target_tokens=TOKENS, tokens=lambda batch: list(map(len, batch)), split=autoaccum.ListOfSamples(padded)
+    )
+
+    assert_same(found, expected)
+
+
+def test_loop_of_the_users_own_makes_the_same_updates():
+    expected, _ = trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, micro_batch=30)
+    model = Causal()
+    plan = autoaccum.plan(TOKENS, 30, counts="tokens")
+    runner = autoaccum.Runner(model, sgd(model.parameters()), plan, device="cpu", precision="fp32")
+
+    for window in autoaccum.windows(loader_of(SAMPLES, BATCH), target_tokens=TOKENS):
+        runner.step(window)
+
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 16, "order": "length"}], ids=str)
+@pytest.mark.parametrize("micro_batch", ["auto", 30])
+def test_lack_of_memory_anywhere_leaves_the_update_as_it_is(how, micro_batch):
+    options = how | {"micro_batch": micro_batch, "strategy": "balanced", "max_steps": 3, "cache": False}
+    undisturbed, _ = trained(loader_of(SAMPLES, BATCH), **options)
+    with FailAt() as counter:
+        trained(loader_of(SAMPLES, BATCH), **options)
+    points = range(counter.count // 3, counter.count, counter.count // 8 + 1)
+
+    hits = 0
+    for point in points:
+        with FailAt(point) as failing:
+            found, result = trained(loader_of(SAMPLES, BATCH), **options)
+        hits += result.oom_events
+        assert failing.hits == 1
+        assert result.steps == 3
+        assert_same(found, undisturbed)
+    assert hits
+
+
+class StopAt(autoaccum.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, report, *, epoch):
+        if report.step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("batch", [1, 3, BATCH])
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(batch, step, tmp_path):
+    options = {"target_tokens": TOKENS, "micro_batch": 30, "epochs": 2, "seed": 3}
+    whole, undisturbed = trained(loader_of(SAMPLES, batch), model=Causal(dropout=0.2), **options)
+    options["checkpoint"] = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        trained(loader_of(SAMPLES, batch), model=Causal(dropout=0.2), callbacks=[StopAt(step)], **options)
+
+    found, result = trained(loader_of(SAMPLES, batch), model=Causal(dropout=0.2), **options)
+
+    assert result.resumed_from == step
+    assert result.samples == undisturbed.samples == 2 * SAMPLES
+    assert_bitwise(found.state_dict(), whole.state_dict())
+
+
+def test_checkpoint_of_samples_is_not_gone_on_with_in_tokens(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        trained(loader_of(SAMPLES, BATCH), target_batch=TOKENS, checkpoint=tmp_path, callbacks=[StopAt(1)], epochs=2)
+
+    with pytest.raises(autoaccum.CheckpointError, match="made with 90, and this call has 90 tokens"):
+        trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, checkpoint=tmp_path, epochs=2)
+
+
+class Greedy(Causal):
+    """Cannot take more than so many columns."""
+
+    def forward(self, input_ids, **others):
+        if input_ids.shape[1] > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
+        return super().forward(input_ids, **others)
+
+
+@pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 4, "order": "length"}], ids=str)
+@pytest.mark.parametrize("micro_batch", ["auto", 4])
+def test_sample_that_does_not_fit_alone_is_named(how, micro_batch):
+    loader = [padded(texts(3, 5, 4, 31))]
+
+    with pytest.raises(DoesNotFitError, match="sample 3 of the window, 31 columns long, alone does not fit on"):
+        trained(loader, model=Greedy(), micro_batch=micro_batch, **how)
+
+
+def test_samples_that_cannot_be_ordered_stay_as_they_come(capsys):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, inputs):
+            return self.linear(inputs)
+
+    loader = [(torch.randn(4, 3), torch.randn(4, 1))]
+
+    trained(loader, model=Plain(), target_batch=4, order="length", progress="lines")
+
+    said = capsys.readouterr().err
+    assert "samples stay in the loader's order (order='length'): a batch has no attention_mask" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"loss_scope": "window"}, "loss_scope='window' joins the outputs"),
+        ({"split": autoaccum.Along(1)}, "runs samples along another dimension"),
+        ({"probe": "before"}, "tries numbers of samples"),
+        ({"noise_scale": True}, "random parts of a window"),
+    ],
+)
+def test_what_needs_another_order_is_refused(given, told):
+    with pytest.raises(InvalidInputError, match=told):
+        trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, **given)
+
+
+def test_tokens_that_cannot_be_counted_are_refused_before_anything_is_trained():
+    model = nn.Linear(3, 1)
+    before = model.weight.clone()
+
+    with pytest.raises(InvalidInputError, match=r"pass tokens=, a function of a batch"):
+        trained([(torch.randn(4, 3), torch.randn(4, 1))], model=model, target_tokens=10)
+    assert torch.equal(model.weight, before)
+
+
+def test_dropout_masks_of_other_samples_are_told_once(capsys):
+    trained(loader_of(SAMPLES, BATCH), model=Causal(dropout=0.1), target_batch=16, order="length", progress="lines")
+
+    assert capsys.readouterr().err.count("dropout masks meet other samples") == 1
