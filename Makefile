@@ -155,6 +155,10 @@ test-adapters-oldest:  ## run the quick tests of the adapters with the oldest fr
 overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand
 	$(BIN)/python benchmarks/overhead.py
 
+.PHONY: tokens
+tokens: $(VENV)/.for-development  ## measure what taking samples by length saves on texts of unlike length
+	$(BIN)/python benchmarks/tokens.py
+
 .PHONY: noise-scale
 noise-scale: $(VENV)/.for-development  ## measure what measuring the gradient noise scale costs
 	$(BIN)/python benchmarks/noise_scale.py

@@ -403,6 +403,11 @@ FIT = STEP | {
     "shard": is_bool,
     "shares": choice("equal"),
     "overlap": is_bool,
+    # Beside `target_batch`; by themselves they are tested where they belong.
+    "target_tokens": or_none(nothing),
+    "tokens": or_none(nothing),
+    "order": choice("loader", "length"),
+    "lengths": or_none(nothing),
 }
 SPLITS = [lambda _: autoaccum.Along, lambda _: autoaccum.Along((2, 0)), lambda _: autoaccum.Along({"labels": 0})]
 FIT_ALSO = STEP_ALSO | {
@@ -439,6 +444,14 @@ FIT_TOGETHER = [
     lambda _: {"compile": True, "memory_limit": "1GiB"},
     lambda _: {"compile": True, "fallback": "checkpoint"},
     lambda _: {"target_batch": 2**40, "micro_batch": 1},
+    lambda _: {"target_batch": None},
+    lambda _: {"target_batch": None, "target_tokens": 0},
+    lambda _: {"target_batch": None, "target_tokens": 8},  # its batches have no tokens
+    lambda _: {"target_batch": None, "target_tokens": 8, "tokens": 3},
+    lambda _: {"target_batch": None, "target_tokens": 8, "tokens": lambda batch: [1]},
+    lambda _: {"target_batch": None, "target_tokens": 8, "probe": "before"},
+    lambda _: {"order": "length", "lengths": "nope"},
+    lambda _: {"order": "length", "lengths": lambda batch: [1.5]},
     lambda w: {"seed": 5, "loss": print, "checkpoint": w.folder / "new" / "deep", "oom_report": w.folder / "other"},
     lambda w: {"lr_scaling": "sqrt", "base_batch": 1, "loss": lambda outputs, targets: None},
     lambda w: {"val_loader": [(w.batch[0], torch.zeros(3))], "checkpoint": w.folder / "new"},
@@ -577,6 +590,7 @@ CALLS = {
             "strategy": choice("balanced", "uniform", "greedy", "fastest"),
             "trials": lambda value: value in ([], ()) or (isinstance(value, dict | set | str | bytes) and not value),
             "multiple_of": whole(),
+            "counts": choice("samples", "tokens"),
         },
         {"trials": [lambda _: [autoaccum.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
         [lambda _: {"target_batch": 2**50, "max_micro_batch": 1}],
@@ -590,6 +604,10 @@ CALLS = {
             "target_batch": whole(),
             "last_window": choice("step", "drop"),
             "split": or_none(nothing),
+            "target_tokens": or_none(nothing),
+            "tokens": or_none(nothing),
+            "order": choice("loader"),
+            "lengths": or_none(nothing),
         },
         {"loader": LOADERS[3:], "split": SPLITS},
         says={"loader": ("loader", "batch")},
@@ -681,7 +699,11 @@ CALLS = {
         autoaccum.Plan,
         autoaccum.Plan,
         lambda _: {"target_batch": 4, "micro_batches": (2, 2)},
-        {"target_batch": lambda value: value == 4, "micro_batches": nothing},
+        {
+            "target_batch": lambda value: value == 4,
+            "micro_batches": nothing,
+            "counts": choice("samples", "tokens"),
+        },
     ),
 }  # fmt: skip
 # What the library makes and users read, or derive from: nothing is asked of it.

@@ -15,6 +15,8 @@ BAD = {
     "fit": {
         "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
         "target_batch": COUNTS,
+        "target_tokens": COUNTS,
+        "order": ["shortest", ""],
         "epochs": COUNTS,
         "max_steps": COUNTS,
         "memory_limit": [*LIMITS, "1", "512KiB"],
@@ -38,6 +40,7 @@ BAD = {
     "report": {
         "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
         "target_batch": COUNTS,
+        "target_tokens": COUNTS,
         "gpu": ["no such card", "", "a"],
         "device_memory": [*LIMITS[:4], "50%", "1MiB"],
         "display": ["much", "50%", "-1MiB"],
@@ -72,6 +75,8 @@ BAD = {
         "signal_delay": COUNTS[:4],
         "retries": ["-1", "some"],
         "target_batch": COUNTS,
+        "target_tokens": COUNTS,
+        "order": ["shortest"],
         "epochs": COUNTS,
         "max_steps": COUNTS,
         "micro_batch": COUNTS,

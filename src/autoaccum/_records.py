@@ -147,7 +147,7 @@ class Plan:
 
     target_batch: int
     micro_batches: tuple[int, ...]
-    counts: str = SAMPLES
+    counts: str = field(default=SAMPLES, kw_only=True)
 
     def __post_init__(self) -> None:
         check_positive_int("target_batch", self.target_batch)

@@ -59,7 +59,7 @@ ARGUMENTS = [
     ({"target_batch": 100.0}, "target_batch must be a whole number, got 100.0 (float); pass an int"),
     ({"target_batch": True}, "target_batch must be a whole number, got True (bool); pass an int"),
     ({"target_batch": "100"}, "target_batch must be a whole number, got '100' (str); pass an int"),
-    ({"target_batch": None}, "target_batch must be a whole number, got None"),
+    ({"target_batch": None}, "there is no target: pass target_batch="),
     ({"micro_batch": 0}, "micro_batch must be at least 1, got 0"),
     ({"micro_batch": 2.5}, "micro_batch must be a whole number, got 2.5"),
     ({"micro_batch": "half"}, "micro_batch='half' is unknown; pass 'auto' or"),

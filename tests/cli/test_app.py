@@ -242,7 +242,13 @@ def test_json_is_one_document_with_the_documented_keys(invoke, recipe):
 
     document = json.loads(result.stdout)
     assert (document["steps"], document["samples"]) == (3, 48)
-    assert document["plan"] == {"target_batch": 16, "micro_batches": [16], "micro_batch": 16, "accum_steps": 1}
+    assert document["plan"] == {
+        "target_batch": 16,
+        "counts": "samples",
+        "micro_batches": [16],
+        "micro_batch": 16,
+        "accum_steps": 1,
+    }
     assert document["plans"] == [{"step": 2, **document["plan"]}]
     assert document["probe"]["micro_batch"] == 16
     assert document["probe"]["trials"][-1]["fits"] is True

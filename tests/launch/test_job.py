@@ -75,7 +75,7 @@ def test_unknown_argument_is_refused_with_a_hint(name, hint):
 
 
 def test_job_without_its_loader_is_refused_by_name():
-    with pytest.raises(TypeError, match="'loader' and 'target_batch'"):
+    with pytest.raises(TypeError, match="'loader'"):
         Job(None)
 
 

@@ -141,6 +141,10 @@ class Window(Sequence[Any]):
         """Bytes that each sample adds to a micro-batch that it begins; None if those of a group are alike."""
         return None
 
+    def fits_any(self, sizes: Sequence[int]) -> int:
+        """Return how many samples fit, whichever they are, if micro-batches of these sizes do."""
+        return max(sizes)
+
     @property
     def column_bytes(self) -> int:
         """Bytes of one column of a sample; 0 if nothing is known of columns."""

@@ -22,7 +22,7 @@ from autoaccum._data.splits import is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from autoaccum._data.padding import Lengths, Padding
 
@@ -130,30 +130,43 @@ class ByLength(Window):
         """Bytes that each sample adds to a micro-batch that it begins, the most first."""
         return [length * self._column_bytes for length in self.lengths]
 
+    def fits_any(self, sizes: Sequence[int]) -> int:
+        """Return how many samples fit, whichever they are, if micro-batches of these sizes do: the fewest."""
+        return min(sizes)
+
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as one batch, without columns that are padding in all."""
         if not self._columns:
             return super().cut(start, stop)
         if (start, stop) in self._seen:
             return self._seen.pop((start, stop))
-        ((piece, begin, _),) = self._spans
+        piece = self._spans[0].piece
         assert isinstance(piece, NestedPiece)
-        batch = piece.cut(begin + start, begin + stop)
-        width = self.lengths[start]
+        width = max(self.lengths[start:stop])
 
         def trimmed(leaf: Tensor) -> Tensor:
             kept = leaf[:, leaf.shape[1] - width :] if self._is_left else leaf[:, :width]
             return kept.contiguous()  # models view their inputs
 
-        return piece.changed(batch, self._columns, trimmed)
+        return piece.changed(super().cut(start, stop), self._columns, trimmed)
+
+    def chosen(self, indices: Iterable[int]) -> ByLength:
+        """Return the samples at `indices`, in that order, as a window of their own."""
+        indices = list(indices)
+        return self._with(super().chosen(indices).spans, indices)
 
     def part(self, start: int, stop: int) -> ByLength:
         """Return samples `start` to `stop` (exclusive) as a window of their own."""
-        part = ByLength.of_spans(super().part(start, stop).spans, self._split)
-        part.lengths, part.indices = self.lengths[start:stop], self.indices[start:stop]
+        return self._with(super().part(start, stop).spans, range(start, min(stop, self.samples)))
+
+    def _with(self, spans: Sequence[Span], indices: Sequence[int]) -> ByLength:
+        """Return a window of samples of this one, by their indices in it."""
+        made = ByLength.of_spans(spans, self._split)
+        made.lengths = tuple(self.lengths[index] for index in indices)
+        made.indices = tuple(self.indices[index] for index in indices)
         for name in ("is_trimmed", "_columns", "_is_left", "_column_bytes"):
-            setattr(part, name, getattr(self, name))
-        return part
+            setattr(made, name, getattr(self, name))
+        return made
 
     def named(self, index: int) -> str:
         """Return a sample's place and length, for messages."""

@@ -196,7 +196,7 @@ class Settler:
         while self._ways and in_vain < _AT_ONCE and (question := self._next_question(window, sizes, run)) is not None:
             chance = chance or random.Random(window.samples)  # noqa: S311 - no secret, and the same in every run
             before = len(question.candidates)
-            last = self._ask(question, window, max(sizes), run, chance)
+            last = self._ask(question, window, window.fits_any(sizes), run, chance)
             in_vain += len(question.candidates) == before
         if chance is not None:
             # Pieces of other lengths cannot be joined with these, and later windows may have no others.
@@ -217,7 +217,7 @@ class Settler:
         if asked is None:
             # A reduction that is known beforehand was not tried, nor was the memory for it; and a collator that is
             # called once for each micro-batch may keep a state of its own.
-            rows = min(rows, max(sizes) // _OF_THOSE_THAT_FIT)
+            rows = min(rows, window.fits_any(sizes) // _OF_THOSE_THAT_FIT)
             if not rows or not window.is_nested or self.has_questions or max(window.groups()) == 1:
                 return
             sample, split = _some(window, 2 * rows, random.Random(window.samples))  # noqa: S311 - no secret

@@ -79,7 +79,7 @@ def plan(
             f"target_batch={target_batch} in micro-batches of at most {most} (max_micro_batch={max_micro_batch}) takes "
             f"more than {MOST_STEPS} of them per update; pass a smaller target or larger micro-batches"
         )
-    return Plan(target_batch, cut(target_batch, most, strategy, multiple_of), counts)
+    return Plan(target_batch, cut(target_batch, most, strategy, multiple_of), counts=counts)
 
 
 def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple_of: int = 1) -> tuple[int, ...]:

@@ -272,7 +272,7 @@ def fit(
     """
     started = time.perf_counter()
     token_target = check_target(target_batch, target_tokens, tokens, lengths)
-    target = int(target_batch or target_tokens or 0)
+    target: Any = target_batch if token_target is None else token_target.tokens
     _check_cuts(target, last_window, micro_batch, probe, strategy, cache)
     optimizers.check_scaling(lr_scaling, beta_scaling, target, base_batch)
     _check_updates(loss_scope, batchnorm, on_nan)

@@ -385,7 +385,7 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
 
 
 def _plan(sizes: Sequence[int], counts: str) -> Plan:
-    return Plan(sum(sizes), tuple(sizes), counts)
+    return Plan(sum(sizes), tuple(sizes), counts=counts)
 
 
 def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:

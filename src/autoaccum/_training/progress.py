@@ -182,7 +182,8 @@ class TrainingProgress:
             dropped = ""
             if self._data.last_window == "drop":
                 dropped = (
-                    f" or less than {self._data.target_batch} {self._data.counts}, which last_window='drop' leaves out"
+                    f" or less than target_{'batch' if self._data.counts == SAMPLES else 'tokens'}="
+                    f"{self._data.target_batch} {self._data.counts}, which last_window='drop' leaves out"
                 )
             split = self._world.split
             counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"

@@ -1,0 +1,181 @@
+"""Measures what samples by length save on texts of unlike length, beside the loops that people have.
+
+The lengths are log-normal, as in common instruction data. Four loops make the same number of updates of so many samples
+each, with at most so many tokens (with padding) on the device at once: one that pads each batch as it comes, one whose
+batches are drawn by Transformers' `group_by_length`, `order="length"` and `target_tokens`. They run in turn, one update
+each. Prints and writes the tokens with a label per second against the loop that pads as it comes, by the median of the
+turns with its quartiles, and the share of padding in what each computes.
+
+    python benchmarks/tokens.py [--updates 20] [--out benchmarks/results/tokens.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from overhead import processor
+
+import autoaccum
+from autoaccum._system.notices import Notices
+
+# Of the natural logarithm of a length; half of the texts have 90 tokens or fewer.
+MEAN, DEVIATION, LONGEST = 4.5, 0.9, 512
+SAMPLES, ROWS = 64, 8
+VOCABULARY = 2000
+PAD = 0
+
+
+def texts(count):
+    chance = torch.Generator().manual_seed(0)
+    drawn = torch.empty(count).log_normal_(MEAN, DEVIATION, generator=chance)
+    lengths = drawn.long().clamp_(8, LONGEST).tolist()
+    return [torch.randint(1, VOCABULARY, (length,), generator=chance) for length in lengths]
+
+
+def padded(some):
+    ids = torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=PAD)
+    mask = (ids != PAD).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - takes seconds
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6,
+            num_key_value_heads=6,
+        )
+    )  # fmt: skip
+
+
+class Counted:
+    """A model with its optimizer, and what it has computed."""
+
+    def __init__(self, device):
+        self.device = device
+        self.model = llama().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.computed = self.real = 0
+        self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, _, __, named):
+        self.computed += named["input_ids"].numel()
+        self.real += int(named["attention_mask"].sum())
+
+    def reset(self):
+        """Count from none."""
+        self.computed = self.real = 0
+
+
+class ByHand(Counted):
+    """The loop that people write: batches of so many rows, and the mean over the tokens of the update."""
+
+    def update(self, batches):
+        """Make one update."""
+        counted = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for batch in batches:
+            here = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            self.model(**here, num_items_in_batch=counted).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class ByLength(Counted):
+    """A `Runner` that takes windows by length."""
+
+    def __init__(self, device, tokens):
+        super().__init__(device)
+        plan = autoaccum.plan(tokens, ROWS * LONGEST, counts="tokens")
+        self.runner = autoaccum.Runner(
+            self.model, self.optimizer, plan, device=device, precision="fp32", notices=Notices(silent=True)
+        )
+
+    def update(self, window):
+        """Make one update."""
+        self.runner.step(window)
+
+
+def batches_of(some, rows=ROWS):
+    return [padded(some[at : at + rows]) for at in range(0, len(some), rows)]
+
+
+def grouped(every):
+    """The order in which Transformers' Trainer takes texts with `group_by_length`."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: PLC0415 - takes seconds
+
+    lengths = [len(one) for one in every]
+    sampler = LengthGroupedSampler(ROWS, lengths=lengths, generator=torch.Generator().manual_seed(0))
+    return [every[index] for index in sampler]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    every = texts(SAMPLES * (options.updates + 2))
+    tokens = sum(map(len, every)) // (options.updates + 2)
+    in_turn = [every[at : at + SAMPLES] for at in range(0, len(every), SAMPLES)]
+    by_group = grouped(every)
+    loops = {
+        "padded as it comes": (ByHand(device), [batches_of(some) for some in in_turn]),
+        "group_by_length": (
+            ByHand(device),
+            [batches_of(by_group[at : at + SAMPLES]) for at in range(0, len(every), SAMPLES)],
+        ),
+        'order="length"': (
+            ByLength(device, tokens),
+            list(autoaccum.windows([b for some in in_turn for b in batches_of(some)], SAMPLES, order="length")),
+        ),
+        "target_tokens": (
+            ByLength(device, tokens),
+            list(autoaccum.windows([b for some in in_turn for b in batches_of(some)], target_tokens=tokens)),
+        ),
+    }
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    speeds = {name: [] for name in loops}
+    padding = {name: [0, 0] for name in loops}
+    for number in range(options.updates + 1):
+        for name, (loop, windows) in loops.items():
+            loop.reset()
+            started = time.perf_counter()
+            loop.update(windows[number % len(windows)])
+            wait()
+            if number:  # the first warms up
+                speeds[name].append(loop.real / (time.perf_counter() - started))
+                padding[name][0] += loop.real
+                padding[name][1] += loop.computed
+    first = next(iter(loops))
+    print("| loop | tokens/s against the first (quartiles) | padding in what is computed |")
+    print("|---|---|---|")
+    results = {}
+    for name in loops:
+        ratios = sorted(one / other for one, other in zip(speeds[name], speeds[first], strict=True))
+        real, computed = padding[name]
+        results[name] = {
+            "ratio_median": statistics.median(ratios),
+            "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+            "padding": 1.0 - real / computed,
+        }
+        low, high = results[name]["ratio_quartiles"]
+        share = results[name]["padding"]
+        print(f"| {name} | {results[name]['ratio_median']:.2f} ({low:.2f} to {high:.2f}) | {share:.0%} |", flush=True)
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {options.updates} updates")
+    if options.out is not None:
+        record = {"machine": machine, "torch": torch.__version__, "updates": options.updates, "results": results}
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
