@@ -249,3 +249,45 @@ def test_dropout_masks_of_other_samples_are_told_once(capsys):
     trained(loader_of(SAMPLES, BATCH), model=Causal(dropout=0.1), target_batch=16, order="length", progress="lines")
 
     assert capsys.readouterr().err.count("dropout masks meet other samples") == 1
+
+
+class Texts(torch.utils.data.Dataset):
+    """A dataset that knows the lengths of its samples, and counts how many were loaded."""
+
+    def __init__(self, *lengths):
+        self.texts, self.lengths, self.loaded = texts(*lengths), list(lengths), []
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return self.texts[index]
+
+
+@pytest.mark.parametrize("how", [{"target_tokens": 30}, {"target_batch": 4, "order": "length"}], ids=str)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_longest_sample_that_does_not_fit_is_named_before_training(how, as_list):
+    dataset = Texts(3, 5, 4, 6, 31, 5)
+    loader = torch.utils.data.DataLoader(dataset.texts if as_list else dataset, 2, collate_fn=padded)
+    model = Greedy()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    with pytest.raises(DoesNotFitError, match="sample 4 of the dataset, 31 columns long, alone does not fit on"):
+        trained(loader, model=model, **how)
+
+    assert_bitwise(model.state_dict(), before)
+    assert [shape for shape in model.shapes if shape != (1, 31)] == []
+
+
+def test_trying_the_longest_sample_leaves_no_trace():
+    def run(dataset):
+        torch.manual_seed(4)
+        loader = torch.utils.data.DataLoader(dataset, 4, collate_fn=padded, shuffle=True)
+        return trained(loader, model=Causal(dropout=0.2), target_tokens=40, micro_batch=30)[0]
+
+    told, untold = Texts(*lengths_of(SAMPLES)), Texts(*lengths_of(SAMPLES))
+    del untold.lengths
+
+    assert_bitwise(run(told).state_dict(), run(untold).state_dict())
+    assert len(told.loaded) == len(untold.loaded) + 1

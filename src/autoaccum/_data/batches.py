@@ -293,7 +293,7 @@ class Window(Sequence[Any]):
         return self._tensors
 
 
-def check_windows(target_batch: int, last_window: str) -> None:
+def check_windows(target_batch: object, last_window: str) -> None:
     """Check the arguments of `windows`.
 
     Raises:

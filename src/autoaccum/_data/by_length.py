@@ -77,7 +77,7 @@ class ByLength(Window):
         for span in window.spans:
             samples = span.piece.raw(span.start, span.stop)
             if lengths is None:
-                each += [_length_of(one) for one in samples]
+                each += [length_of(one) for one in samples]
             elif isinstance(lengths, str):
                 each += [int(one[lengths]) for one in samples]
             else:
@@ -294,8 +294,12 @@ class _Found:
         raise CannotBeOrderedError("no sample shows what stands in the padding of batches that are padded further")
 
 
-def _length_of(sample: Any) -> int:
-    """Return the length of a sample of a list: of itself, or of the first of its entries that has one."""
+def length_of(sample: Any) -> int:
+    """Return the length of a sample of a list: of itself, or of the first of its entries that has one.
+
+    Raises:
+        CannotBeOrderedError: It has none.
+    """
     inside = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     for one in inside:
         if isinstance(one, Tensor):

@@ -118,7 +118,7 @@ def stream_of_tokens(
     waiting = batches if hasattr(batches, "put_back") else _PutBack(batches)
     spans: list[Span] = []
     held = 0
-    for batch in waiting:  # type: ignore[attr-defined]
+    for batch in waiting:
         piece = piece_of(batch, split)
         start = at = skip
         counts, skip = target.counts(piece), 0

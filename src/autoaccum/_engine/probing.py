@@ -110,6 +110,7 @@ def probe(
     *,
     loss_scope: str = "micro_batch",
     begins_with: int | None = None,
+    sample: str | None = None,
 ) -> ProbeResult:
     """Search with an assembled training step; the limit applies only during the search.
 
@@ -121,6 +122,7 @@ def probe(
         on_trial: Called after each trial.
         loss_scope: "window": the loss is computed over a window of `max_micro_batch` samples at once.
         begins_with: The result of an earlier search. If it fits, it is returned without further trials.
+        sample: The name of the only sample, for the error that it does not fit.
 
     Raises:
         InvalidInputError: The limit cannot be set, or the loss cannot be computed over a window.
@@ -138,7 +140,7 @@ def probe(
     with devices.failures_told(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
-                return _search(step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with)
+                return _search(step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with, sample)
         finally:
             with signals.held():
                 step.abandon()
@@ -153,6 +155,7 @@ def _search(
     on_trial: Callable[[Trial], None],
     whole: WholeWindow | None,
     begins_with: int | None,
+    sample: str | None,
 ) -> ProbeResult:
     running = Trials(step, batch, whole, max_micro_batch)
     trials: list[Trial] = []
@@ -183,7 +186,7 @@ def _search(
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
         at_once = "" if whole is None else f"the loss takes all {max_micro_batch} samples of a window at once"
-        raise DoesNotFitError(does_not_fit_text(step, limit_bytes, at_once))
+        raise DoesNotFitError(does_not_fit_text(step, limit_bytes, at_once, sample))
     line = line_through(growing())
     return ProbeResult(
         answer,

@@ -25,12 +25,15 @@ class LengthOrder:
         step: The training step.
         notices: Reports choices made for the user.
         in_tokens: Whether micro-batches are counted in tokens, so that there must be an order.
+
+    Attributes:
+        lengths: As the argument.
     """
 
     def __init__(
         self, lengths: Lengths | None, step: TrainingStep, notices: Notices, *, in_tokens: bool = False
     ) -> None:
-        self._lengths = lengths
+        self.lengths = lengths
         self._step = step
         self._notices = notices
         self._in_tokens = in_tokens
@@ -45,13 +48,13 @@ class LengthOrder:
             return window
         try:
             try:
-                ordered = ByLength.of(window, self._lengths)
+                ordered = ByLength.of(window, self.lengths)
             except Exception as error:
                 if not _oom.is_oom(error):
                     raise
                 _oom.let_go(error)
                 self._step.memory.release()
-                ordered = ByLength.of(window, self._lengths)
+                ordered = ByLength.of(window, self.lengths)
         except CannotBeOrderedError as error:
             if self._in_tokens:
                 raise InvalidInputError(

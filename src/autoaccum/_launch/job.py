@@ -120,7 +120,7 @@ class Job:
         for mine, replaced in ((one, other), (other, one)):
             if given.get(mine) is not None and given.get(replaced) is None:
                 given = {**given, replaced: None}
-        return replace(self, **given)  # type: ignore[type-var]
+        return replace(self, **given)
 
     def samples_of_target(self, batch: Any) -> int:
         """Return the samples per update; with `target_tokens`, how many are as long as those of a batch on average.

@@ -124,6 +124,14 @@ class Finding:
         self.note(found)
         return found
 
+    def try_alone(self, batch: Any, name: str) -> None:
+        """Try a batch of one sample, without a trace.
+
+        Raises:
+            DoesNotFitError: It does not fit; the message has its name.
+        """
+        probe(self._step, batch, 1, self._limit_bytes, sample=name)
+
     def begin_anew(self) -> None:
         """Search again in the coming windows, without the cache: after a fallback, a step takes less memory."""
         self._cache, self._entry = None, CacheEntry(self._step.memory)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._engine.events import Events
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
+from autoaccum._snapshot import RandomState
 from autoaccum._training.checkpoint_contents import Kept
+from autoaccum._training.longest_sample import batch_of, longest_of
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
+    from autoaccum._training.longest_sample import Longest
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
 
@@ -158,6 +161,7 @@ class PlanLifecycle:
             DoesNotFitError: Not even one sample fits.
         """
         if self._order is not None:
+            self._try_longest(self._order)
             first = self._order.of(first)
         probed = self._probe(first) if first.samples else None
         self._world.tell_plans(None if probed is None else self._finding.plan(probed))
@@ -215,6 +219,37 @@ class PlanLifecycle:
                 raise
             _oom.let_go(error)
         return self._probe(first)
+
+    def _try_longest(self, order: LengthOrder) -> None:
+        """Try the longest sample alone, if the dataset tells which it is: otherwise it may come hours later.
+
+        Raises:
+            DoesNotFitError: It does not fit, and no fallback helps.
+        """
+        loader = self._world.loader
+        longest = longest_of(loader, order.lengths)
+        if longest is None:
+            return
+        random = RandomState(self._step.memory.device, self._step.objective.modules)
+        random.take()
+        try:
+            with self._step.memory.lifted():
+                batch = batch_of(loader, longest.index)
+            while not self._fits_alone(batch, longest):
+                pass
+        finally:
+            random.put_back()
+
+    def _fits_alone(self, batch: Any, longest: Longest) -> bool:
+        """Whether a sample fits alone; False if a fallback has been applied, and it is to be tried again."""
+        try:
+            self._finding.try_alone(batch, longest.text)
+        except DoesNotFitError as error:
+            if not self._falls_back(error):
+                raise
+            _oom.let_go(error)
+            return False
+        return True
 
     def _tell_trial(self, trial: Trial) -> None:
         for callback in self.callbacks:
