@@ -291,3 +291,25 @@ def test_trying_the_longest_sample_leaves_no_trace():
 
     assert_bitwise(run(told).state_dict(), run(untold).state_dict())
     assert len(told.loaded) == len(untold.loaded) + 1
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 3])
+def test_ranks_take_their_parts_of_a_window_by_length(crew, micro_batch):
+    expected, _ = trained(loader_of(SAMPLES, BATCH), target_batch=16, micro_batch=16)
+
+    answers = crew.run(
+        "rank_tokens:train", SAMPLES, BATCH, size=2, target_batch=16, order="length", micro_batch=micro_batch
+    )
+
+    for found in answers:
+        torch.testing.assert_close(found, flat(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_refuse_a_target_in_tokens(crew):
+    for answer in crew.answers("rank_tokens:train", SAMPLES, BATCH, size=2, target_tokens=TOKENS):
+        assert isinstance(answer, InvalidInputError)
+        assert "makes windows in one process, and there are 2 ranks" in str(answer)

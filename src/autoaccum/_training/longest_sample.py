@@ -23,17 +23,17 @@ class Longest(NamedTuple):
     """The longest sample of a dataset.
 
     Attributes:
-        index: Its index in the dataset.
+        place: Its index in the dataset.
         length: Its length in columns.
     """
 
-    index: int
+    place: int
     length: int
 
     @property
     def text(self) -> str:
         """Its name, for messages."""
-        return f"sample {self.index} of the dataset, {self.length:,} columns long"
+        return f"sample {self.place} of the dataset, {self.length:,} columns long"
 
 
 def longest_of(loader: Any, lengths: Lengths | None) -> Longest | None:

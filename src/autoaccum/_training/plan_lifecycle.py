@@ -234,7 +234,7 @@ class PlanLifecycle:
         random.take()
         try:
             with self._step.memory.lifted():
-                batch = batch_of(loader, longest.index)
+                batch = batch_of(loader, longest.place)
             while not self._fits_alone(batch, longest):
                 pass
         finally:
