@@ -32,22 +32,50 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @contextmanager
-def checkpointed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[str]:
-    """Keep only the inputs of each repeated block, and recompute the rest in the backward pass.
+def checkpointed(modules: Sequence[nn.Module], device: torch.device, first: int | None = None) -> Iterator[str]:
+    """Keep only the inputs of repeated blocks, and recompute the rest in the backward pass.
+
+    Args:
+        modules: The modules of the step.
+        device: Their device.
+        first: How many blocks, the first ones of the model; None for all.
 
     Yields:
         What is checkpointed, such as "33 Bottleneck blocks"; empty if no block repeats.
     """
     with ExitStack() as changed:
         own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
+        said, left = [], first
         for part in own:
-            changed.enter_context(_own_checkpointing(part))
+            layers = _layers_of_their_own(part)
+            count = len(layers) if left is None else min(left, len(layers))
+            if left is None or not layers:
+                said.append(f"{type(part).__name__} by its own")
+            elif count:
+                said.append(f"{count} of {len(layers)} blocks of {type(part).__name__} by its own")
+            if left is None or not layers or count:
+                changed.enter_context(_own_checkpointing(part, layers[count:]))
+            left = None if left is None else left - count
         blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
-        for block in blocks:
+        taken = blocks if left is None else blocks[:left]
+        for block in taken:
             changed.enter_context(forward_replaced(block, functools.partial(_checkpointed, _Before(block, device))))
-        named = Counter(type(block).__name__ for block in blocks)
-        said = [f"{count} {name} blocks" for name, count in named.items()]
-        yield " and ".join([f"{type(part).__name__} by its own" for part in own] + said)
+        whole = "" if len(taken) == len(blocks) else f" of {len(blocks)}"
+        said += [f"{count}{whole} {name} blocks" for name, count in Counter(map(_class_of, taken)).items()]
+        yield " and ".join(said)
+
+
+def count_blocks(modules: Sequence[nn.Module]) -> int:
+    """Return how many blocks can be checkpointed each by itself."""
+    own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
+    blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
+    return sum(len(_layers_of_their_own(part)) for part in own) + len(blocks)
+
+
+def is_checkpointed_already(modules: Sequence[nn.Module]) -> bool:
+    """Whether the user has turned on the checkpointing that a model brings."""
+    own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
+    return any(getattr(part, "gradient_checkpointing", False) for model in own for part in model.modules())
 
 
 def repeated_blocks(model: nn.Module, *, leave_out: Sequence[nn.Module] = ()) -> list[nn.Module]:
@@ -86,6 +114,10 @@ def _blocks(
     return found
 
 
+def _class_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
 def _is_composite(module: nn.Module) -> bool:
     """Whether the module contains others that have parameters."""
     return next((part for child in module.children() for part in child.parameters()), None) is not None
@@ -98,8 +130,13 @@ def with_checkpointing_of_their_own(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in with_checkpointing_of_their_own(child)]
 
 
+def _layers_of_their_own(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model that can each be checkpointed by the model itself; none for older Transformers."""
+    return [block for block in repeated_blocks(model) if hasattr(block, "gradient_checkpointing")]
+
+
 @contextmanager
-def _own_checkpointing(model: Any) -> Iterator[None]:
+def _own_checkpointing(model: Any, left_out: Sequence[Any]) -> Iterator[None]:
     if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
         yield  # the user's own choice, which stays
         return
@@ -110,6 +147,8 @@ def _own_checkpointing(model: Any) -> Iterator[None]:
     caches = getattr(config, "use_cache", None)
     getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     try:
+        for layer in left_out:
+            layer.gradient_checkpointing = False
         if caches:
             config.use_cache = False
         yield

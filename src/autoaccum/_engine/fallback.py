@@ -10,7 +10,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import is_one_of, shown
-from autoaccum._engine.checkpointing import checkpointed, repeated_blocks, with_checkpointing_of_their_own
+from autoaccum._engine.checkpointing import (
+    checkpointed,
+    is_checkpointed_already,
+    repeated_blocks,
+    with_checkpointing_of_their_own,
+)
 from autoaccum._engine.chunked_recipe import CHUNKED, chunked
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import is_replaced
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 FALLBACKS = ("checkpoint", "offload")
 # What `memory` takes.
 SAVINGS = (CHUNKED, *FALLBACKS)
+# No model has a number of blocks with as many digits.
+_MOST_DIGITS = 10
 
 
 def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, *, compiles: bool) -> tuple[str, ...]:
@@ -67,11 +74,11 @@ def check_memory(
             "sample fits; pass one of them"
         )
     for name in names:
-        kind, colon, layer = name.partition(":") if isinstance(name, str) else (name, "", "")
-        if not is_one_of(kind, SAVINGS) or (colon and (kind != CHUNKED or not layer)):
+        if not _is_known(name):
             raise InvalidInputError(
-                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, SAVINGS))}, or "
-                f"'{CHUNKED}:NAME' with the name of the layer that makes the logits"
+                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, SAVINGS))}, "
+                f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
+                "blocks"
             )
     if "offload" in names and backend.is_host:
         raise InvalidInputError(
@@ -81,6 +88,21 @@ def check_memory(
     if names and compiles:
         raise InvalidInputError("memory= changes the model while it trains, which compile= does not see; choose one")
     return names, fallbacks
+
+
+def _is_known(name: object) -> bool:
+    """Whether `memory` may be this name, as far as its form tells."""
+    if not isinstance(name, str):
+        return False
+    kind, colon, rest = name.partition(":")
+    if not colon:
+        return is_one_of(kind, SAVINGS)
+    return bool(rest) if kind == CHUNKED else kind == "checkpoint" and is_count(rest)
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number, at least 1, as JSON writes it."""
+    return text.isascii() and text.isdecimal() and not text.startswith("0") and len(text) < _MOST_DIGITS
 
 
 def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:
@@ -119,11 +141,12 @@ class Fallbacks:
         self._names = list(names)
         self._memory = memory
         self._in_force = ExitStack()
+        self._say: Callable[[str], None] = lambda _: None
         self.ways: list[str] = []
         self.found_no_blocks = False
 
     def begin(self, say: Callable[[str], None]) -> None:
-        """Activate the savings.
+        """Activate the savings. To be called also where there are none.
 
         Args:
             say: Reports to the user what is done.
@@ -131,17 +154,15 @@ class Fallbacks:
         Raises:
             InvalidInputError: One of them has no place in the model.
         """
+        self._say = say
         for name in self._savings:
-            kind, _, layer = name.partition(":")
-            if kind == CHUNKED:
-                way = self._in_force.enter_context(chunked(self._modules, layer or None, say))
-                lack = (
-                    "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); name "
-                    f"the layer that makes the logits, as in memory='{CHUNKED}:lm_head'"
-                )
-            else:
-                way, lack = self._activated(kind), "the model has no repeated blocks"
-            if not way:
+            if not (way := self._activated(name)):
+                lack = "the model has no repeated blocks"
+                if name == CHUNKED:
+                    lack = (
+                        "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); "
+                        f"name the layer that makes the logits, as in memory='{CHUNKED}:lm_head'"
+                    )
                 raise InvalidInputError(f"memory={name!r}: {lack}, or leave it out")
             self.ways.append(way)
             say(f"{way} (memory={name!r})")
@@ -157,10 +178,14 @@ class Fallbacks:
 
     def _activated(self, name: str) -> str:
         """Activate a fallback; return what it does, or nothing if it has no place in the model."""
-        if name == "offload":
+        kind, _, rest = name.partition(":")
+        if kind == CHUNKED:
+            return self._in_force.enter_context(chunked(self._modules, rest or None, self._say))
+        if kind == "offload":
             self._in_force.enter_context(offloaded(self._modules, self._memory))
             return "what backward needs is kept in the host's memory"
-        done = self._in_force.enter_context(checkpointed(self._modules, self._memory.device))
+        first = int(rest) if rest else None
+        done = self._in_force.enter_context(checkpointed(self._modules, self._memory.device, first))
         return done and f"activation checkpointing of {done}"
 
     def end(self) -> None:
@@ -173,8 +198,7 @@ def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
     ways = []
     own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
     blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
-    recompute = any(getattr(part, "gradient_checkpointing", False) for module in own for part in module.modules())
-    if (own or blocks) and not recompute and not any(map(is_replaced, blocks)):
+    if (own or blocks) and not is_checkpointed_already(modules) and not any(map(is_replaced, blocks)):
         what = f"{len(blocks)} {type(blocks[0]).__name__} blocks" if blocks else type(own[0]).__name__
         ways.append(f"fit(..., fallback='checkpoint') (activation checkpointing of {what})")
     if not memory.is_host and not any(map(is_replaced, modules)):
