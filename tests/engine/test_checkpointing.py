@@ -103,7 +103,9 @@ def test_first_blocks_of_transformers_models_checkpoint_themselves_and_no_more_a
         model.zero_grad()
         return found
 
+    model.config.use_cache = False  # a cache moves keys and values, which rounds otherwise
     expected = gradients()
+    model.config.use_cache = True
     with checkpointed([model], CPU, 3) as said:
         assert said == "3 of 4 blocks of GPT2LMHeadModel by its own"
         assert [layer.gradient_checkpointing for layer in model.transformer.h] == [True, True, True, False]
