@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from autoaccum._arguments import is_one_of, shown
 from autoaccum._engine.checkpointing import (
     checkpointed,
+    count_blocks,
     is_checkpointed_already,
     repeated_blocks,
     with_checkpointing_of_their_own,
 )
+from autoaccum._engine.chunked_logits import find_heads
 from autoaccum._engine.chunked_recipe import CHUNKED, chunked
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import is_replaced
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 FALLBACKS = ("checkpoint", "offload")
 # What `memory` takes.
 SAVINGS = (CHUNKED, *FALLBACKS)
+# Lets the clock choose among these (_training/rungs.py).
+AUTO = "auto"
 # No model has a number of blocks with as many digits.
 _MOST_DIGITS = 10
 
@@ -73,10 +77,12 @@ def check_memory(
             f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
             "sample fits; pass one of them"
         )
+    if AUTO in names and len(names) > 1:
+        raise InvalidInputError(f"memory={shown(memory)}: 'auto' chooses among all of them; pass it alone, or names")
     for name in names:
-        if not _is_known(name):
+        if name != AUTO and not _is_known(name):
             raise InvalidInputError(
-                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, SAVINGS))}, "
+                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))}, "
                 f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
                 "blocks"
             )
@@ -125,7 +131,8 @@ class Fallbacks:
         savings: What saves memory from the start, in order.
 
     Attributes:
-        ways: Descriptions of the active fallbacks and savings.
+        names: The active fallbacks and savings, as `memory` names them.
+        ways: Descriptions of them.
         found_no_blocks: Whether checkpointing was requested but the model has no blocks to checkpoint.
     """
 
@@ -137,6 +144,7 @@ class Fallbacks:
         savings: Sequence[str] = (),
     ) -> None:
         self._savings = savings
+        self.names: tuple[str, ...] = ()
         self._modules = modules
         self._names = list(names)
         self._memory = memory
@@ -165,13 +173,29 @@ class Fallbacks:
                     )
                 raise InvalidInputError(f"memory={name!r}: {lack}, or leave it out")
             self.ways.append(way)
+            self.names = (*self.names, name)
             say(f"{way} (memory={name!r})")
+
+    def switch(self, savings: Sequence[str]) -> None:
+        """Put these savings in force in place of all that is."""
+        self._in_force.close()
+        self.ways, self.names = [self._activated(name) for name in savings], tuple(savings)
+
+    def levels(self) -> tuple[str, ...]:
+        """Return what can save memory here, from the cheapest on, by names of `memory`."""
+        chunked_loss = (CHUNKED,) if find_heads(self._modules, None) else ()
+        blocks = 0 if is_checkpointed_already(self._modules) else count_blocks(self._modules)
+        half = (f"checkpoint:{blocks // 2}",) if blocks > 1 else ()
+        whole = ("checkpoint",) if blocks else ()
+        return (*chunked_loss, *half, *whole, *(() if self._memory.is_host else ("offload",)))
 
     def next(self) -> bool:
         """Activate the next fallback that changes anything; return whether there was one."""
         while self._names:
-            if way := self._activated(self._names.pop(0)):
+            name = self._names.pop(0)
+            if way := self._activated(name):
                 self.ways.append(way)
+                self.names = (*self.names, name)
                 return True
             self.found_no_blocks = True
         return False

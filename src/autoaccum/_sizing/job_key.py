@@ -34,6 +34,7 @@ def key_of(
     limit_bytes: int | None,
     loss_scope: str,
     cap: int | None = None,
+    saves: Sequence[str] = (),
 ) -> Key:
     """Return the key of a job.
 
@@ -47,6 +48,7 @@ def key_of(
         limit_bytes: In the memory backend's terms; None for no limit.
         loss_scope: As for `fit`.
         cap: The most samples allowed at once: a result found under a cap does not tell what fits without it.
+        saves: What saves memory, as `fit` takes it in `memory`.
     """
     about: dict[str, str | int | None] = {
         "model": _class_name(modules[0]),
@@ -62,7 +64,7 @@ def key_of(
         "autoaccum": version("autoaccum"),
     }
     structures = [_structure(module) for module in modules]
-    return Key(digest_of([about, structures, _form(batch), cap]), target_batch, about)
+    return Key(digest_of([about, structures, _form(batch), cap, *saves]), target_batch, about)
 
 
 def _structure(model: nn.Module) -> list[Any]:

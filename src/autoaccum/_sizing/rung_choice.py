@@ -74,7 +74,11 @@ class RungChoice:
         self.is_settled = not measures or not self._levels
 
     def settle(self, rung: Rung) -> None:
-        """Take a rung that is known to be the one."""
+        """Take a rung that is known to be the one.
+
+        Args:
+            rung: The rung; it consists of the levels.
+        """
         self._left = self._above(rung)
         self._go_to(rung)
         self._again, self.is_settled = [], True
@@ -85,6 +89,7 @@ class RungChoice:
         if self.is_settled or judged.micro_batches:
             return
         judged.micro_batches, judged.is_whole = tuple(micro_batches), is_whole
+        self._warms_up = False  # the windows that found them did
         if len(self.judged) == 1 and is_whole:
             self.is_settled = True
         elif self._gains_nothing():
