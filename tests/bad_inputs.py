@@ -693,6 +693,7 @@ READ_ONLY = {
     "TimeSpent",
     "MemoryEvent",
     "MemoryReading",
+    "MemoryTrial",
     "ProbeResult",
     "Report",
     "Split",

@@ -79,7 +79,7 @@ class RungChoice:
         Args:
             rung: The rung; it consists of the levels.
         """
-        self._left = self._above(rung)
+        self._left, self.judged = self._above(rung), {}
         self._go_to(rung)
         self._again, self.is_settled = [], True
 
