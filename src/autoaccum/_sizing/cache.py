@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "AUTOACCUM_CACHE_DIR"
 
-# Incremented whenever the fields of a file or their meaning change.
-_FORMAT = 2
+# Incremented whenever the meaning of a field changes; files from before a field was added lack it.
+_FORMAT = 1
 _NAME = re.compile(r"plan-[0-9a-f]{32}\.json(\.[^.]+\.unfinished)?")
 _UNUSED_S = 90 * 24 * 3600
 # Writing takes milliseconds: an older unfinished file was left by a killed process.

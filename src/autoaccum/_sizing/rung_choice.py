@@ -154,7 +154,7 @@ class RungChoice:
         return (*base, *(("checkpoint",) if "checkpoint" in self._levels else ()), level)
 
     def _is_slower_in_chunks(self, chunked: str) -> bool:
-        plain, less = self.judged[()], self.judged.get((chunked,), Judged())
+        plain, less = self.judged.get((), Judged()), self.judged.get((chunked,), Judged())
         if not plain.fits or not plain.seconds:
             return False
         return not less.seconds or less.pace > plain.pace
