@@ -9,14 +9,14 @@ from fallback_models import Wide, seed
 def data(windows):
     generator = torch.Generator().manual_seed(2)
     return [
-        (torch.randn(8, 32, generator=generator), torch.randint(0, 4, (8,), generator=generator))
+        (torch.randn(8, 32, generator=generator, dtype=torch.float64), torch.randint(0, 4, (8,), generator=generator))
         for _ in range(windows)
     ]
 
 
 def train(rank, size, *, capacities, windows=60, memory="auto", **options):
     """Train; return parameters in bytes, what saved memory, what was tried and the cuts."""
-    model = Wide()
+    model = Wide().double()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # else each cut draws other numbers
