@@ -533,7 +533,7 @@ CALLS = {
             "callbacks": FIT["callbacks"],
             "notices": or_none(nothing),
         },
-        STEP_ALSO | {"memory": FIT_ALSO["memory"], "callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
+        STEP_ALSO | {name: FIT_ALSO[name] for name in ("callbacks", "memory", "memory_limit")},
     ),
     "Accumulator": Call(
         autoaccum.Accumulator,
