@@ -1,6 +1,8 @@
 """memory="auto": what saves memory is tried in windows that train, chosen by the clock, kept and remembered."""
 
 import pytest
+import torch
+import transformers
 
 import autoaccum
 from rung_training import STEPS, assert_same, data, is_plain, replayed, trained
@@ -129,3 +131,32 @@ def test_error_where_no_rung_fits_names_what_is_in_force():
 
     (note,) = caught.value.__notes__
     assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
+
+
+def test_language_model_is_trained_as_without_up_to_rounding_and_tries_its_loss_in_chunks():
+    config = transformers.LlamaConfig(
+        vocab_size=2000, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    tokens = torch.randint(2000, (4, 1024), generator=torch.Generator().manual_seed(3))
+
+    def parameters_after(**options):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        result = autoaccum.fit(
+            model,
+            [{"input_ids": tokens, "labels": tokens}] * 10,  # a list does not tell how few windows these are
+            4,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            cache=False,
+            progress=False,
+            **options,
+        )
+        return list(model.parameters()), result
+
+    expected, _ = parameters_after(device="cpu", micro_batch=4)
+    found, result = parameters_after(device=autoaccum.Simulated("44MiB"), memory="auto")
+
+    tried = {trial.memory: trial for trial in result.memory_trials}
+    assert tried["chunked_loss",].micro_batch > tried[()].micro_batch
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

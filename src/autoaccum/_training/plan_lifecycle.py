@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -289,10 +290,11 @@ class PlanLifecycle:
         if cutting.is_found:
             self._cuttings[former] = cutting
         seconds, work, was_trial = self._timing
-        if not self._rungs.after_window(report, cutting, work, was_trial=was_trial, seconds=seconds):
-            return
-        with signals.held():
-            self._take_rung(former)
+        # An interrupt between the choice and the runner would keep a rung with the cuts of another. While ranks wait
+        # for each other, their interrupts wait anyway.
+        with signals.held() if self._world.is_alone else nullcontext():
+            if self._rungs.after_window(report, cutting, work, was_trial=was_trial, seconds=seconds):
+                self._take_rung(former)
 
     def _take_rung(self, former: tuple[str, ...]) -> None:
         """Make a runner that saves memory by the rung that was chosen."""

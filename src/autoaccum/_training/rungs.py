@@ -101,7 +101,8 @@ class Rungs:
         if is_known and known is not None:
             self._choice.settle(known)
             self._fallbacks.switch(known)
-            self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured")
+            if known:
+                self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured")
         return is_known
 
     def climb(self) -> bool:
