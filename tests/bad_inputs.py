@@ -421,6 +421,13 @@ FIT_ALSO = STEP_ALSO | {
     "oom_report": PATHS,
     "memory_limit": [lambda _: 10**30, lambda _: "9" * 400, lambda _: 1, lambda _: "512KiB", lambda _: "2 YiB"],
     "fallback": [lambda _: ["checkpoint", "nope"], lambda _: "offload"],
+    "memory": [
+        lambda _: ["checkpoint", "nope"],
+        lambda _: "offload",
+        lambda _: "checkpoint:0",
+        lambda _: "checkpoint:x",
+        lambda _: ["auto", "checkpoint"],
+    ],
     "callbacks": [lambda _: autoaccum.Callback(), lambda _: [print], lambda _: {autoaccum.Callback()}],
     "seed": [lambda _: 2**64, lambda _: -(2**63) - 1],
 }
@@ -527,6 +534,7 @@ CALLS = {
         | {
             "model": model,
             "plan": nothing,
+            "memory": FIT["memory"],
             "memory_limit": or_none(limit),
             "clip_grad_norm": or_none(positive),
             "track_grad_norm": is_bool,
@@ -538,7 +546,7 @@ CALLS = {
             "callbacks": FIT["callbacks"],
             "notices": or_none(nothing),
         },
-        STEP_ALSO | {"callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
+        STEP_ALSO | {name: FIT_ALSO[name] for name in ("callbacks", "memory", "memory_limit")},
     ),
     "Accumulator": Call(
         autoaccum.Accumulator,
@@ -548,6 +556,7 @@ CALLS = {
         | {
             "model": model,
             "closure": or_none(nothing),
+            "memory": FIT["memory"],
             "memory_limit": or_none(limit),
             "micro_batch": FIT["micro_batch"],
             "strategy": FIT["strategy"],
@@ -562,7 +571,7 @@ CALLS = {
             "notices": or_none(nothing),
         },
         {name: values for name, values in STEP_ALSO.items() if name not in ("optimizer", "model")}
-        | {"callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
+        | {"memory": FIT_ALSO["memory"], "callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
     ),
     "Runner.step": Call(
         lambda runner, window: runner.step(window),
@@ -715,6 +724,7 @@ READ_ONLY = {
     "TimeSpent",
     "MemoryEvent",
     "MemoryReading",
+    "MemoryTrial",
     "ProbeResult",
     "Report",
     "Split",

@@ -24,7 +24,7 @@ BAD = {
         "probe": ["later", ""],
         "strategy": ["best", ""],
         "fallback": ["nope", "offload", ""],
-        "memory": ["nope", "offload", "", "chunked_loss:", "chunked_loss:no_layer"],
+        "memory": ["nope", "offload", "", "chunked_loss:", "chunked_loss:no_layer", "checkpoint:0", "auto:2"],
         "precision": ["fp8", ""],
         "on_nan": ["nope", ""],
         "device": ["gpu", "cuda:99", "meta", ""],

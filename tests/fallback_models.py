@@ -69,3 +69,14 @@ class Wide(Stack):
 
     def forward(self, inputs):
         return super().forward(inputs.unsqueeze(1).repeat(1, 512, 1)).mean(1)
+
+
+def a_step(model):
+    """Gradients, buffers and the random state after one step."""
+    seed()
+    inputs, targets = torch.randn(16, 32), torch.randint(0, 4, (16,))
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    draws = torch.rand(3), torch.tensor([random.random(), np.random.rand()])  # noqa: NPY002, S311
+    return [*gradients, *(buffer.clone() for buffer in model.buffers()), *draws]

@@ -178,6 +178,8 @@ MISTAKES = {
     "a sample that does not fit": lambda: fit(Stubborn(4, 3)),
     "offloading on the CPU": lambda: fit(fallback="offload"),
     "logits that are not there": lambda: fit(memory="chunked_loss"),
+    "blocks that are not there": lambda: fit(memory="checkpoint:2"),
+    "choosing and naming at once": lambda: fit(memory=["auto", "checkpoint"]),
     # what goes on around
     "a single callback": lambda: fit(callbacks=autoaccum.Callback()),
     "a function for a callback": lambda: fit(callbacks=[print]),

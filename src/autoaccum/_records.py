@@ -326,6 +326,23 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryTrial:
+    """What `memory="auto"` found of one way to save memory, in windows that became updates.
+
+    Attributes:
+        memory: What saved memory, as `fit` takes it; empty for nothing.
+        micro_batch: The largest micro-batch; None if not one sample fitted. On several ranks, the smallest of theirs.
+        seconds: Median of the seconds per window; None if it was not timed.
+        peak_bytes: Peak memory, counted as the limit counts; None if it was not timed, or is not reported.
+    """
+
+    memory: tuple[str, ...]
+    micro_batch: int | None
+    seconds: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class TimeSpent:
     """What one call of `fit` did besides computing its updates once, in seconds.
 
@@ -368,6 +385,8 @@ class FitResult:
         noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
             could not be, measured (docs/batch-size.md).
         time_spent: What the call did besides computing its updates once.
+        memory: What saves memory at the end, as the argument `memory` names it; empty for nothing.
+        memory_trials: With memory="auto", what this call tried, in order; empty if nothing was (docs/memory.md).
     """
 
     steps: int
@@ -383,6 +402,8 @@ class FitResult:
     stopped: str | None = None
     noise_scale: float | None = None
     time_spent: TimeSpent = TimeSpent()
+    memory: tuple[str, ...] = ()
+    memory_trials: tuple[MemoryTrial, ...] = ()
 
     @property
     def last_loss(self) -> float | None:

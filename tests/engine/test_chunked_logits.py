@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._engine.chunked_logits import Logits, logits_of
-from autoaccum._engine.fallback import chunked
+from autoaccum._engine.chunked_recipe import chunked
 from autoaccum._memory import Simulated
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
@@ -58,7 +58,7 @@ def made(name):
 def in_chunks(model, monkeypatch, *, size=7, name=None):
     """Compute a model's logits a few tokens at a time; yields what was said."""
     said = []
-    monkeypatch.setattr("autoaccum._engine.fallback.CHUNK", size)
+    monkeypatch.setattr("autoaccum._engine.chunked_recipe.CHUNK", size)
     with chunked([model], name, said.append) as way:
         assert way
         yield said

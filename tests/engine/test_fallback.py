@@ -1,33 +1,18 @@
 """Where not even one sample fits: keep less for backward, with the same gradients, and give the model back."""
 
-import copy
-import pickle
-import random
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 import torch
-import torchvision
-import transformers
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.fallback import Fallbacks, check_fallback, checkpointed, offloaded, repeated_blocks
+from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.fallback import Fallbacks, check_fallback
+from autoaccum._engine.offloading import offloaded
 from autoaccum._memory import Host, Simulated
-from fallback_models import Stack, Wide, data, seed
+from fallback_models import Stack, Wide, a_step, data, seed
 from helpers import CPU
-
-
-def a_step(model):
-    """Gradients, buffers and the random state after one step."""
-    seed()
-    inputs, targets = torch.randn(16, 32), torch.randint(0, 4, (16,))
-    nn.functional.cross_entropy(model(inputs), targets).backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    draws = torch.rand(3), torch.tensor([random.random(), np.random.rand()])  # noqa: NPY002, S311
-    return [*gradients, *(buffer.clone() for buffer in model.buffers()), *draws]
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "offload"])
@@ -43,52 +28,6 @@ def test_gradients_buffers_and_random_state_are_bitwise_what_they_are_without(wa
     fallbacks.end()
     assert "forward" not in vars(changed)
     assert all("forward" not in vars(block) for block in changed.blocks)
-
-
-@pytest.mark.parametrize("change", ["input", "list"])
-def test_block_that_changes_what_it_is_given_is_refused(change):
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, inputs, seen):
-            if change == "input":
-                inputs.add_(1.0)
-            else:
-                seen.append(inputs)
-            return self.linear(inputs) * len(seen)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Changing(), Changing()])
-
-        def forward(self, inputs):
-            seen = [1]
-            for block in self.blocks:
-                inputs = block(inputs * 1.0, seen)
-            return inputs
-
-    model = Model()
-
-    with (
-        checkpointed([model], CPU),
-        pytest.raises(autoaccum.InvalidInputError, match="a Changing changes its inputs in place"),
-    ):
-        model(torch.ones(2, 4))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_that_are_made_meanwhile_are_plain(how):
-    model = Stack()
-
-    with checkpointed([model], CPU), offloaded([model], Simulated("1GiB")):
-        copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))  # noqa: S301 - ours
-
-    assert all(not {"forward", "__getstate__"} & set(vars(part)) for part in copied.modules())
-    for expected, found in zip(a_step(model), a_step(copied), strict=True):
-        assert torch.equal(expected, found)
 
 
 def peak_of(model, *contexts):
@@ -120,43 +59,6 @@ def test_each_way_takes_less_memory_and_both_less_than_checkpointing():
 
     assert max(less, on_host) < plain
     assert both < less
-
-
-def built(kind, config, **options):
-    return kind(config(**options))
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "count"),
-    [
-        (lambda: torchvision.models.resnet50(weights=None), "Bottleneck", 16),
-        (lambda: torchvision.models.vit_b_32(weights=None), "EncoderBlock", 12),
-        (lambda: torchvision.models.mobilenet_v3_small(weights=None), "InvertedResidual", 11),
-        (lambda: torchvision.models.swin_t(weights=None), "SwinTransformerBlock", 12),
-        (lambda: nn.Transformer(32, 2, 3, 3, 64, batch_first=True), "TransformerEncoderLayer", 3),
-        (Stack, "Block", 6),
-        (lambda: nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]), "Sequential", 3),
-    ],
-)
-def test_blocks_are_what_a_model_is_a_stack_of(make, name, count):
-    with torch.device("meta"):
-        blocks = repeated_blocks(make())
-
-    assert [type(block).__name__ for block in blocks].count(name) == count
-
-
-def test_model_without_repeated_blocks_has_none():
-    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
-
-
-def test_transformers_models_checkpoint_themselves_and_no_more_afterwards():
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-
-    with checkpointed([model], CPU) as said:
-        assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-        assert said == "GPT2LMHeadModel by its own"
-    assert not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def fit(capacity, **options):

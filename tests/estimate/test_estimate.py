@@ -4,7 +4,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from allocations import real_peak
-from autoaccum._engine.fallback import checkpointed, offloaded
+from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.offloading import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import Card
 from autoaccum._memory import Simulated

@@ -20,7 +20,7 @@ TESTS = {
         "test_precision_by_default_is_what_the_card_does_well",
     ],
     "_engine/finiteness.py": ["test_nan_is_named_with_its_step", "test_on_nan_stop_ends_the_training"],
-    "_engine/fallback.py": ["test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit"],
+    "_engine/offloading.py": ["test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit"],
     "_doctor/devices.py": ["test_doctor_finds_the_card_that_pytorch_uses"],
     "_distributed/data_parallel.py": ["test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same"],
     "_memory/cuda.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],

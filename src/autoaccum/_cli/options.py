@@ -18,7 +18,7 @@ import typer
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
-from autoaccum._engine.fallback import FALLBACKS, SAVINGS
+from autoaccum._engine.fallback import AUTO, FALLBACKS, SAVINGS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
@@ -106,7 +106,7 @@ _BY_NAME = {
         list[str], "|".join(FALLBACKS), "What to do if not even one sample fits; given twice, one after the other."
     ),
     "memory": _Form(
-        list[str], "|".join(SAVINGS), "What saves memory from the start, for time; can be given several times."
+        list[str], "|".join((AUTO, *SAVINGS)), "What saves memory, for time; can be given several times; auto measures."
     ),
     "precision": _Form(str, "|".join(PRECISIONS)),
     "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),

@@ -35,6 +35,7 @@ from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
 from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.step_savings import StepSavings, check_named
 from autoaccum._engine.untouched_gradients import UntouchedGradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
@@ -424,6 +425,8 @@ class Runner(WindowRunner):
         precision: As for `fit`.
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
+        memory: As for `fit`, by names. It is in force within `step` and `evaluate`; the model's forward passes
+            elsewhere are as they were.
         clip_grad_norm: As for `fit`.
         track_grad_norm: As for `fit`.
         forward: As for `fit`.
@@ -455,6 +458,7 @@ class Runner(WindowRunner):
         device: str | torch.device | MemoryBackend | None = None,
         precision: str = "auto",
         memory_limit: float | str | None = None,
+        memory: str | Sequence[str] | None = None,
         clip_grad_norm: float | None = None,
         track_grad_norm: bool = False,
         forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -473,13 +477,14 @@ class Runner(WindowRunner):
         every = check_noise_scale(noise_scale, loss_scope)
         check_notices(notices)
         notices = notices or Notices()
-        memory = devices.resolve(device, model, notices)
-        limit_bytes = parse_limit(memory_limit, memory)
+        backend = devices.resolve(device, model, notices)
+        limit_bytes = parse_limit(memory_limit, backend)
+        savings = check_named(memory, backend)
         step = assemble(
             model,
             loss,
             optimizer,
-            memory=memory,
+            memory=backend,
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
@@ -487,9 +492,10 @@ class Runner(WindowRunner):
             notices=notices,
             split=split,
         )
-        self._limit = StepLimit(memory, limit_bytes)
-        events = Events([Outside(callback, memory) for callback in callbacks], notices)
-        sizing = Sizing(memory, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
+        self._limit = StepLimit(backend, limit_bytes)
+        self._savings = StepSavings(step.objective.modules, savings, backend, notices)
+        events = Events([Outside(callback, backend) for callback in callbacks], notices)
+        sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if every is None else NoiseScale(every, notices)
         order = LengthOrder(None, step, notices, in_tokens=True) if plan.counts == TOKENS else None
         super().__init__(
@@ -565,8 +571,8 @@ class Runner(WindowRunner):
                 that says so.
         """
         part = as_window(window, self._step.objective.split)
-        if self._limit.enforces:
-            with self._limit.in_force():
+        if self._limit.enforces or self._savings.names:
+            with self._limit.in_force(), self._savings.in_force():
                 report = super().step(part)
         else:
             report = super().step(part)
@@ -586,7 +592,7 @@ class Runner(WindowRunner):
         memory = self._step.memory
         before = RandomState(memory.device)
         before.take()
-        with self._limit.in_force():
+        with self._limit.in_force(), self._savings.in_force():
             loss = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
         before.put_back()
         return loss

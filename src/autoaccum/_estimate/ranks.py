@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoaccum._distributed.buckets import BUCKET_BYTES
-from autoaccum._engine.fallback import repeated_blocks
+from autoaccum._engine.checkpointing import repeated_blocks
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
-from autoaccum._engine.fallback import checkpointed, offloaded
+from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.offloading import offloaded
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._estimate.lora import RANK, alike, with_adapters

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "AUTOACCUM_CACHE_DIR"
 
-# Incremented whenever the fields of a file or their meaning change.
+# Incremented whenever the meaning of a field changes; files from before a field was added lack it.
 _FORMAT = 1
 _NAME = re.compile(r"plan-[0-9a-f]{32}\.json(\.[^.]+\.unfinished)?")
 _UNUSED_S = 90 * 24 * 3600
@@ -68,6 +68,7 @@ class Remembered:
             two.
         bytes_per_sample: Memory per additional sample.
         fastest: The size measured to be the fastest.
+        memory: What `memory="auto"` has chosen for these sizes; None without it, or while it was still measuring.
 
     Raises:
         InvalidInputError: A value is out of range.
@@ -77,8 +78,13 @@ class Remembered:
     fixed_bytes: int | None = None
     bytes_per_sample: int | None = None
     fastest: int | None = None
+    memory: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.memory is not None:
+            if not isinstance(self.memory, list | tuple) or not all(type(name) is str for name in self.memory):
+                raise InvalidInputError(f"memory={self.memory!r} must be names, or None")
+            object.__setattr__(self, "memory", tuple(self.memory))
         check_positive_int("micro_batch", self.micro_batch)
         if self.fastest is not None and check_positive_int("fastest", self.fastest) > self.micro_batch:
             raise InvalidInputError(f"fastest={self.fastest} is more than micro_batch={self.micro_batch}, which fits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._sizing.cache import Remembered
@@ -20,17 +21,25 @@ class CacheEntry:
         memory: The device, whose limit does not count what writing takes.
         cache: Keeps plans between runs; None to keep what is found in this object alone.
         key: Identifies the job; None without a cache.
+        saves: What `memory="auto"` has chosen for the job; None without it, or while it is still measuring.
 
     Attributes:
         found: What an earlier run has found, or this one; None if nothing is known.
     """
 
-    def __init__(self, memory: MemoryBackend, cache: PlanCache | None = None, key: Key | None = None) -> None:
+    def __init__(
+        self,
+        memory: MemoryBackend,
+        cache: PlanCache | None = None,
+        key: Key | None = None,
+        saves: tuple[str, ...] | None = None,
+    ) -> None:
+        self._saves = saves
         self._memory = memory
         self._cache = cache
         self._key = key
         self._followed: tuple[ProbeResult | None, Plan | None] = None, None
-        self.found = None if cache is None or key is None else cache.find(key)
+        self.found = None if cache is None or key is None or saves is not None else cache.find(key)
 
     @property
     def experience(self) -> dict[str, Any]:
@@ -61,7 +70,7 @@ class CacheEntry:
         """Cache the plan that autotuning has chosen."""
         found = self.found
         if found is not None and fastest.micro_batch <= found.micro_batch:
-            self._keep(Remembered(found.micro_batch, found.fixed_bytes, found.bytes_per_sample, fastest.micro_batch))
+            self._keep(replace(found, fastest=fastest.micro_batch))
 
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""
@@ -69,7 +78,13 @@ class CacheEntry:
             self._cache.forget(self._key)
             self._key = None
 
+    def take(self, found: Remembered | None) -> None:
+        """Cache what a search has found whose results were not cached."""
+        if found is not None:
+            self._keep(found)
+
     def _keep(self, remembered: Remembered) -> None:
+        remembered = replace(remembered, memory=self._saves)
         self.found = remembered
         if self._cache is not None and self._key is not None:
             with self._memory.lifted():

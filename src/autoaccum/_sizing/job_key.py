@@ -36,6 +36,7 @@ def key_of(
     loss_scope: str,
     cap: int | None = None,
     counts: str = SAMPLES,
+    saves: Sequence[str] = (),
 ) -> Key:
     """Return the key of a job.
 
@@ -50,6 +51,7 @@ def key_of(
         loss_scope: As for `fit`.
         counts: What `target_batch` and sizes count, as in `Plan`.
         cap: The most samples allowed at once: a result found under a cap does not tell what fits without it.
+        saves: What saves memory, as `fit` takes it in `memory`.
     """
     about: dict[str, str | int | None] = {
         "model": _class_name(modules[0]),
@@ -65,9 +67,8 @@ def key_of(
         "autoaccum": version("autoaccum"),
     }
     structures = [_structure(module) for module in modules]
-    return Key(
-        digest_of([about, structures, _form(batch), cap, *([counts] if counts != SAMPLES else [])]), target_batch, about
-    )
+    marks = [*([counts] if counts != SAMPLES else []), *saves]
+    return Key(digest_of([about, structures, _form(batch), cap, *marks]), target_batch, about)
 
 
 def _structure(model: nn.Module) -> list[Any]:

@@ -21,6 +21,7 @@ from autoaccum._engine.forward_backward import assemble_without_optimizer
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.step_savings import StepSavings, check_named
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._memory.limits import parse_limit
@@ -74,6 +75,8 @@ class Accumulator:
             `scale`.
         memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
             is created.
+        memory: As for `fit`, by names. It is in force within `backward`; the model's forward passes elsewhere are as
+            they were.
         micro_batch: The most samples at once; "auto" finds it.
         strategy: As for `fit`.
         cache: As for `fit`. Batches that are added to earlier gradients have an entry of their own.
@@ -109,6 +112,7 @@ class Accumulator:
         device: str | torch.device | MemoryBackend | None = None,
         precision: str = "auto",
         memory_limit: float | str | None = None,
+        memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
         strategy: str | None = None,
         cache: bool = True,
@@ -133,8 +137,9 @@ class Accumulator:
         self._notices = notices = notices or Notices()
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module
-        memory = devices.resolve(device, model, notices)
-        limit_bytes = parse_limit(memory_limit, memory)
+        backend = devices.resolve(device, model, notices)
+        limit_bytes = parse_limit(memory_limit, backend)
+        savings = check_named(memory, backend)
         used = [] if closure is None else modules_used_by(closure)
         losses = loss if isinstance(loss, list | tuple) else [loss]
         functions = [one for one in (*losses, forward) if callable(one)]
@@ -142,7 +147,7 @@ class Accumulator:
         self._step = assemble_without_optimizer(
             model,
             loss if closure is None else [Closure(closure)],
-            memory=memory,
+            memory=backend,
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
@@ -152,13 +157,14 @@ class Accumulator:
             scale=scale,
         )
         self._ranks = _ranks(self._step, loss_scope, batchnorm, notices)
-        self._limit = StepLimit(memory, limit_bytes)
+        self._limit = StepLimit(backend, limit_bytes)
+        self._savings = StepSavings(self._step.objective.modules, savings, backend, notices)
         ranks, step = self._ranks, self._step
         self._noise = None if every is None else NoiseScale(every, notices)
         caches = cache and micro_batch == "auto" and loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
-            Events([Outside(callback, memory) for callback in callbacks], notices),
+            Events([Outside(callback, backend) for callback in callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
             micro_batch=micro_batch,
@@ -166,7 +172,7 @@ class Accumulator:
             loss_scope=loss_scope,
             batchnorm=batchnorm,
             noise=self._noise,
-            entry_of=_entries(step, limit_bytes, closure, notices) if caches else None,
+            entry_of=_entries(step, limit_bytes, savings, closure, notices) if caches else None,
             looks_always=closure is not None or not all(map(_is_torchs, functions)),
         )
         self._at_work = threading.Lock()
@@ -230,7 +236,7 @@ class Accumulator:
         step.keeps_outputs = keep is not None
         try:
             window = as_window(batch, step.objective.split)
-            with self._limit.in_force():
+            with self._limit.in_force(), self._savings.in_force():
                 return self._accumulating.add(window)
         except BaseException as error:
             if self._ranks is not None and not isinstance(error, RankFailedError):
@@ -241,7 +247,11 @@ class Accumulator:
 
 
 def _entries(
-    step: GradientStep, limit_bytes: int | None, closure: Callable[[Any], Any] | None, notices: Notices
+    step: GradientStep,
+    limit_bytes: int | None,
+    savings: Sequence[str],
+    closure: Callable[[Any], Any] | None,
+    notices: Notices,
 ) -> Callable[[Window, bool], CacheEntry]:
     """Return what finds the cache's entry for batches like a window, and whether `.grad` is empty before them."""
     cache = PlanCache(notices)
@@ -264,6 +274,7 @@ def _entries(
             target_batch=window.samples,
             limit_bytes=limit_bytes,
             loss_scope="micro_batch",
+            saves=savings,
         )
         return CacheEntry(step.memory, cache, key)
 

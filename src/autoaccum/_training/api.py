@@ -29,7 +29,7 @@ from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
-from autoaccum._engine.fallback import Fallbacks, check_memory
+from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory
 from autoaccum._engine.finiteness import check_on_nan
 from autoaccum._engine.forward_backward import assemble, largest_norm
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
@@ -178,8 +178,9 @@ def fit(
         memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
             entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
             them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
-            "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers
-            (docs/memory.md).
+            "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers,
+            and "checkpoint:N" recomputes the first N blocks alone. "auto": what makes windows fastest, measured in the
+            first windows; nothing where a window fits at once (docs/memory.md).
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
         track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
             gradients once more in each update.
@@ -393,6 +394,7 @@ def fit(
                 cap=cap,
                 grows_from=grows_from,
                 counts=SAMPLES if token_target is None else TOKENS,
+                saves=savings,
             ),
             val_loader=val_loader,
             val_steps=val_steps,
@@ -405,7 +407,8 @@ def fit(
             noise=None if noise_every is None else NoiseScale(noise_every, notices),
             on_nan=on_nan,
             compiling=None if options is None else Compiling(model, options),
-            fallbacks=Fallbacks(step.objective.modules, fallbacks, backend, savings),
+            fallbacks=Fallbacks(step.objective.modules, fallbacks, backend, () if AUTO in savings else savings),
+            climbs=AUTO in savings,
             world=world,
             order=LengthOrder(lengths, step, notices, in_tokens=token_target is not None) if takes_by_length else None,
         )

@@ -91,12 +91,14 @@ class Kept:
         plans: Every plan so far, each with the step from which it held.
         asked: The user's `micro_batch`.
         oom_events: How often memory has run out.
+        memory: What memory="auto" has chosen to save memory by; None without it, or while it is still measuring.
     """
 
     cutting: Cutting
     plans: tuple[tuple[int, Plan], ...]
     asked: int | str
     oom_events: int
+    memory: tuple[str, ...] | None = None
 
 
 class Contents:
@@ -194,6 +196,7 @@ class Contents:
                 "sample_bytes": now.sample_bytes,
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
+                "memory": None if kept.memory is None else list(kept.memory),
             },
         }
 
@@ -286,7 +289,8 @@ class Contents:
             saved.get("is_timed", True),
         )
         plans = tuple((since, _plan(sizes, self._counts)) for since, sizes in saved["plans"])
-        return Kept(cutting, plans, saved["asked"], saved["oom_events"])
+        memory = saved.get("memory")  # files from before it was kept lack it
+        return Kept(cutting, plans, saved["asked"], saved["oom_events"], None if memory is None else tuple(memory))
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.

@@ -36,7 +36,7 @@ _STATES = 5
 _KEYS = ("target_batch", "windows", "samples", "device", "random", "position", "cutting", "modules", "optimizer")
 _KEYS_MAYBE_NONE = ("scheduler", "scaler")
 _CUTTING = ("plan", "largest", "plans", "asked", "bytes_per_sample", "oom_events")
-_CUTTING_LATER = ("sample_bytes", "is_found", "is_timed")
+_CUTTING_LATER = ("sample_bytes", "is_found", "is_timed", "memory")
 
 
 class MalformedError(ValueError):
@@ -283,6 +283,9 @@ def _check_cutting(cutting: Any, target_batch: int, *, is_whole: bool) -> None:
             whole(cutting[name], name)
     for name in ("is_found", "is_timed"):
         need(type(cutting.get(name, True)) is bool, name, "is neither true nor false")
+    memory = cutting.get("memory")
+    if memory is not None:
+        need(type(memory) is list and all(type(name) is str for name in memory), "memory", "is not a list of names")
 
 
 def _check_sizes(sizes: Any, where: str, target_batch: int, *, is_whole: bool) -> None:

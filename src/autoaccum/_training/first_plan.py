@@ -12,14 +12,14 @@ from autoaccum._sizing.planner import TILE, plan
 from autoaccum._sizing.sizing import SizingOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan, ProbeResult, Trial
-    from autoaccum._sizing.cache import PlanCache
+    from autoaccum._sizing.cache import Key, PlanCache
     from autoaccum._sizing.sizing import Cutting
 
 # Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
@@ -42,6 +42,7 @@ class Finding:
         loss_scope: As for `fit`.
         forward: As for `fit`.
         cap: Upper bound on the micro-batch, set or found; None for no bound.
+        saves: What saves memory, as `fit` takes it in `memory`.
         grows_from: The initial size if a size that does not fit would end the process. Nothing is then tried, and sizes
             grow by extrapolation from smaller ones. None if the process survives running out of memory.
     """
@@ -61,8 +62,10 @@ class Finding:
         cap: int | None = None,
         grows_from: int | None = None,
         counts: str = SAMPLES,
+        saves: Sequence[str] = (),
     ) -> None:
         self._counts = counts
+        self._saves = saves
         self.asked = micro_batch
         # A cap that no window reaches has no effect.
         self._cap = None if cap is None or cap >= target_batch else cap
@@ -81,9 +84,39 @@ class Finding:
         self._loss_scope = loss_scope
         self._forward = forward
         self._entry = CacheEntry(step.memory)
+        self._key: Key | None = None
+        self._entries: dict[tuple[str, ...], CacheEntry] = {}  # of what memory="auto" tries
+
+    def look_up(self, first: Window) -> tuple[str, ...] | None:
+        """Look up an earlier run of the same job in the cache; return what it saves memory by, if it has chosen.
+
+        Args:
+            first: The first window.
+        """
+        if self._cache is None or not self._is_auto:
+            return None
+        largest = first.largest()
+        self._key = key_of(
+            self._step.objective.modules,
+            largest.cut(0, largest.samples),
+            optimizer=self._step.optimizer,
+            memory=self._step.memory,
+            precision=self._step.precision.name,
+            target_batch=self._target_batch,
+            limit_bytes=self._limit_bytes,
+            loss_scope=self._loss_scope,
+            cap=self._cap,
+            saves=self._saves,
+            counts=self._counts,
+        )
+        self._entry = CacheEntry(self._step.memory, self._cache, self._key)
+        known = None if self._entry.found is None else self._entry.found.memory
+        if known is not None:
+            self._entries[known] = self._entry
+        return known
 
     def begin(self, first: Window, on_trial: Callable[[Trial], None]) -> ProbeResult | None:
-        """Look up an earlier run of the same job in the cache, and run the probe if `probe` is "before".
+        """Run the probe if `probe` is "before".
 
         Args:
             first: The first window.
@@ -96,20 +129,6 @@ class Finding:
             return None
         largest = first.largest()
         most = first.samples if self._cap is None else min(first.samples, self._cap)
-        if self._cache is not None:
-            key = key_of(
-                self._step.objective.modules,
-                largest.cut(0, largest.samples),
-                optimizer=self._step.optimizer,
-                memory=self._step.memory,
-                precision=self._step.precision.name,
-                target_batch=self._target_batch,
-                limit_bytes=self._limit_bytes,
-                loss_scope=self._loss_scope,
-                cap=self._cap,
-                counts=self._counts,
-            )
-            self._entry = CacheEntry(self._step.memory, self._cache, key)
         if self._probe != "before":
             return None
         found = probe(
@@ -135,6 +154,28 @@ class Finding:
     def begin_anew(self) -> None:
         """Search again in the coming windows, without the cache: after a fallback, a step takes less memory."""
         self._cache, self._entry = None, CacheEntry(self._step.memory)
+        self.search_in_windows()
+
+    def begin_rung(self, rung: tuple[str, ...], *, is_chosen: bool) -> None:
+        """Search for sizes with what memory="auto" saves memory by, or take those that were found with it.
+
+        Args:
+            rung: What is in force, as `memory` names it.
+            is_chosen: Whether it stays, so that the next run of the job can begin with it.
+        """
+        found = self._entries.setdefault(rung, CacheEntry(self._step.memory))
+        self._entry = found
+        if is_chosen:
+            self._entry = CacheEntry(self._step.memory, self._cache, self._key, rung)
+            self._entry.take(found.found)
+
+    @property
+    def measures(self) -> bool:
+        """Whether sizes are searched for in the first windows, so that these can also be compared."""
+        return self._is_auto and self._probe != "off" and self._loss_scope != "window"
+
+    def search_in_windows(self) -> None:
+        """Make no more trials before training, which has begun, or is about to."""
         if self._loss_scope != "window" and self._probe == "before":
             self._probe = "inline"
 

@@ -23,6 +23,7 @@ from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
+from autoaccum._training.rungs import Rungs
 from autoaccum._training.stopping import Stoppable, StopRequest
 from autoaccum._training.validation import Validation
 
@@ -71,6 +72,7 @@ class Training:
         on_nan: As for `fit`.
         compiling: Compiles the model; None without `compile`.
         fallbacks: Reduce the memory of a step if not even one sample fits.
+        climbs: Whether the clock chooses among them (memory="auto").
         world: The processes of this training.
 
     Raises:
@@ -96,6 +98,7 @@ class Training:
         on_nan: str,
         compiling: Compiling | None,
         fallbacks: Fallbacks,
+        climbs: bool,
         world: OneProcess,
         order: LengthOrder | None,
     ) -> None:
@@ -127,6 +130,7 @@ class Training:
             batchnorm=batchnorm,
             noise=noise,
             order=order,
+            rungs=Rungs(fallbacks, world, notices) if climbs else None,
         )
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks
@@ -265,6 +269,8 @@ class Training:
             checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
             stopped=self._progress.stopped,
             noise_scale=None if self._noise is None else self._noise.samples,
+            memory=self._lifecycle.memory,
+            memory_trials=self._lifecycle.memory_trials,
             time_spent=TimeSpent(
                 self._search_s,
                 self._recomputation_s,
@@ -383,6 +389,7 @@ class Training:
         self._note(report)
         self._progress.after_callbacks()
         self._finiteness.see(report)
+        self._lifecycle.choose_rung(report)
         if self._checkpoints is not None:
             self._finiteness.note_new_state()
         if self._evaluate_if_due():

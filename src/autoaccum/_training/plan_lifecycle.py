@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,7 @@ from autoaccum._engine.events import Events
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._snapshot import RandomState
+from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Kept
 from autoaccum._training.longest_sample import batch_of, longest_of
 from autoaccum.errors import DoesNotFitError
@@ -24,12 +28,13 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.sample_order import LengthOrder
-    from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
+    from autoaccum._records import MemoryEvent, MemoryTrial, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
     from autoaccum._training.longest_sample import Longest
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rungs import Rungs
 
 
 class _Noting(Callback):
@@ -81,6 +86,7 @@ class PlanLifecycle:
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         order: Puts the samples of windows in order; None for the loader's.
+        rungs: What memory="auto" saves memory by; None without it.
 
     Attributes:
         callbacks: All callbacks, the one that records the plans first.
@@ -104,7 +110,11 @@ class PlanLifecycle:
         batchnorm: str,
         noise: NoiseScale | None,
         order: LengthOrder | None,
+        rungs: Rungs | None = None,
     ) -> None:
+        self._rungs = rungs
+        self._cuttings: dict[tuple[str, ...], Cutting] = {}  # of the rungs whose sizes are known
+        self._timing: tuple[float, int, bool] = 0.0, 0, False
         self._noise = noise
         self._order = order
         self._noting = _Noting(finding, compiling)
@@ -161,8 +171,11 @@ class PlanLifecycle:
             DoesNotFitError: Not even one sample fits.
         """
         if self._order is not None:
-            self._try_longest(self._order)
             first = self._order.of(first)
+        known = self._finding.look_up(first) if first.samples else None
+        self._begin_rungs(known)
+        if self._order is not None:
+            self._try_longest(self._order)
         probed = self._probe(first) if first.samples else None
         self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
@@ -174,19 +187,34 @@ class PlanLifecycle:
         Args:
             kept: The cut and plans stored in the checkpoint; None if other processes wrote it.
         """
+        chosen = None if kept is None else kept.memory
+        has_chosen = self._begin_rungs(chosen)
         if kept is None:
             return Cutting.of(self._finding.plan())
         self._noting.plans, self._earlier_oom_events = list(kept.plans), kept.oom_events
         if self._finding.asked not in ("auto", kept.asked):
             plan = self._noted(self._finding.plan())
             return replace(kept.cutting, plan=plan, grows_to=plan)
+        if self._rungs is not None and not has_chosen:  # what was saved by is not known, and with it what fits
+            return Cutting.of(self._noted(self._finding.plan()))
         plan = self._finding.within_cap(kept.cutting.plan)
         if plan != kept.cutting.plan:
             self._noted(plan)
         return replace(kept.cutting, plan=plan, grows_to=self._finding.within_cap(kept.cutting.grows_to))
 
+    def _begin_rungs(self, known: tuple[str, ...] | None) -> bool:
+        """Begin with what saves memory as an earlier run has chosen, or to try it; return whether that is known."""
+        if self._rungs is None:
+            return False
+        is_known = self._rungs.begin(known, self._progress.windows_ahead, measures=self._finding.measures)
+        if is_known or self._rungs.is_measuring:
+            self._finding.begin_rung(self._rungs.rung, is_chosen=is_known)
+        return is_known
+
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
+        if self._rungs is not None and self._rungs.is_measuring:
+            cutting = replace(cutting, is_timed=True)  # cuts are timed with what saves memory in the end
         step, windows_done = self._step, self._progress.moment.windows
         wanted = self._finding.wanted(self._progress.windows_ahead, cutting)
         events = Events(self.callbacks, windows=windows_done)
@@ -266,6 +294,9 @@ class PlanLifecycle:
         Returns:
             The window's report; None if no process has any of its samples.
         """
+        is_measuring = self._rungs is not None and self._rungs.is_measuring
+        was_trial, work = self.current.is_learning, _work_of(part) if is_measuring else 0
+        started = time.perf_counter()
         try:
             report = self.current.step(part)
         except DoesNotFitError as error:
@@ -274,14 +305,56 @@ class PlanLifecycle:
                 raise
             _oom.let_go(error)
         else:
+            if is_measuring:
+                self._step.memory.synchronize()
+                self._timing = time.perf_counter() - started, work, was_trial
             self._note_fastest()
             return report
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
         self._earlier_oom_events += self.current.oom_events
-        plan, is_timed = self._finding.plan(), self.current.cutting.is_timed
-        self.begin(Cutting(plan, plan, is_timed=is_timed))
+        self.begin(self._cutting_after_fallback(is_timed=self.current.cutting.is_timed))
         return self.step(part)
+
+    def _cutting_after_fallback(self, *, is_timed: bool) -> Cutting:
+        plan = self._finding.plan()
+        cutting = Cutting(plan, plan, is_timed=is_timed)
+        return cutting if self._rungs is None else self._cuttings.get(self._rungs.rung, cutting)
+
+    def choose_rung(self, report: StepReport) -> None:
+        """After a window, choose with all ranks what saves memory in the next, with memory="auto".
+
+        Args:
+            report: The window's report.
+        """
+        if self._rungs is None or not self._rungs.is_measuring:
+            return
+        former, cutting = self._rungs.rung, self.current.cutting
+        if cutting.is_found:
+            self._cuttings[former] = cutting
+        seconds, work, was_trial = self._timing
+        # An interrupt between the choice and the runner would keep a rung with the cuts of another. While ranks wait
+        # for each other, their interrupts wait anyway.
+        with signals.held() if self._world.is_alone else nullcontext():
+            if self._rungs.after_window(report, cutting, work, was_trial=was_trial, seconds=seconds):
+                self._take_rung(former)
+
+    def _take_rung(self, former: tuple[str, ...]) -> None:
+        """Make a runner that saves memory by the rung that was chosen."""
+        assert self._rungs is not None
+        rung = self._rungs.rung
+        self._earlier_oom_events += self.current.oom_events
+        if rung != former:
+            self._fallbacks.switch(rung)
+            self._step.memory.release()
+        self._finding.search_in_windows()
+        self._finding.begin_rung(rung, is_chosen=not self._rungs.is_measuring)
+        known = self._cuttings.get(rung)
+        cutting = Cutting.of(self._finding.plan()) if known is None else replace(known, is_timed=False)
+        self.begin(cutting)
+        if known is not None and known.plan != self.plans[-1][1]:
+            for callback in self.callbacks:
+                callback.on_plan(known.plan, step=self._progress.moment.windows + 1, probe=None)
 
     def _note_fastest(self) -> None:
         """Record the plan that autotuning has chosen, once."""
@@ -289,12 +362,23 @@ class PlanLifecycle:
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
             self._finding.note_fastest(fastest)
-            self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
+            self._notices.say(f"micro-batches of {fastest.micro_batch} {fastest.counts} are fastest by the clock")
 
     @property
     def kept(self) -> Kept:
         """The present cut and all plans, as a checkpoint stores them."""
-        return Kept(self.current.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events)
+        chosen = None if self._rungs is None else self._rungs.kept
+        return Kept(self.current.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events, chosen)
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """What saves memory now, by names of `memory`."""
+        return self._fallbacks.names
+
+    @property
+    def memory_trials(self) -> tuple[MemoryTrial, ...]:
+        """What memory="auto" has tried."""
+        return () if self._rungs is None else self._rungs.trials
 
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier moment."""
@@ -314,6 +398,8 @@ class PlanLifecycle:
 
     def _falls_back(self, error: DoesNotFitError) -> bool:
         """Apply the next fallback; return whether there was one."""
+        if self._rungs is not None:
+            return self._climbs(self._rungs, error)
         in_force = tuple(self._fallbacks.ways)
         has_fallen_back = self._fallbacks.next()
         if self._fallbacks.found_no_blocks:
@@ -325,9 +411,27 @@ class PlanLifecycle:
             error.add_note(f"autoaccum: in force already: {'; '.join(in_force)}")
         return has_fallen_back
 
+    def _climbs(self, rungs: Rungs, error: DoesNotFitError) -> bool:
+        """Apply what memory="auto" saves memory by next; return whether there was more."""
+        in_force = tuple(self._fallbacks.ways)
+        if not rungs.climb():
+            if in_force:
+                error.add_note(f"autoaccum: in force already: {'; '.join(in_force)}")
+            return False
+        self._fallbacks.switch(rungs.rung)
+        self._notices.say(f"not even one sample fits; from now on {'; '.join(self._fallbacks.ways)} (memory='auto')")
+        self._finding.search_in_windows()
+        self._finding.begin_rung(rungs.rung, is_chosen=False)
+        return True
+
     # --- records of plans ---------------------------------------------------------------------------------------------
 
     def _noted(self, plan: Plan) -> Plan:
         """Record a plan that takes effect with the next window, and return it."""
         self._noting.plans.append((self._progress.moment.windows + 1, plan))
         return plan
+
+
+def _work_of(window: Window) -> int:
+    """Return the bytes of a window's samples, or their number where they hold no tensors."""
+    return sum(map(operator.mul, window.groups(), window.sample_bytes())) or window.samples

@@ -1,0 +1,239 @@
+"""Keeps only the inputs of a model's repeated blocks, and computes the rest once more in the backward pass.
+
+Gradients stay bit-identical: recomputation starts from the random state, buffers and plain attributes of the first
+computation, and a block that modifies its inputs is rejected.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum._engine.replaced_forward import forward_replaced
+from autoaccum._snapshot import RandomState
+from autoaccum._system.exceptions import contextmanager
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Buffers that a forward pass updates are small (statistics, counters); masks and position tables do not change.
+_LARGEST_MOVED_ELEMENTS = 65_536
+# Attributes of these types (counters, flags) are restored; blocks are responsible for larger objects that they change.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@contextmanager
+def checkpointed(modules: Sequence[nn.Module], device: torch.device, first: int | None = None) -> Iterator[str]:
+    """Keep only the inputs of repeated blocks, and recompute the rest in the backward pass.
+
+    Args:
+        modules: The modules of the step.
+        device: Their device.
+        first: How many blocks, the first ones of the model; None for all.
+
+    Yields:
+        What is checkpointed, such as "33 Bottleneck blocks"; empty if no block repeats.
+    """
+    with ExitStack() as changed:
+        own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
+        said, left = [], first
+        for part in own:
+            layers = _layers_of_their_own(part)
+            count = len(layers) if left is None else min(left, len(layers))
+            if left is None or not layers:
+                said.append(f"{type(part).__name__} by its own")
+            elif count:
+                said.append(f"{count} of {len(layers)} blocks of {type(part).__name__} by its own")
+            if left is None or not layers or count:
+                changed.enter_context(_own_checkpointing(part, layers[count:]))
+            left = None if left is None else left - count
+        blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
+        taken = blocks if left is None else blocks[:left]
+        for block in taken:
+            changed.enter_context(forward_replaced(block, functools.partial(_checkpointed, _Before(block, device))))
+        whole = "" if len(taken) == len(blocks) else f" of {len(blocks)}"
+        said += [f"{count}{whole} {name} blocks" for name, count in Counter(map(_class_of, taken)).items()]
+        yield " and ".join(said)
+
+
+def count_blocks(modules: Sequence[nn.Module]) -> int:
+    """Return how many blocks can be checkpointed each by itself."""
+    own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
+    blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
+    return sum(len(_layers_of_their_own(part)) for part in own) + len(blocks)
+
+
+def is_checkpointed_already(modules: Sequence[nn.Module]) -> bool:
+    """Whether the user has turned on the checkpointing that a model brings."""
+    own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
+    return any(getattr(part, "gradient_checkpointing", False) for model in own for part in model.modules())
+
+
+def repeated_blocks(model: nn.Module, *, leave_out: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Return the blocks that a model stacks: the outermost modules whose class occurs more than once among siblings.
+
+    Lists and sequences of modules are searched first, then the attributes of any module; as a last resort,
+    sequences themselves count as blocks.
+
+    Args:
+        model: The model.
+        leave_out: Parts that are not searched.
+    """
+    for holders, no_blocks in (
+        (_CONTAINERS, _CONTAINERS),
+        ((nn.Module,), _CONTAINERS),
+        (_CONTAINERS, (nn.ModuleList, nn.ModuleDict)),
+    ):
+        if found := _blocks(model, leave_out, holders, no_blocks):
+            return found
+    return []
+
+
+def _blocks(
+    module: nn.Module, leave_out: Sequence[nn.Module], holders: tuple[type, ...], no_blocks: tuple[type, ...]
+) -> list[nn.Module]:
+    if any(module is part for part in leave_out):
+        return []
+    children = list(dict.fromkeys(module.children()))
+    kinds = Counter(type(child) for child in children if _is_composite(child) and not isinstance(child, no_blocks))
+    found = []
+    for child in children:
+        if isinstance(module, holders) and kinds[type(child)] > 1:
+            found.append(child)
+        else:
+            found += _blocks(child, leave_out, holders, no_blocks)
+    return found
+
+
+def _class_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether the module contains others that have parameters."""
+    return next((part for child in module.children() for part in child.parameters()), None) is not None
+
+
+def with_checkpointing_of_their_own(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost parts that can checkpoint themselves, such as the models of Transformers."""
+    if getattr(module, "supports_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_enable"):
+        return [module]
+    return [part for child in module.children() for part in with_checkpointing_of_their_own(child)]
+
+
+def _layers_of_their_own(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model that can each be checkpointed by the model itself; none for older Transformers."""
+    return [block for block in repeated_blocks(model) if hasattr(block, "gradient_checkpointing")]
+
+
+@contextmanager
+def _own_checkpointing(model: Any, left_out: Sequence[Any]) -> Iterator[None]:
+    if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        yield  # the user's own choice, which stays
+        return
+    # Transformers 5 renamed it.
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    # The key/value cache is for generation; Transformers turns it off under checkpointing anyway, with a warning.
+    config: Any = getattr(model, "config", None)
+    caches = getattr(config, "use_cache", None)
+    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    try:
+        for layer in left_out:
+            layer.gradient_checkpointing = False
+        if caches:
+            config.use_cache = False
+        yield
+    finally:
+        if caches:
+            config.use_cache = caches
+        getattr(model, f"{name}_checkpointing_disable")()
+
+
+def _checkpointed(before: _Before, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    given = _looks_of((*args, *kwargs.values()))
+    outputs = checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=before.contexts, **kwargs
+    )
+    if _looks_of((*args, *kwargs.values())) != given:
+        raise InvalidInputError(
+            f"a {before.name} changes its inputs in place, so it cannot be recomputed from them; leave "
+            "fallback='checkpoint' out, or let the block work on a copy"
+        )
+    return outputs
+
+
+def _looks_of(values: Iterable[Any]) -> list[Any]:
+    """Return values that reveal whether tensors were written or the members of lists and mappings changed."""
+    looks: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            looks.append(value._version)
+        elif isinstance(value, list | tuple | set):
+            looks.append([len(value), *map(id, value), *_looks_of(value)])
+        elif isinstance(value, dict):
+            looks.append([*value, *map(id, value.values()), *_looks_of(value.values())])
+    return looks
+
+
+class _Taken(NamedTuple):
+    random: tuple[Any, ...]
+    buffers: list[tuple[Tensor, Tensor]]
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+class _Before:
+    """A block's state before its first computation, for recomputing it: random state, buffers, plain attributes."""
+
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
+        self._random = RandomState(device, [block])
+        self._block = block
+
+    @property
+    def name(self) -> str:
+        """The block's class."""
+        return type(self._block).__name__
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts for computing and for recomputing the block."""
+        return nullcontext(), self._again(self._taken())
+
+    @contextmanager
+    def _again(self, first: _Taken) -> Iterator[None]:
+        now = self._taken()
+        self._put_back(first)
+        try:
+            yield
+        finally:
+            self._put_back(now)
+
+    def _taken(self) -> _Taken:
+        self._random.take()
+        small = (buffer for buffer in self._block.buffers() if buffer.numel() <= _LARGEST_MOVED_ELEMENTS)
+        return _Taken(
+            self._random.taken,
+            [(buffer, buffer.detach().clone()) for buffer in small],
+            [
+                (holder, {name: value for name, value in holder.items() if isinstance(value, _PLAIN)})
+                for holder in map(vars, self._block.modules())
+            ],
+        )
+
+    def _put_back(self, taken: _Taken) -> None:
+        self._random.assume(taken.random)
+        self._random.put_back()
+        for holder, plain in taken.attributes:
+            holder.update(plain)
+        for buffer, value in taken.buffers:
+            # Through .data, so that tensors which other operators saved for backward do not count as modified in place.
+            buffer.data.copy_(value)

@@ -1,0 +1,185 @@
+"""Tries what `memory="auto"` may save memory by in the first windows, alike on all ranks, and tells what it found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from autoaccum._records import MemoryTrial
+from autoaccum._sizing.rung_choice import RungChoice
+
+if TYPE_CHECKING:
+    from autoaccum._engine.fallback import Fallbacks
+    from autoaccum._records import StepReport
+    from autoaccum._sizing.rung_choice import Judged, Rung
+    from autoaccum._sizing.sizing import Cutting
+    from autoaccum._system.notices import Notices
+    from autoaccum._training.one_process import OneProcess
+
+# Trying all takes 20 to 40 windows. If fewer than this are to come, nothing is tried that is not needed.
+WINDOWS_WORTH_TRYING = 40
+# Windows in which memory ran out are not timed, but for a rung with which it does so every time.
+_MOST_NOT_TIMED = 4
+
+
+class _Said(NamedTuple):
+    """What a process says of a window.
+
+    Attributes:
+        failed: With what not one sample fitted in this window, in order.
+        rung: What was in force in the end.
+        is_found: Whether its sizes are known.
+        micro_batch: The largest of them; 0 if this process had no samples.
+        is_whole: Whether the window was a single micro-batch.
+        seconds: What it took; None if that is not to be counted.
+        work: How much it was: bytes of samples, or their number.
+        peak_bytes: The peak; None if unknown.
+    """
+
+    failed: tuple[Rung, ...]
+    rung: Rung
+    is_found: bool
+    micro_batch: int
+    is_whole: bool
+    seconds: float | None
+    work: int
+    peak_bytes: int | None
+
+
+class Rungs:
+    """What `memory="auto"` saves memory by, window by window.
+
+    Args:
+        fallbacks: Put it in force.
+        world: The processes of this training.
+        notices: Reports choices made for the user.
+
+    Attributes:
+        is_measuring: Whether windows are being compared; the same on all ranks.
+    """
+
+    def __init__(self, fallbacks: Fallbacks, world: OneProcess, notices: Notices) -> None:
+        self._fallbacks = fallbacks
+        self._world = world
+        self._notices = notices
+        self._choice = RungChoice((), measures=False)
+        self._failed: list[Rung] = []
+        self._not_timed = 0
+        self._usual_work: float | None = None
+        self.is_measuring = False
+
+    @property
+    def rung(self) -> Rung:
+        """What saves memory in the next window."""
+        return self._choice.rung
+
+    @property
+    def kept(self) -> Rung | None:
+        """What a checkpoint keeps: the rung that was chosen; None while it is not."""
+        return None if self.is_measuring else self.rung
+
+    @property
+    def trials(self) -> tuple[MemoryTrial, ...]:
+        """All that was tried, in order; empty if nothing was."""
+        judged = self._choice.judged
+        return tuple(_trial(rung, one) for rung, one in judged.items()) if len(judged) > 1 else ()
+
+    def begin(self, known: Rung | None, windows_ahead: int | None, *, measures: bool) -> bool:
+        """Begin with what is known, or to measure; return whether something is known.
+
+        Args:
+            known: What an earlier run has chosen; None if there was none.
+            windows_ahead: Number of windows still to come; None if unknown.
+            measures: Whether windows can be compared.
+        """
+        levels = self._fallbacks.levels()
+        measures = measures and (windows_ahead is None or windows_ahead >= WINDOWS_WORTH_TRYING)
+        said = self._world.of_all("what saves memory", (known, levels, measures))
+        measures = all(one for *_, one in said)
+        is_known = known is not None and all(one == said[0] for one in said) and set(known) <= set(levels)
+        self._choice = RungChoice(levels, measures=measures and not is_known)
+        self.is_measuring = not self._choice.is_settled
+        if is_known and known is not None:
+            self._choice.settle(known)
+            self._fallbacks.switch(known)
+            if known:
+                self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured")
+        return is_known
+
+    def climb(self) -> bool:
+        """Take the next rung, since not one sample fits; return whether there is one."""
+        self._failed.append(self.rung)
+        return self._choice.does_not_fit(self.rung)
+
+    def after_window(self, report: StepReport, cutting: Cutting, work: int, *, was_trial: bool, seconds: float) -> bool:
+        """Choose the rung of the next window with all ranks; return whether it changes or is now final.
+
+        Args:
+            report: The window's report.
+            cutting: How windows are cut now.
+            work: How much the window was.
+            was_trial: Whether its micro-batches were trials.
+            seconds: What it took.
+        """
+        is_clean = not was_trial and (report.oom_events == 0 or self._not_timed >= _MOST_NOT_TIMED)
+        self._not_timed = 0 if is_clean else self._not_timed + (not was_trial)
+        before = self.rung
+        own = _Said(
+            tuple(self._failed),
+            before,
+            cutting.is_found,
+            max(report.micro_batches, default=0),
+            len(report.micro_batches) <= 1,
+            seconds if is_clean else None,
+            work,
+            report.peak_bytes,
+        )
+        self._failed.clear()
+        self._judge([_Said(*one) for one in self._world.of_all("what saves memory", own)], len(own.failed))
+        self.is_measuring = not self._choice.is_settled
+        if not self.is_measuring and len(self._choice.judged) > 1:
+            self._tell()
+        return self.rung != before or not self.is_measuring
+
+    def _judge(self, said: list[_Said], failed_here: int) -> None:
+        failed = max((one.failed for one in said), key=len)
+        for rung in failed[failed_here:]:  # of other ranks
+            self._choice.does_not_fit(rung)
+        if failed or not all(one.is_found for one in said):
+            return
+        if not self._choice.judged[self.rung].micro_batches:
+            self._choice.found(
+                [one.micro_batch for one in said if one.micro_batch], is_whole=all(one.is_whole for one in said)
+            )
+            return
+        seconds = [one.seconds for one in said if one.seconds is not None]
+        work = sum(one.work for one in said)
+        if len(seconds) == len(said) and work:
+            self._usual_work = self._usual_work or work
+            peaks = [one.peak_bytes for one in said if one.peak_bytes is not None]
+            self._choice.note(max(seconds) * self._usual_work / work, max(peaks, default=None))
+
+    def _tell(self) -> None:
+        tried = "; ".join(map(_told, self.trials))
+        self._notices.say(f"memory='auto' takes {_written(self.rung)}; tried: {tried}")
+
+
+def _trial(rung: Rung, judged: Judged) -> MemoryTrial:
+    fits = judged.fits and judged.micro_batches
+    return MemoryTrial(
+        rung,
+        min(judged.micro_batches) if fits else None,
+        judged.pace if judged.seconds else None,
+        judged.peak_bytes,
+    )
+
+
+def _told(trial: MemoryTrial) -> str:
+    if trial.micro_batch is None:
+        return f"{_written(trial.memory)} does not fit"
+    peak = "" if trial.peak_bytes is None else f", {trial.peak_bytes / 2**20:,.0f} MiB"
+    time = "" if trial.seconds is None else f" {trial.seconds:.3g} s"
+    return f"{_written(trial.memory)}{time} ({trial.micro_batch} at once{peak})"
+
+
+def _written(rung: Rung) -> str:
+    return " + ".join(rung) or "nothing"

@@ -1,0 +1,55 @@
+"""Memory that runs out anywhere while memory="auto" tries what saves it: no update is other than without."""
+
+import pytest
+
+import autoaccum
+from fallback_models import Wide
+from faults import FailAt
+from rung_training import STEPS, assert_same, is_plain, replayed, trained
+
+CAPACITY = "3MiB"
+# Operators that make model and data.
+_BEFORE = 600
+SHARES = [0, *(pytest.param(share, marks=pytest.mark.slow) for share in range(1, 6))]
+
+
+@pytest.fixture(scope="module")
+def operators():
+    """How many operators a training takes; the clock makes it a few more or less."""
+    with FailAt() as counting:
+        trained(CAPACITY, progress=False)
+    return counting.count
+
+
+def points(operators, number):
+    """Spread over the windows that try something, the first half or so, at ever other operators of a step."""
+    return [_BEFORE + share * (operators // 2) // number + 7 * share for share in range(number)]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_single_failures_change_nothing_but_cuts(operators, share):
+    at = points(operators, 24)[share::6]
+
+    with FailAt(*at) as faults:
+        model, result = trained(CAPACITY, progress=False)
+
+    assert faults.hits == len(at)
+    assert result.steps == STEPS
+    assert_same(model, replayed(result))
+    assert is_plain(model)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_failures_that_last_take_the_next_rung_or_end_with_what_is_done(operators, share):
+    first, model = points(operators, 6)[share], Wide()
+
+    with FailAt(*range(first, first + 60)) as faults:
+        try:
+            _, result = trained(CAPACITY, model=model, progress=False)
+        except autoaccum.DoesNotFitError as error:
+            result = error.result
+
+    assert faults.hits
+    assert result.steps == len(result.history)
+    assert_same(model, replayed(result))
+    assert is_plain(model)

@@ -1,0 +1,25 @@
+"""Modules whose forward is another for a while: copies made meanwhile have their own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.offloading import offloaded
+from autoaccum._memory import Simulated
+from fallback_models import Stack, a_step
+from helpers import CPU
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_that_are_made_meanwhile_are_plain(how):
+    model = Stack()
+
+    with checkpointed([model], CPU), offloaded([model], Simulated("1GiB")):
+        copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))  # noqa: S301 - ours
+
+    assert all(not {"forward", "__getstate__"} & set(vars(part)) for part in copied.modules())
+    for expected, found in zip(a_step(model), a_step(copied), strict=True):
+        assert torch.equal(expected, found)

@@ -1,0 +1,42 @@
+"""A training by several ranks with memory="auto", on devices of different size."""
+
+import torch
+
+import autoaccum
+from fallback_models import Wide, seed
+
+
+def data(windows):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(8, 32, generator=generator, dtype=torch.float64), torch.randint(0, 4, (8,), generator=generator))
+        for _ in range(windows)
+    ]
+
+
+def train(rank, size, *, capacities, windows=60, memory="auto", **options):
+    """Train; return parameters in bytes, what saved memory, what was tried and the cuts."""
+    model = Wide().double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # else each cut draws other numbers
+    seed()
+    result = autoaccum.fit(
+        model,
+        data(windows),
+        8,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        device=autoaccum.Simulated(capacities[rank]),
+        memory=memory,
+        cache=False,
+        progress=False,
+        **options,
+    )
+    return {
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+        "losses": [report.loss for report in result.history],
+        "memory": result.memory,
+        "trials": result.memory_trials,
+        "cuts": [report.micro_batches for report in result.history],
+        "is plain": all("forward" not in vars(module) for module in model.modules()),
+    }

@@ -1,0 +1,162 @@
+"""memory="auto": what saves memory is tried in windows that train, chosen by the clock, kept and remembered."""
+
+import pytest
+import torch
+import transformers
+
+import autoaccum
+from rung_training import STEPS, assert_same, data, is_plain, replayed, trained
+
+
+@pytest.fixture(scope="module")
+def tried():
+    """A training in which not one sample fits with nothing saved; it trains in pieces with the rungs above."""
+    return trained("3MiB", progress=False)
+
+
+def test_windows_that_tried_something_are_updates_bit_for_bit(tried):
+    model, result = tried
+
+    assert result.steps == STEPS
+    assert len({report.micro_batches for report in result.history}) > 1
+    assert_same(model, replayed(result))
+    assert is_plain(model)
+
+
+def test_all_that_was_tried_is_recorded_and_the_fastest_is_in_force(tried):
+    _, result = tried
+
+    first, *others = result.memory_trials
+    assert (first.memory, first.micro_batch, first.seconds) == ((), None, None)
+    assert [trial.memory for trial in others[:2]] == [("checkpoint:2",), ("checkpoint",)]
+    timed = {trial.memory: trial.seconds for trial in others if trial.seconds is not None}
+    assert timed[result.memory] <= min(timed.values()) * 1.02
+    assert all(trial.peak_bytes > 0 for trial in others if trial.seconds is not None)
+
+
+def test_nothing_is_tried_where_a_window_fits_at_once(capsys):
+    model, result = trained("1GiB")
+
+    assert (result.memory, result.memory_trials) == ((), ())
+    assert "memory='auto'" not in capsys.readouterr().err
+    assert_same(model, replayed(result))
+
+
+def test_where_windows_are_few_only_what_is_needed_is_taken(capsys):
+    _, plenty = trained("8MiB", max_steps=10)
+    _, scarce = trained("3MiB", max_steps=10)
+
+    assert plenty.memory == () != scarce.memory
+    assert "not even one sample fits; from now on activation checkpointing of 2 of 4" in capsys.readouterr().err
+
+
+def test_user_is_told_once_what_was_tried(capsys):
+    trained("3MiB")
+
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "tried:" in line]
+    assert "memory='auto' takes checkpoint" in said
+    assert "nothing does not fit; checkpoint:2" in said
+
+
+@pytest.mark.parametrize("probe", ["inline", "before"])
+def test_next_run_begins_with_what_was_measured(tmp_path, monkeypatch, capsys, probe):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
+    _, first = trained("3MiB", cache=True, probe=probe)
+    said = capsys.readouterr().err
+
+    model, second = trained("3MiB", cache=True, probe=probe)
+
+    assert "as an earlier run has measured" not in said
+    assert "as an earlier run has measured" in capsys.readouterr().err
+    assert second.memory == first.memory
+    assert second.memory_trials == ()
+    assert is_plain(model)
+
+
+def test_what_auto_has_found_is_not_taken_for_a_run_that_saves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
+    trained("8MiB", cache=True)
+
+    _, result = trained("8MiB", memory=None, cache=True)
+
+    assert result.memory == ()
+    assert len(list(tmp_path.glob("plan-*.json"))) == 2
+
+
+class Stop(autoaccum.Callback):
+    def __init__(self, step):
+        self._step = step
+
+    def on_step(self, report, *, epoch):
+        if report.step == self._step:
+            raise KeyboardInterrupt
+
+
+def test_resumed_run_keeps_what_was_chosen_and_ends_bit_for_bit_as_undisturbed(tmp_path):
+    options = {"checkpoint": tmp_path, "strategy": "balanced", "progress": False}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trained("3MiB", callbacks=[Stop(STEPS - 6)], **options)
+    before = caught.value.result
+
+    model, result = trained("3MiB", **options)
+
+    assert result.resumed_from == STEPS - 6
+    assert result.memory == before.memory != ()
+    assert result.memory_trials == ()
+    assert {report.micro_batches for report in result.history} == {before.plan.micro_batches}
+    assert_same(model, replayed(before, result))
+
+
+def test_run_that_is_resumed_while_it_measures_begins_to_measure_again(tmp_path):
+    options = {"checkpoint": tmp_path, "progress": False, "loader": data(2 * STEPS)}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trained("3MiB", callbacks=[Stop(4)], **options)
+
+    model, result = trained("3MiB", **options)
+
+    assert len(result.memory_trials) >= 3
+    assert result.steps == 2 * STEPS
+    assert_same(model, replayed(caught.value.result, result))
+
+
+@pytest.mark.parametrize("memory", [["auto", "checkpoint"], ["auto", "auto"]])
+def test_auto_beside_names_is_refused(memory):
+    with pytest.raises(autoaccum.InvalidInputError, match="pass it alone, or names"):
+        trained("3MiB", memory=memory)
+
+
+def test_error_where_no_rung_fits_names_what_is_in_force():
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        trained("800KiB")
+
+    (note,) = caught.value.__notes__
+    assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
+
+
+def test_language_model_is_trained_as_without_up_to_rounding_and_tries_its_loss_in_chunks():
+    config = transformers.LlamaConfig(
+        vocab_size=2000, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    tokens = torch.randint(2000, (4, 1024), generator=torch.Generator().manual_seed(3))
+
+    def parameters_after(**options):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        result = autoaccum.fit(
+            model,
+            [{"input_ids": tokens, "labels": tokens}] * 10,  # a list does not tell how few windows these are
+            4,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            cache=False,
+            progress=False,
+            **options,
+        )
+        return list(model.parameters()), result
+
+    expected, _ = parameters_after(device="cpu", micro_batch=4)
+    found, result = parameters_after(device=autoaccum.Simulated("44MiB"), memory="auto")
+
+    tried = {trial.memory: trial for trial in result.memory_trials}
+    assert tried["chunked_loss",].micro_batch > tried[()].micro_batch
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
