@@ -391,3 +391,21 @@ def read_to_the_end(descriptor):
             os.close(descriptor)
             return b"".join(pieces).decode()
         pieces.append(piece)
+
+
+@pytest.mark.parametrize(
+    ("written", "offered"),
+    [("autoaccum r", {"report", "run"}), ("autoaccum fit --target-", {"--target-batch", "--target-tokens"})],
+)
+def test_shell_completes_commands_and_options(written, offered):
+    words = {"COMP_WORDS": written, "COMP_CWORD": str(written.count(" ")), "_AUTOACCUM_COMPLETE": "complete_bash"}
+
+    done = subprocess.run(
+        [Path(sys.executable).with_name("autoaccum")],
+        env=os.environ | words,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert set(done.stdout.split()) == offered

@@ -43,7 +43,6 @@ app = typer.Typer(
     help="Train with the batch size you want: autoaccum finds what fits, and survives running out of memory.",
     epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     # Not typer's, which differ on a terminal and in a log file; `tracebacks` says what is shown.
     pretty_exceptions_enable=False,
 )
