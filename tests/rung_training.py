@@ -7,7 +7,7 @@ from autoaccum import Simulated
 from fallback_models import Wide, seed
 
 # Enough for the trials of all rungs.
-STEPS = 44
+STEPS = 52
 
 
 def data(windows=STEPS):

@@ -165,7 +165,7 @@ class Fallbacks:
         self._say = say
         for name in self._savings:
             if not (way := self._activated(name)):
-                lack = "the model has no repeated blocks"
+                lack = "the model has no repeated blocks to compute again; choose another name"
                 if name == CHUNKED:
                     lack = (
                         "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); "
