@@ -159,6 +159,10 @@ overhead: $(VENV)/.for-development  ## measure what the runner costs beside a lo
 tokens: $(VENV)/.for-development  ## measure what taking samples by length saves on texts of unlike length
 	$(BIN)/python benchmarks/tokens.py
 
+.PHONY: chunked-loss
+chunked-loss: $(VENV)/.for-development  ## measure what a loss in chunks costs, by the tokens of a chunk
+	$(BIN)/python benchmarks/chunked_loss.py
+
 .PHONY: noise-scale
 noise-scale: $(VENV)/.for-development  ## measure what measuring the gradient noise scale costs
 	$(BIN)/python benchmarks/noise_scale.py

@@ -108,6 +108,10 @@ def shifted(logits, labels):
     return functional.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
 
 
+def of_labels(values, labels):
+    return torch.gather(values, dim=-1, index=labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
 WEIGHT = torch.linspace(0.5, 1.5, V, dtype=torch.float64)
 IN_CHUNKS = {
     "shifted": shifted,
@@ -121,11 +125,31 @@ IN_CHUNKS = {
     "padding of its own": lambda logits, labels: functional.cross_entropy(
         logits[:, 1:].flatten(0, 1), labels[:, 1:].clamp(min=0).flatten(), ignore_index=0
     ),
+    "log_softmax": lambda logits, labels: functional.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten()),
+    "logsumexp": lambda logits, labels: shifted(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean(),
+    "preference": lambda logits, labels: of_labels(logits.log_softmax(-1), labels).sum(1).sigmoid().mean(),
+    "rows": lambda logits, labels: (
+        torch.stack(
+            [
+                (of_labels(row, label) - torch.logsumexp(row, dim=-1)).sum()
+                for row, label in zip(logits, labels, strict=True)
+            ]
+        )
+        .square()
+        .mean()
+    ),
+    "masked": lambda logits, labels: functional.cross_entropy(logits[labels != -100], labels[labels != -100]),
+    "picked": lambda logits, labels: functional.cross_entropy(
+        logits[:, [1, 5, 6]][:, 1:].flatten(0, 1), labels[:, [1, 5, 6]][:, 1:].flatten()
+    ),
+    "distribution": lambda logits, labels: of_labels(torch.softmax(logits, dim=-1), labels).mean(),
+    "in place": lambda logits, labels: shifted(logits.div_(3.0), labels) + shifted(logits, labels),
     "module": lambda logits, labels: nn.CrossEntropyLoss()(logits.float().flatten(0, 1), labels.flatten()),
 }
 WHOLE = {
-    "log_softmax": lambda logits, labels: functional.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten()),
-    "logsumexp": lambda logits, labels: shifted(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean(),
+    "kl_div": lambda logits, labels: functional.kl_div(
+        logits.log_softmax(-1), torch.full((N, T, V), 1.0 / V, dtype=torch.float64), reduction="batchmean"
+    ),
     "mse_loss": lambda logits, labels: functional.mse_loss(logits, torch.zeros_like(logits)),
 }
 
@@ -312,7 +336,7 @@ def test_what_cannot_be_is_refused_and_the_model_stays(options, text):
 def test_hidden_states_of_a_single_token_are_no_batch():
     head = nn.Linear(D, V)
 
-    found = logits_of(print, 7, head, None, torch.zeros(D))
+    found = logits_of(print, 7, head, head.forward, torch.zeros(D))
 
     assert type(found) is torch.Tensor
 
@@ -323,6 +347,81 @@ def test_what_a_loss_asks_for_is_said_once():
     say = functools.partial(lambda text: notices.say(text, key=text))
     with chunked([model], "head", say):
         for _ in range(2):
-            WHOLE["log_softmax"](model(TOKENS), LABELS).backward()
+            WHOLE["kl_div"](model(TOKENS), LABELS).backward()
 
     assert len(notices.texts) == 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda logits: logits.masked_fill_(logits > 1, 0.0),
+        lambda logits: logits.__setitem__((..., 0), 0.0),
+        lambda logits: logits.add_(1.0),
+    ],
+)
+def test_logits_that_are_changed_in_place_are_refused(write, monkeypatch):
+    with (
+        in_chunks(model := Plain(), monkeypatch, name="head"),
+        pytest.raises(InvalidInputError, match="changes logits in place"),
+    ):
+        write(model(TOKENS))
+
+
+class Headed(Plain):
+    """Its head is more than a linear layer, and draws nothing."""
+
+    def __init__(self, draws=0.0):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Dropout(draws), nn.Linear(D, V)).double()
+
+
+def test_head_of_several_layers_is_computed_in_chunks(monkeypatch):
+    model = Headed()
+    expected = torch.autograd.grad(shifted(model(TOKENS), LABELS), list(model.parameters()))
+
+    with in_chunks(model, monkeypatch, name="head") as said:
+        found = torch.autograd.grad(shifted(model(TOKENS), LABELS), list(model.parameters()))
+
+    assert not said
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_head_that_drops_is_computed_again_with_the_same_masks(monkeypatch):
+    model = Headed(draws=0.5)
+    with in_chunks(model, monkeypatch, name="head"):
+        torch.manual_seed(1)
+        loss = shifted(model(TOKENS), LABELS)
+        (found,) = torch.autograd.grad(loss, model.head[0].weight)
+        small = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                model.head[0].weight[3, 4] += sign * 1e-6
+                torch.manual_seed(1)
+                small.append(float(shifted(model(TOKENS), LABELS)))
+                model.head[0].weight[3, 4] -= sign * 1e-6
+
+    assert float(found[3, 4]) == pytest.approx((small[0] - small[1]) / 2e-6, rel=1e-4)
+
+
+# PEFT asks Transformers by a former name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_lora_around_the_head_is_computed_in_chunks(dropout, monkeypatch):
+    peft = pytest.importorskip("peft")
+    plain = made("untied").float()
+    model = peft.get_peft_model(
+        plain, peft.LoraConfig(r=4, target_modules=["lm_head", "q_proj"], lora_dropout=dropout, init_lora_weights=False)
+    ).double()
+    model.eval()
+    batch = {"input_ids": TOKENS, "labels": LABELS}
+    _, expected = gradients(model, **batch)
+
+    with in_chunks(model, monkeypatch) as said:
+        _, found = gradients(model, **batch)
+
+    assert not said
+    assert any("lm_head" in name and gradient is not None for name, gradient in found.items())
+    for name, gradient in expected.items():
+        if gradient is not None:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-8, msg=name)

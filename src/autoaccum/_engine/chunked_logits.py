@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Tokens computed at once: fewer cost more time, since kernels become small; more take more memory.
 CHUNK = 1024
 _FLAT, _WITH_ROWS = 2, 3
+# Operators that change what is left of them.
+_WRITING = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"))
 
 Step = Callable[[Tensor], Tensor]
 
@@ -36,9 +38,11 @@ class _Recipe:
 
     Attributes:
         hidden: The inputs of the layer that makes them, shape (..., D).
-        weight: Its weight, shape (V, D).
-        bias: Its bias, shape (V,), or None.
-        steps: What is done to each element, in order.
+        head: Makes logits, shape (..., V), of such inputs, each token by itself.
+        classes: V.
+        has_parameters: Whether gradients may flow into the head.
+        draws: Whether the head draws random numbers.
+        steps: What is done to the logits of each token, in order.
         dtype: The type of the elements after that.
         is_turned: Whether classes are the second dimension, of (N, V, T), and not the last.
         size: Tokens computed at once.
@@ -46,8 +50,10 @@ class _Recipe:
     """
 
     hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    head: Callable[[Tensor], Tensor]
+    classes: int
+    has_parameters: bool
+    draws: bool
     steps: tuple[Step, ...]
     dtype: torch.dtype
     is_turned: bool
@@ -58,11 +64,16 @@ class _Recipe:
     def shape(self) -> tuple[int, ...]:
         """The shape of the logits."""
         *leading, _ = self.hidden.shape
-        return (leading[0], len(self.weight), leading[1]) if self.is_turned else (*leading, len(self.weight))
+        return (leading[0], self.classes, leading[1]) if self.is_turned else (*leading, self.classes)
+
+    @property
+    def class_dim(self) -> int:
+        """The dimension of the classes."""
+        return 1 if self.is_turned else len(self.shape) - 1
 
     def computed(self, hidden: Tensor) -> Tensor:
         """Return the logits of some hidden states, with classes last."""
-        found = functional.linear(hidden, self.weight, self.bias)
+        found = self.head(hidden)
         for step in self.steps:
             found = step(found)
         return found
@@ -88,7 +99,7 @@ class Logits(Tensor):
     @staticmethod
     def of(recipe: _Recipe) -> Logits:
         """Return the logits of a recipe."""
-        requires_grad = torch.is_grad_enabled() and (recipe.hidden.requires_grad or recipe.weight.requires_grad)
+        requires_grad = torch.is_grad_enabled() and (recipe.hidden.requires_grad or recipe.has_parameters)
         made = Tensor._make_wrapper_subclass(
             Logits, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device, requires_grad=requires_grad
         )
@@ -100,6 +111,22 @@ class Logits(Tensor):
         """Return the tensor that they stand for."""
         found = self.recipe.computed(self.recipe.hidden)
         return found.transpose(1, 2) if self.recipe.is_turned else found
+
+    def written(self, function: Any, *arguments: Any, **named: Any) -> Logits:
+        """Change them in place as a function does, where it is answered without computing them.
+
+        Raises:
+            InvalidInputError: It is not.
+        """
+        answer = _IN_PLACE.get(function)
+        found = NotImplemented if answer is None else answer(self.recipe, *arguments, **named)
+        if not isinstance(found, Logits):
+            raise InvalidInputError(
+                f"memory='chunked_loss': the loss changes logits in place ({function.__name__}), and they are not "
+                "computed yet; write it without changing them, as in logits = logits.masked_fill(...)"
+            )
+        self.recipe = found.recipe
+        return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Logits(shape={tuple(self.shape)}, not computed)"
@@ -114,6 +141,8 @@ class Logits(Tensor):
     ) -> Any:
         """Answer what can be answered without computing them, and compute them for the rest."""
         named = named or {}
+        if arguments and isinstance(arguments[0], Logits) and _writes(function):
+            return arguments[0].written(function, *arguments[1:], **named)
         answer = _ANSWERS.get(function)
         if answer is not None and arguments and isinstance(arguments[0], Logits):
             found = answer(arguments[0].recipe, *arguments[1:], **named)
@@ -134,6 +163,14 @@ class Logits(Tensor):
     ) -> Any:
         """Compute them for what was not seen above."""
         return function(*_all_computed(arguments, function), **_all_computed(named or {}, function))
+
+
+def _writes(function: Any) -> bool:
+    """Whether a function changes its first argument in place, by its name."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or name in _WRITING
+    return name.endswith("_") and name != "requires_grad_"
 
 
 def _all_computed(values: Any, function: Any) -> Any:
@@ -182,7 +219,7 @@ def _reshaped(recipe: _Recipe, *shape: Any) -> Any:
     *leading, last = wanted
     tokens = math.prod(recipe.shape[:-1])
     # Where the last size is left open, the others have to leave it the number of classes.
-    keeps_classes = last == len(recipe.weight) or (last == -1 and -1 not in leading and math.prod(leading) == tokens)
+    keeps_classes = last == recipe.classes or (last == -1 and -1 not in leading and math.prod(leading) == tokens)
     return (
         recipe.with_hidden(recipe.hidden.reshape(*leading, recipe.hidden.shape[-1]))
         if keeps_classes
@@ -198,16 +235,35 @@ def _flattened(recipe: _Recipe, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _selected(recipe: _Recipe, index: Any) -> Any:
-    """Answer slices of leading dimensions, such as [..., :-1, :] and [:, 1:]."""
+    """Answer what takes whole tokens, such as [..., :-1, :], [:, 1:], [0] and [labels != -100]."""
     parts, dims = index if isinstance(index, tuple) else (index,), len(recipe.shape)
-    if recipe.is_turned or not all(part is Ellipsis or isinstance(part, slice) for part in parts):
+    if recipe.is_turned or not all(part is Ellipsis or isinstance(part, slice | int | list | Tensor) for part in parts):
         return NotImplemented
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
-    if len(parts) == dims and parts[-1] != slice(None):
+    taken = sum(part.dim() if _is_mask(part) else 1 for part in parts if part is not Ellipsis)
+    if any(part is Ellipsis for part in parts):
+        at = next(place for place, part in enumerate(parts) if part is Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (dims - taken), *parts[at + 1 :])
+        taken = dims
+    if taken == dims and not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
         return NotImplemented
-    return recipe.with_hidden(recipe.hidden[parts[: dims - 1]])
+    hidden = recipe.hidden[parts[:-1] if taken == dims else parts]
+    return recipe.with_hidden(hidden) if hidden.dim() >= _FLAT else NotImplemented
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype is torch.bool
+
+
+def _rows(recipe: _Recipe, dim: int = 0) -> Any:
+    """Answer a loop over the first dimension."""
+    if recipe.is_turned or len(recipe.shape) < _WITH_ROWS or dim not in (0, -len(recipe.shape)):
+        return NotImplemented
+    return tuple(map(recipe.with_hidden, recipe.hidden.unbind(0)))
+
+
+def _each_row(recipe: _Recipe) -> Any:
+    rows = _rows(recipe)
+    return rows if rows is NotImplemented else iter(rows)
 
 
 def _turned(recipe: _Recipe, *dims: Any) -> Any:
@@ -237,6 +293,21 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Answer the cross entropy of logits (N, V) and classes (N,), or (N, V, T) and (N, T)."""
+    smoothed = functools.partial(functional.cross_entropy, label_smoothing=label_smoothing)
+    return _of_classes(smoothed, recipe, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _of_classes(
+    function: Callable[..., Tensor],
+    recipe: _Recipe,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """Answer a loss of logits and classes that is a sum over tokens, or their mean by the weights of their classes."""
     is_flat = len(recipe.shape) == _FLAT and target.dim() == 1
     is_old = size_average is not None or reduce is not None
     is_usual = is_flat or (recipe.is_turned and target.dim() == _FLAT)
@@ -246,14 +317,13 @@ def _cross_entropy(
     if len(hidden) != len(classes):
         return NotImplemented  # torch says what is wrong
     loss = functools.partial(
-        functional.cross_entropy,
+        function,
         weight=weight,
         ignore_index=ignore_index,
         reduction="none" if reduction == "none" else "sum",
-        label_smoothing=label_smoothing,
     )
     parts = zip(torch.split(hidden, recipe.size), torch.split(classes, recipe.size), strict=True)
-    losses = [_of_chunk(recipe, part, targets, loss) for part, targets in parts]
+    losses = [_of_chunk(recipe, part, functools.partial(_with_targets, loss, targets)) for part, targets in parts]
     if reduction == "none":
         return torch.cat(losses).view(target.shape)
     total = torch.stack(losses).sum()
@@ -263,16 +333,62 @@ def _cross_entropy(
     return total / (counted.sum() if weight is None else weight[classes[counted]].sum()).to(total.dtype)
 
 
-def _of_chunk(recipe: _Recipe, hidden: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return the loss of a few tokens, whose logits are computed again in the backward pass."""
+def _with_targets(loss: Callable[[Tensor, Tensor], Tensor], targets: Tensor, logits: Tensor) -> Tensor:
+    return loss(logits, targets)
+
+
+def _of_chunk(recipe: _Recipe, hidden: Tensor, answer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what is asked of a few tokens, whose logits are computed again in the backward pass."""
 
     def run(hidden: Tensor) -> Tensor:
-        return loss(recipe.computed(hidden), targets)
+        return answer(recipe.computed(hidden))
 
     if not torch.is_grad_enabled():
         return run(hidden)
-    found: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+    found: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=recipe.draws)
     return found
+
+
+def _by_token(recipe: _Recipe, answer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what is asked of each token, shape (...) or (..., K)."""
+    parts = torch.split(recipe.hidden.reshape(-1, recipe.hidden.shape[-1]), recipe.size)
+    found = torch.cat([_of_chunk(recipe, part, answer) for part in parts])
+    return found.view(*recipe.hidden.shape[:-1], *found.shape[1:])
+
+
+def _of_row(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return the answer of a function over all classes that keeps them, such as a softmax."""
+
+    def answer(recipe: _Recipe, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+        if dim is None or dim % len(recipe.shape) != recipe.class_dim:
+            return NotImplemented
+        return recipe.with_step(lambda values: function(values, -1, dtype=dtype), dtype)
+
+    return answer
+
+
+def _log_of_sum(recipe: _Recipe, dim: Any = None, keepdim: bool = False) -> Any:
+    (dim,) = dim if isinstance(dim, list | tuple) and len(dim) == 1 else (dim,)
+    if not isinstance(dim, int) or dim % len(recipe.shape) != recipe.class_dim or recipe.is_turned:
+        return NotImplemented
+    return _by_token(recipe, lambda values: torch.logsumexp(values, -1, keepdim=keepdim))
+
+
+def _gathered(recipe: _Recipe, dim: int, index: Tensor, **named: Any) -> Any:
+    """Answer the logits of some classes of each token, shape (..., K)."""
+    leading = recipe.hidden.shape[:-1]
+    if named or recipe.is_turned or dim % len(recipe.shape) != recipe.class_dim or index.shape[:-1] != leading:
+        return NotImplemented
+    rows = torch.split(index.reshape(-1, index.shape[-1]), recipe.size)
+    parts = torch.split(recipe.hidden.reshape(-1, recipe.hidden.shape[-1]), recipe.size)
+    found = [
+        _of_chunk(recipe, part, functools.partial(_at, classes)) for part, classes in zip(parts, rows, strict=True)
+    ]
+    return torch.cat(found).view(index.shape)
+
+
+def _at(classes: Tensor, logits: Tensor) -> Tensor:
+    return logits.gather(-1, classes)
 
 
 def _likeliest(recipe: _Recipe, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -290,6 +406,13 @@ def _getter(name: str) -> Any:
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _cross_entropy,
+    functional.nll_loss: functools.partial(_of_classes, functional.nll_loss),
+    **dict.fromkeys((functional.log_softmax, Tensor.log_softmax, torch.log_softmax), _of_row(functional.log_softmax)),
+    **dict.fromkeys((functional.softmax, Tensor.softmax, torch.softmax), _of_row(functional.softmax)),
+    **dict.fromkeys((Tensor.logsumexp, torch.logsumexp), _log_of_sum),
+    **dict.fromkeys((Tensor.gather, torch.gather), _gathered),
+    **dict.fromkeys((Tensor.unbind, torch.unbind), _rows),
+    Tensor.__iter__: _each_row,
     Tensor.float: _cast,
     Tensor.to: _cast,
     Tensor.view: _reshaped,
@@ -308,6 +431,11 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.tanh: _bounded,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _scaled(torch.mul)),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _scaled(torch.div)),
+}
+_IN_PLACE: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), _scaled(torch.mul)),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _scaled(torch.div)),
+    Tensor.tanh_: _bounded,
 }
 # What asks for their form alone.
 _PROPERTIES = (
@@ -331,40 +459,68 @@ _OF_FORM = {
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-def find_heads(modules: Iterable[nn.Module], name: str | None) -> list[nn.Linear]:
+def find_heads(modules: Iterable[nn.Module], name: str | None) -> list[nn.Module]:
     """Return the layers that make logits: the output embeddings of Transformers' models, or the layer of a name.
 
     Raises:
-        InvalidInputError: No module has a layer of that name, or it is no `nn.Linear`.
+        InvalidInputError: No module has a layer of that name.
     """
     if name is None:
         found = [part for module in modules for part in _output_embeddings(module)]
         return list(dict.fromkeys(found))
     named = [part for module in modules for path, part in module.named_modules() if path == name]
-    if not named or type(named[0]) is not nn.Linear:
+    if not named or isinstance(named[0], nn.Embedding) or not any(True for _ in named[0].parameters()):
         what = f"is a {type(named[0]).__name__}" if named else "is not there"
         raise InvalidInputError(
             f"memory='chunked_loss:{name}' names the layer that makes the logits, and {name!r} {what}; name an "
-            "nn.Linear of the model, as model.named_modules() does"
+            "nn.Linear, or what makes logits of each token by itself, as model.named_modules() does"
         )
     return [named[0]]
 
 
-def _output_embeddings(module: nn.Module) -> list[nn.Linear]:
+def _output_embeddings(module: nn.Module) -> list[nn.Module]:
+    """Return the layer that makes the logits of a Transformers model, also where PEFT has put another around it."""
     for part in module.modules():
         asked = getattr(part, "get_output_embeddings", None)
         found = asked() if callable(asked) else None
-        if type(found) is nn.Linear:
+        if isinstance(found, nn.Module) and isinstance(getattr(found, "out_features", None), int):
             return [found]
     return []
 
 
 def logits_of(
-    say: Callable[[str], None], size: int, head: nn.Linear, _forward: Callable[..., Any], hidden: Tensor
+    say: Callable[[str], None], size: int, head: nn.Module, forward: Callable[..., Any], hidden: Tensor
 ) -> Tensor:
-    """Return the logits of a head without computing them; takes the place of its forward."""
+    """Return the logits of a head without computing them; takes the place of its forward, which makes them later."""
     if hidden.dim() < _FLAT:
-        return functional.linear(hidden, head.weight, head.bias)
+        found: Tensor = forward(hidden)
+        return found
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return Logits.of(_Recipe(hidden, head.weight, head.bias, (), dtype, is_turned=False, size=size, say=say))
+    return Logits.of(
+        _Recipe(
+            hidden,
+            forward,
+            _classes_of(head, forward, hidden),
+            has_parameters=any(parameter.requires_grad for parameter in head.parameters()),
+            draws=any(_draws(part) for part in head.modules()),
+            steps=(),
+            dtype=dtype,
+            is_turned=False,
+            size=size,
+            say=say,
+        )
+    )
+
+
+def _classes_of(head: nn.Module, forward: Callable[..., Any], hidden: Tensor) -> int:
+    """Return the number of classes that a head makes; where it has none to say, of one token."""
+    classes = getattr(head, "out_features", None)
+    if isinstance(classes, int):
+        return classes
+    with torch.no_grad(), torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
+        return int(forward(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1])
+
+
+def _draws(module: nn.Module) -> bool:
+    return module.training and "Dropout" in type(module).__name__ and getattr(module, "p", 1.0) != 0.0

@@ -38,12 +38,15 @@ def chunked(modules: Sequence[nn.Module], name: str | None, say: Callable[[str],
     def tell(function: str) -> None:
         say(
             f"memory='{CHUNKED}': the loss asks for all logits at once ({function}), so they are computed whole there; "
-            "torch.nn.functional.cross_entropy of them is computed in chunks"
+            "cross entropy, log_softmax with gather or nll_loss, and logsumexp of them are computed in chunks"
         )
 
     with ExitStack() as changed:
         heads = find_heads(modules, name)
         for head in heads:
             changed.enter_context(forward_replaced(head, functools.partial(logits_of, tell, CHUNK, head)))
-        sizes = ", ".join(f"{head.out_features:,}" for head in heads)
-        yield f"logits over {sizes} classes are computed {CHUNK:,} tokens at a time" if heads else ""
+        sizes = ", ".join(
+            f"{classes:,}" for head in heads if isinstance(classes := getattr(head, "out_features", None), int)
+        )
+        over = f" over {sizes} classes" if sizes else ""
+        yield f"logits{over} are computed {CHUNK:,} tokens at a time" if heads else ""
