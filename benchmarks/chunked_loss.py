@@ -1,6 +1,6 @@
 """Measures what computing a loss in chunks of tokens costs, by the tokens of a chunk.
 
-A head and its cross entropy run forward and backward, whole and in chunks, in turn within one run. Prints and writes the
+A head and its cross entropy run forward and backward, whole and in chunks, in turn. Prints and writes the
 median ratio of their times to that of the whole, with its quartiles.
 
     python benchmarks/chunked_loss.py [--rounds 7] [--out benchmarks/results/chunked_loss.json]

@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from allocations import real_peak
 from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.chunked_recipe import chunked
 from autoaccum._engine.offloading import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import Card
@@ -316,6 +317,30 @@ def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates(two_threads)
 
     with checkpointing(model):
         assert predicted == pytest.approx(real_peak(model, batch_of((64,), 1024)), rel=0.01)
+
+
+def test_estimate_of_a_loss_in_chunks_is_what_a_real_step_allocates(two_threads):
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(8000, 32), nn.Linear(32, 8000)
+
+        def forward(self, tokens):
+            return self.head(self.tokens(tokens)).mT
+
+    def in_chunks(model):
+        return chunked([model], "head", print)
+
+    model, tokens = Language(), torch.arange(8192).view(4, 2048) % 8000
+
+    predicted, plain = (
+        trace_step(model, (tokens, tokens), sizes=[4], adapt=adapt).estimate().footprints[-1].peak_bytes
+        for adapt in (in_chunks, None)
+    )
+
+    with in_chunks(model):
+        assert predicted == pytest.approx(real_peak(model, (tokens, tokens)), rel=0.01)
+    assert predicted < plain / 3
 
 
 def test_model_that_branches_on_values_is_adapted_too():

@@ -366,3 +366,25 @@ def test_a_card_that_was_asked_about_is_named_before_smaller_ones_that_were_not(
     (other,) = [remedy for remedy in alone.remedies if remedy.name == "a larger card"]
     assert asked.description == "such as h100-80gb, the smallest asked about that suffices"
     assert "h100" not in other.description
+
+
+def test_a_loss_in_chunks_is_advised_for_a_language_model_with_many_classes():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=8000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+    )
+    tokens = torch.zeros(2, 2048, dtype=torch.long)
+    report = autoaccum.preflight(
+        transformers.LlamaForCausalLM(config),
+        {"input_ids": tokens, "labels": tokens},
+        64,
+        device_memory="1GiB",
+        measure=False,
+        precision="fp32",
+    )
+
+    by_name = {remedy.name: remedy for remedy in report.remedies}
+    alone, together = by_name["loss in chunks"], by_name["checkpointing + loss in chunks"]
+    assert alone.description == "memory='chunked_loss'"
+    assert alone.micro_batch > 2 * report.predicted[0].micro_batch
+    assert together.micro_batch > alone.micro_batch

@@ -6,7 +6,7 @@ changed step is predicted by `_estimate` and compared with its prediction for th
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.chunked_recipe import CHUNKED, chunked
 from autoaccum._engine.offloading import offloaded
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
@@ -26,6 +27,7 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
@@ -169,7 +171,7 @@ class Remedies:
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
     def _changes(self) -> Iterator[_Change]:
-        levers = [self._half_weights(), self._checkpointed(), self._bits8(), self._lora()]
+        levers = [self._half_weights(), self._checkpointed(), self._bits8(), self._lora(), self._chunked()]
         yield from self._made_by_each(self._combined(levers))
         for change in (
             self._half,
@@ -188,8 +190,9 @@ class Remedies:
     @staticmethod
     def _combined(levers: Sequence[_Lever | None]) -> list[tuple[_Lever, ...]]:
         """Return each lever by itself, and those that are worth combining, as far as they can be had."""
-        half, checkpoint, bits8, lora = levers
+        half, checkpoint, bits8, lora, chunks = levers
         several = [(half, checkpoint), (half, checkpoint, bits8), (half, checkpoint, lora)]
+        several += [(checkpoint, chunks)] if checkpoint is not None and chunks is not None else []
         found: dict[tuple[str, ...], tuple[_Lever, ...]] = {}
         for those in (*((one,) for one in levers), *several):
             had = tuple(one for one in those if one is not None)
@@ -200,6 +203,7 @@ class Remedies:
     def _made_by_each(self, combined: Sequence[tuple[_Lever, ...]]) -> Iterator[_Change]:
         for levers in combined:
             options = {name: value for lever in levers for name, value in lever.options.items()}
+            options |= _all_adapted([lever.options["adapt"] for lever in levers if "adapt" in lever.options])
             weights: torch.dtype = options.get("weights") or next(self._model.parameters()).dtype
             # The model may fail with the change: an input, or a tensor that it makes, may not match the rest.
             with suppress(Exception):
@@ -265,6 +269,15 @@ class Remedies:
         how = f"fallback='checkpoint', or torch.utils.checkpoint on {blocks}"
         adapt = {"adapt": lambda model: checkpointed([model], torch.device("cpu"))}
         return _Lever("activation checkpointing", "checkpointing", how, "a second forward pass", adapt)
+
+    def _chunked(self) -> _Lever | None:
+        with chunked([self._model], None, _say_nothing) as way:
+            pass
+        if not way:
+            return None
+        adapt = {"adapt": lambda model: chunked([model], None, _say_nothing)}
+        cost = "logits are computed once more"
+        return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, adapt)
 
     def _bits8(self) -> _Lever | None:
         if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
@@ -395,3 +408,19 @@ def _half_as_long(batch: Any) -> tuple[Any, int] | None:
         return tensor[:, :half] if tensor.dim() >= _TOKENS and tensor.shape[1] == length else tensor
 
     return map_tensors(cut, batch), half
+
+
+def _say_nothing(_: str) -> None:
+    """Take what a loss in chunks has to say to a training, in which it is told."""
+
+
+def _all_adapted(adapts: Sequence[Callable[[nn.Module], AbstractContextManager[object]]]) -> dict[str, Any]:
+    """Return the option that changes a model in all of these ways; none without any."""
+
+    def adapt(model: nn.Module) -> ExitStack:
+        with ExitStack() as changed:
+            for one in adapts:
+                changed.enter_context(one(model))
+            return changed.pop_all()
+
+    return {"adapt": adapt} if adapts else {}
