@@ -387,4 +387,4 @@ def test_a_loss_in_chunks_is_advised_for_a_language_model_with_many_classes():
     alone, together = by_name["loss in chunks"], by_name["checkpointing + loss in chunks"]
     assert alone.description == "memory='chunked_loss'"
     assert alone.micro_batch > 2 * report.predicted[0].micro_batch
-    assert together.micro_batch > alone.micro_batch
+    assert together.micro_batch >= alone.micro_batch

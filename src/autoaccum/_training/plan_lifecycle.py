@@ -159,7 +159,8 @@ class PlanLifecycle:
         Raises:
             InvalidInputError: It has no place in the model.
         """
-        self._fallbacks.begin(lambda text: self._notices.say(text, key=text))
+        notices = self._notices  # the fallbacks keep what they say by, which must not keep this
+        self._fallbacks.begin(lambda text: notices.say(text, key=text))
 
     def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
         """Return the initial cut, and the probe's result if there was a probe before training.
