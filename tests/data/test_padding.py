@@ -70,6 +70,26 @@ def test_targets_in_floating_point_keep_all_columns():
     assert padding(pair).lengths == (6, 6)
 
 
+@pytest.mark.parametrize(
+    "further",
+    [torch.arange(12).view(2, 6), torch.randn(2, 6), torch.zeros(2, 6, 6), torch.arange(72).view(2, 6, 6)],
+    ids=["features", "numbers", "pairs", "pairs of numbers"],
+)
+def test_entry_that_is_as_wide_by_accident_is_kept_whole(further):
+    batch = padded(texts(3, 6)) | {"further": further}
+
+    assert padding(batch).lengths == (6, 6)
+
+
+def test_positions_may_go_on_in_the_padding():
+    batch = padded(texts(3, 6)) | {
+        "position_ids": torch.arange(6).expand(2, 6),
+        "token_type_ids": torch.zeros(2, 6).long(),
+    }
+
+    assert padding(batch).lengths == (3, 6)
+
+
 def test_sample_without_a_real_column_keeps_one():
     batch = padded(texts(3, 6))
     batch["attention_mask"][0] = 0

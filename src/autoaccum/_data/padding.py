@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._arguments import check_function, shown
+from autoaccum._data.nesting import paths_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 # The names of Transformers' collators.
 MASK, _POSITIONS, LABELS = "attention_mask", "position_ids", "labels"
 IGNORED = -100
+# What certainly has one entry for each token.
+_SEQUENCES = frozenset(
+    {"input_ids", MASK, _POSITIONS, LABELS, "token_type_ids", "special_tokens_mask", "inputs_embeds"}
+)
 # Samples and columns; further dimensions hold what is in a column.
 _DIMS = 2
 
@@ -98,6 +103,8 @@ def padding_of(piece: NestedPiece, lengths: Lengths | None) -> Padding | None:
     is_left = lengths is None and _is_padded_in_front(batch, starts, ends, width)
     needed = width - starts if is_left else ends
     needed = _with_what_counts(needed, [leaves[index] for index in columns], batch, is_left=is_left)
+    if any(_holds_more_than_padding(piece, index, needed.clamp(1, width), is_left=is_left) for index in columns):
+        needed = torch.full_like(needed, width)
     can_be_widened = not (is_left and bool((needed > width).any()))
     return Padding(tuple(needed.clamp_(1, width).tolist()), width, tuple(columns), is_left, told_by, can_be_widened)
 
@@ -185,6 +192,26 @@ def _with_what_counts(needed: Tensor, leaves: Iterable[Tensor], batch: Any, *, i
             # A causal model predicts a label from the column before it.
             needed = torch.maximum(needed, reach + 1 if is_left else reach)
     return needed
+
+
+def _holds_more_than_padding(piece: NestedPiece, index: int, needed: Tensor, *, is_left: bool) -> bool:
+    """Whether a leaf may be as wide by accident and no sequence: a table of features, a matrix of token pairs.
+
+    Where its name does not tell, padding is the same value everywhere.
+    """
+    leaf = piece.leaves[index]
+    width = leaf.shape[1]
+    name = paths_of(piece.batch)[index][-1:]
+    if name and name[0] in _SEQUENCES:
+        return False
+    if width in leaf.shape[_DIMS:]:
+        return True
+    if leaf.dim() > _DIMS or leaf.is_floating_point():
+        return False
+    places = torch.arange(width)
+    beyond = places < width - needed[:, None] if is_left else places >= needed[:, None]
+    values = leaf.detach().cpu()[beyond]
+    return bool(values.numel()) and not bool((values == values[0]).all())
 
 
 def _reach(counts: Tensor, *, is_left: bool, is_whole: bool) -> Tensor:
