@@ -637,6 +637,7 @@ CALLS = {
         | {
             "model": model,
             "batch": batch,
+            "memory": or_none(lambda value: value in ([], ())),
             "target_batch": whole(),
             "memory_limit": or_none(limit),
             "max_micro_batch": or_none(whole()),

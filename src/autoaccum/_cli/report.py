@@ -199,8 +199,6 @@ def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode
 
 
 def _report_of(job: Job, **asked: Any) -> Report:
-    if job.memory:
-        complain(f"the report is of steps without memory={job.memory!r}, which takes less memory and more time")
     batch = _first_batch(job)
     if job.target_tokens is not None:
         samples = job.samples_of_target(batch)

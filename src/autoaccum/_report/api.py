@@ -6,6 +6,7 @@ bit for bit as before; only the model's device may change, if something is measu
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,11 @@ from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.splits import check_split, is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
+from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble, check_shapes
 from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.precision import PRECISIONS, own_half_type
+from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
@@ -43,6 +46,7 @@ from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.many_ranks import ManyRanks
 from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
+from autoaccum._report.savings import names_in, saving, together
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.wording import format_seconds
 from autoaccum._sizing.planner import check_finding
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from autoaccum._data.pieces import Split
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.estimate import Traced
@@ -77,6 +82,7 @@ def preflight(
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     memory_limit: float | str | None = None,
+    memory: str | Sequence[str] | None = None,
     max_micro_batch: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     loss_reduction: str | None = None,
@@ -114,6 +120,7 @@ def preflight(
         device: As for `fit`.
         precision: As for `fit`.
         memory_limit: As for `fit`; also applies to the cards in `gpus`, unless something is measured on the CPU.
+        memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
         max_micro_batch: The largest size of interest; None means `target_batch`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -166,6 +173,7 @@ def preflight(
         notices.say(note)
     if strategy == "fastest":
         notices.say("strategy='fastest': planned as 'balanced', with which fit starts; fit then times other cuts")
+    adapt = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, group.share, most, strategy or "balanced", memory_limit, loss_scope)
 
@@ -175,7 +183,8 @@ def preflight(
         objective = Objective(made, notices=notices, **way)
         chosen = optimizers.resolve(optimizer, objective.modules, notices)
         of_cards = asked if limits_cards else replace(asked, memory_limit=None)
-        predicted = _predicted(of_cards, cards, made, precision, on_part, group.changed(made), optimizer=chosen, **way)
+        tracing = {"optimizer": chosen, "adapt": adapt, **way}
+        predicted = _predicted(of_cards, cards, made, precision, on_part, group.changed(made), **tracing)
         return objective, chosen, predicted
 
     try:
@@ -188,21 +197,21 @@ def preflight(
     measured: Measured | None = None
     warnings: tuple[str, ...] = ()
     if measures:
-        memory = devices.resolve(device, made, notices)
+        backend = devices.resolve(device, made, notices)
         put_together = partial(
             assemble,
             made,
             optimizer=chosen,
-            memory=memory,
+            memory=backend,
             precision_name=precision,
             clip_grad_norm=None,
             notices=notices,
             **way,
         )
-        on_part(f"measuring on {memory.name}")
-        measured, warnings = measure_on(asked, memory, put_together, on_trial)
+        on_part(f"measuring on {backend.name}")
+        measured, warnings = _measured(asked, backend, put_together, on_trial, memory, notices)
     remedies_on, remedies, of_remedies = _remedies(
-        asked, measured, predicted, made, chosen, on_part, way, group.changed(made)
+        asked, measured, predicted, made, chosen, on_part, {**way, "adapt": adapt}, group.changed(made)
     )
     facts = None
     if measured is not None:
@@ -234,6 +243,27 @@ def preflight(
         ),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.estimate.notes)])),
     )
+
+
+def _measured(
+    asked: Asked,
+    backend: MemoryBackend,
+    put_together: Callable[[], TrainingStep],
+    on_trial: Callable[[Trial], None],
+    memory: str | Sequence[str] | None,
+    notices: Notices,
+) -> tuple[Measured, tuple[str, ...]]:
+    """Measure steps that save memory as asked, and put the model back as it was."""
+    check_memory(memory, None, backend, compiles=False)
+    with ExitStack() as saved:
+
+        def saving_memory() -> TrainingStep:
+            step = put_together()
+            kept = StepSavings(step.objective.modules, names_in(memory, notices), backend, notices)
+            saved.enter_context(kept.in_force())
+            return step
+
+        return measure_on(asked, backend, saving_memory, on_trial)
 
 
 def _at_length(
@@ -415,7 +445,8 @@ def _remedies(
     (name, place), *further = places
 
     def trace(**options: Any) -> Traced:
-        step = trace_step(**{"model": model, "optimizer": optimizer, **way} | options)
+        adapt = together([way["adapt"], options.get("adapt")])  # beside what is in force already
+        step = trace_step(**{"model": model, "optimizer": optimizer, **way} | options | {"adapt": adapt})
         return step if place.card is None else step.changed(on_rank)
 
     cards = [one.card for one in predicted]

@@ -6,7 +6,7 @@ changed step is predicted by `_estimate` and compared with its prediction for th
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.chunked_recipe import CHUNKED, chunked
+from autoaccum._engine.chunked_recipe import CHUNKED
 from autoaccum._engine.offloading import offloaded
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._estimate.lora import RANK, alike, with_adapters
-from autoaccum._memory.simulated import Simulated
 from autoaccum._report.records import Remedy
+from autoaccum._report.savings import CARD, in_chunks, together
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
@@ -203,7 +202,8 @@ class Remedies:
     def _made_by_each(self, combined: Sequence[tuple[_Lever, ...]]) -> Iterator[_Change]:
         for levers in combined:
             options = {name: value for lever in levers for name, value in lever.options.items()}
-            options |= _all_adapted([lever.options["adapt"] for lever in levers if "adapt" in lever.options])
+            if (adapt := together([lever.options.get("adapt") for lever in levers])) is not None:
+                options["adapt"] = adapt
             weights: torch.dtype = options.get("weights") or next(self._model.parameters()).dtype
             # The model may fail with the change: an input, or a tensor that it makes, may not match the rest.
             with suppress(Exception):
@@ -271,13 +271,12 @@ class Remedies:
         return _Lever("activation checkpointing", "checkpointing", how, "a second forward pass", adapt)
 
     def _chunked(self) -> _Lever | None:
-        with chunked([self._model], None, _say_nothing) as way:
+        with in_chunks(self._model) as way:
             pass
         if not way:
             return None
-        adapt = {"adapt": lambda model: chunked([model], None, _say_nothing)}
         cost = "logits are computed once more"
-        return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, adapt)
+        return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, {"adapt": in_chunks})
 
     def _bits8(self) -> _Lever | None:
         if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
@@ -300,8 +299,7 @@ class Remedies:
     def _offloaded(self) -> _Change | None:
         if self._place.kind == "cpu":
             return None
-        card = Simulated(2**50, torch.device("cuda", 0))  # decides which tensors are moved
-        estimate = self._estimate(adapt=lambda model: offloaded([model], card))
+        estimate = self._estimate(adapt=lambda model: offloaded([model], CARD))
         how = "fallback='offload', or torch.autograd.graph.save_on_cpu"
         return _Change("offloaded activations", how, "activations are copied to the host and back", estimate)
 
@@ -408,19 +406,3 @@ def _half_as_long(batch: Any) -> tuple[Any, int] | None:
         return tensor[:, :half] if tensor.dim() >= _TOKENS and tensor.shape[1] == length else tensor
 
     return map_tensors(cut, batch), half
-
-
-def _say_nothing(_: str) -> None:
-    """Take what a loss in chunks has to say to a training, in which it is told."""
-
-
-def _all_adapted(adapts: Sequence[Callable[[nn.Module], AbstractContextManager[object]]]) -> dict[str, Any]:
-    """Return the option that changes a model in all of these ways; none without any."""
-
-    def adapt(model: nn.Module) -> ExitStack:
-        with ExitStack() as changed:
-            for one in adapts:
-                changed.enter_context(one(model))
-            return changed.pop_all()
-
-    return {"adapt": adapt} if adapts else {}

@@ -36,7 +36,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
         say: Prints a line.
 
     Raises:
-        DoesNotFitError: Nothing fits, and the job has neither `fallback` nor `memory`, which a report does not count.
+        DoesNotFitError: Nothing fits, and the job has neither `fallback` nor memory="auto", which reports do not count.
     """
     batch = first_of(job.loader)
     if batch is None:
@@ -44,7 +44,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
         return
     target = job.samples_of_target(batch)
     report = _report_of(job, batch, min(_SAMPLES, target))
-    takes_less = job.fallback is not None or bool(job.memory)
+    takes_less = job.fallback is not None or job.memory == "auto"
     if not report.fits and not takes_less:
         report = _report_of(job, batch, target)
     if report_file is not None:

@@ -1,0 +1,76 @@
+"""Changes models as `memory=` does, for steps that are predicted without a device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.chunked_recipe import CHUNKED, chunked
+from autoaccum._engine.fallback import AUTO, check_memory
+from autoaccum._engine.offloading import offloaded
+from autoaccum._memory.simulated import Simulated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from autoaccum._system.notices import Notices
+
+    Adapt = Callable[[nn.Module], AbstractContextManager[object]]
+
+# Decides which tensors are moved to the host, and has no memory of its own.
+CARD = Simulated(2**50, torch.device("cuda", 0))
+
+
+def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str, ...]:
+    """Return what saves memory from the start, by names of `fit`'s argument; none for "auto", which is said.
+
+    Raises:
+        InvalidInputError: A name is unknown.
+    """
+    names, _ = check_memory(memory, None, CARD, compiles=False)
+    if AUTO in names:
+        notices.say(
+            "memory='auto': the report is of steps without it; fit finds what saves memory in its first windows"
+        )
+        return ()
+    return names
+
+
+def saving(names: Sequence[str]) -> Adapt | None:
+    """Return what changes a model so that it saves memory in these ways; None without any."""
+    return together([_adapt(name) for name in names])
+
+
+def together(adapts: Sequence[Adapt | None]) -> Adapt | None:
+    """Return what changes a model in all of these ways; None without any."""
+    some = [adapt for adapt in adapts if adapt is not None]
+
+    def adapt(model: nn.Module) -> ExitStack:
+        with ExitStack() as changed:
+            for one in some:
+                changed.enter_context(one(model))
+            return changed.pop_all()
+
+    return adapt if some else None
+
+
+def in_chunks(model: nn.Module, head: str | None = None) -> AbstractContextManager[str]:
+    """Compute a model's loss in chunks, without a word about what is computed whole: a training says that."""
+    return chunked([model], head, lambda _: None)
+
+
+def _adapt(name: str) -> Adapt:
+    kind, _, rest = name.partition(":")
+    if kind == CHUNKED:
+        return lambda model: in_chunks(model, rest or None)
+    if kind == "offload":
+        return lambda model: offloaded([model], CARD)
+    first = int(rest) if rest else None
+    # Random states are those of the CPU: there may be no card.
+    return lambda model: checkpointed([model], torch.device("cpu"), first)

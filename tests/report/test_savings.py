@@ -1,0 +1,59 @@
+"""A report of a job that saves memory is of steps that do."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import InvalidInputError
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(4000, 32), nn.Linear(32, 4000)
+
+    def forward(self, tokens):
+        return self.head(self.tokens(tokens)).mT
+
+
+TOKENS = torch.arange(4096).view(4, 1024) % 4000
+
+
+def reported(model=None, **options):
+    model = model or Language()
+    report = autoaccum.preflight(model, (TOKENS, TOKENS), 64, precision="fp32", **options)
+    assert "forward" not in vars(model.head)
+    return report
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"device_memory": "1GiB", "measure": False}, {"device": autoaccum.Simulated("200MiB")}],
+    ids=["predicted", "measured"],
+)
+def test_more_samples_fit_with_a_loss_in_chunks(where):
+    plain, in_chunks = (reported(memory=memory, **where) for memory in (None, "chunked_loss:head"))
+
+    found = [report.predicted[0] if report.predicted else report.measured for report in (plain, in_chunks)]
+    assert found[1].micro_batch > 2 * found[0].micro_batch
+    assert not any("loss in chunks" in remedy.name for remedy in in_chunks.remedies)
+
+
+def test_what_is_not_known_yet_is_said():
+    report = reported(memory="auto", device_memory="1GiB", measure=False)
+
+    assert any(note.startswith("memory='auto': the report is of steps without it") for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("memory", "told"),
+    [
+        ("nope", "memory='nope' is unknown"),
+        ("chunked_loss", "no head found"),
+        ("offload", "there; choose 'checkpoint'"),
+    ],
+)
+def test_what_cannot_be_is_refused(memory, told):
+    with pytest.raises(InvalidInputError, match=told):
+        reported(memory=memory, device="cpu")
