@@ -132,3 +132,12 @@ def test_columns_all_count_where_nothing_tells_what_is_padding():
 
 def test_sample_is_named_by_its_place_in_the_loaders_order():
     assert by_length(padded(texts(3, 1700))).named(0) == "sample 1 of the window, 1,700 columns long"
+
+
+def test_lists_of_many_samples_name_each_tensor_once():
+    each = texts(*range(2, 66))
+
+    window = by_length(each[:32], each[32:], split=autoaccum.ListOfSamples(padded))
+
+    assert len(window.tensors()) == 64
+    assert window.costs() == sorted(range(2, 66), reverse=True)

@@ -287,9 +287,10 @@ class Window(Sequence[Any]):
             ) from error
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of every piece."""
+        """Every tensor of every piece, once."""
         if self._tensors is None:
-            self._tensors = [tensor for span in self._spans for tensor in span.piece.tensors()]
+            pieces = {id(span.piece): span.piece for span in self._spans}  # one may be there with each of its samples
+            self._tensors = [tensor for piece in pieces.values() for tensor in piece.tensors()]
         return self._tensors
 
 

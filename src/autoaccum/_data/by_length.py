@@ -48,7 +48,7 @@ class ByLength(Window):
     is_trimmed: bool
     _columns: tuple[int, ...]
     _is_left: bool
-    _column_bytes: float
+    _column_bytes: int
 
     @classmethod
     def of(cls, window: Window, lengths: Lengths | None = None) -> ByLength:
@@ -106,9 +106,10 @@ class ByLength(Window):
     ) -> None:
         self.lengths, self.indices, self._columns, self._is_left = lengths, indices, columns, is_left
         self.is_trimmed = True
-        tensors = sum(tensor.nbytes for tensor in self.tensors())
-        width = max(lengths, default=1) if columns else sum(lengths) / max(len(lengths), 1)
-        self._column_bytes = max(tensors / max(self.samples, 1) / max(width, 1), 1.0) // 1
+        (first, *others) = self._spans
+        # Of lists it is not known before they are collated; all that matters is that it is the same in every window.
+        tensors = 0 if others else sum(tensor.nbytes for tensor in first.piece.tensors())
+        self._column_bytes = max(tensors // self.samples // max(lengths), 1)
 
     def __repr__(self) -> str:
         return f"ByLength({self.samples} samples of {self.lengths[-1]} to {self.lengths[0]} columns)"
@@ -119,12 +120,12 @@ class ByLength(Window):
 
     def sample_bytes(self) -> list[int]:
         """Bytes of the longest sample."""
-        return [int(self._column_bytes * self.lengths[0])] if self.samples else []
+        return [self._column_bytes * self.lengths[0]] if self.samples else []
 
     @property
     def column_bytes(self) -> int:
         """Bytes of one column of a sample."""
-        return int(self._column_bytes)
+        return self._column_bytes
 
     def costs(self) -> list[float]:
         """Bytes that each sample adds to a micro-batch that it begins, the most first."""

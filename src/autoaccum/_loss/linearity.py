@@ -224,7 +224,8 @@ def _mixes_samples(attempt: Attempt, mode: Mode) -> bool:
     return not all(
         torch.allclose(together[: len(one)], alone, rtol=_OUTPUTS, atol=_OUTPUTS * float(alone.abs().max()))
         for together, alone in zip(whole.tensors(), part.tensors(), strict=True)
-        if alone.is_floating_point() and alone.numel()
+        # Those that are padded to another length cannot be compared.
+        if alone.is_floating_point() and alone.numel() and together.shape[1:] == alone.shape[1:]
     )
 
 
