@@ -4,8 +4,8 @@ The lengths are log-normal, as in common instruction data. Four loops make the s
 each, with at most so many tokens (with padding) on the device at once: one that pads each batch as it comes, one whose
 batches are drawn by Transformers' `group_by_length`, `order="length"` and `target_tokens`. They run in turn, one update
 each. Prints and writes the texts' tokens per second against the loop that pads as it comes, by the median of the turns
-with its quartiles, and how many tokens each computes for one of a text. The first eight updates, in which autoaccum asks
-four times what the loss runs over, are left out; it asks again after 15, 31, 63, ... updates.
+with its quartiles, and how many tokens each computes for one of a text. The first eight updates, in which autoaccum
+asks four times what the loss runs over, are left out; it asks again after 15, 31, 63, ... updates.
 
     python benchmarks/tokens.py [--updates 7] [--out benchmarks/results/tokens.json]
 """
