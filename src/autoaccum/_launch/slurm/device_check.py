@@ -44,7 +44,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
         return
     target = job.samples_of_target(batch)
     report = _report_of(job, batch, min(_SAMPLES, target))
-    takes_less = job.fallback is not None or job.memory == "auto"
+    takes_less = job.fallback is not None or job.memory in ("auto", ["auto"], ("auto",))
     if not report.fits and not takes_less:
         report = _report_of(job, batch, target)
     if report_file is not None:
