@@ -58,7 +58,7 @@ def test_user_is_told_once_what_was_tried(capsys):
     assert "nothing does not fit; checkpoint:2" in said
 
 
-@pytest.mark.parametrize("probe", ["inline", "before"])
+@pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.slow)])
 def test_next_run_begins_with_what_was_measured(tmp_path, monkeypatch, capsys, probe):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
     _, first = trained("3MiB", cache=True, probe=probe)
@@ -133,6 +133,7 @@ def test_error_where_no_rung_fits_names_what_is_in_force():
     assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
 
 
+@pytest.mark.slow
 def test_language_model_is_trained_as_without_up_to_rounding_and_tries_its_loss_in_chunks():
     config = transformers.LlamaConfig(
         vocab_size=2000, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
