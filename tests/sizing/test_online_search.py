@@ -182,3 +182,13 @@ def test_when_sizes_that_fitted_fail_because_memory_becomes_less_a_few_steps_lea
 
     assert tried[-1] == 1
     assert len(tried) < 10, tried
+
+
+def test_first_micro_batch_that_took_no_memory_to_be_seen_gives_no_line_without_a_slope():
+    search = OnlineSearch(16)
+
+    search.note(8, 0, is_first=True, is_whole=False, gradient_bytes=64)
+    for size, taken in ((2, 4096), (3, 8192)):
+        search.note(size, taken, is_first=False, is_whole=False, gradient_bytes=64)
+
+    assert search.line.bytes_per_sample > 0

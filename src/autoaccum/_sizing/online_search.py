@@ -98,7 +98,7 @@ class OnlineSearch:
         """The memory of a micro-batch in addition to what is in use; None if unknown or not rising with the size."""
         seen, first = {one.size: one.bytes for one in self._seen}, self._first
         line = through(seen)
-        if line is not None and first is not None and first.size > max(seen) and first.bytes < line.at(first.size):
+        if line is not None and first is not None and first.size > max(seen) and 0 < first.bytes < line.at(first.size):
             # Small sizes may include a kernel's first-time cost, if a large one with all its gradients took less.
             line = through(seen | {first.size: first.bytes}) or Line(0.0, first.bytes / first.size)
         return line or self._known
