@@ -36,9 +36,9 @@ $(VENV)/.for-demo: pyproject.toml
 	$(call install,$(VENV)) --editable '.[examples]'
 	touch $@
 
-$(VENV)/.for-development: pyproject.toml
+$(VENV)/.for-development: pyproject.toml constraints.txt
 	$(call new_environment,$(VENV),$(PYTHON))
-	$(call install,$(VENV)) --editable . --group dev
+	$(call install,$(VENV)) --editable . --group dev --constraint constraints.txt
 	touch $(VENV)/.for-demo $@
 
 .PHONY: demo
@@ -130,8 +130,14 @@ test-on-%:
 	if [ -z "$$found" ]; then echo "Python $* is not on this machine: not tested"; exit 0; fi; \
 	echo "Python $*: $$found"; \
 	$(call new_environment,.venv-$*,$$found); \
-	$(call install,.venv-$*) --editable . --group dev; \
+	$(call install,.venv-$*) --editable . --group dev --constraint constraints.txt; \
 	.venv-$*/bin/python -m pytest $(WORKERS)
+
+.PHONY: test-newest
+test-newest:  ## run the tests but the slow ones with the newest release of every package
+	$(call new_environment,.venv-newest,$(PYTHON))
+	$(call install,.venv-newest) --upgrade --editable . --group dev
+	.venv-newest/bin/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
 
 # The oldest PyTorch that pyproject.toml allows, with the torchvision that was made for it.
 OLDEST_TORCH := 'torch==2.8.0' 'torchvision==0.23.0'

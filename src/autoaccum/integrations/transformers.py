@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _TrainerType = TypeVar("_TrainerType", bound=type[Trainer])
 
 # The oldest and the newest version that the tests of this adapter ran with.
-_TRIED = {"transformers": ("4.57", "5.23"), "accelerate": ("1.10", "1.15")}
+_TRIED = {"transformers": ("4.57", "5.24"), "accelerate": ("1.10", "1.15")}
 _RANKS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # Optimizers that step in the backward pass.
 _STEP_EARLY = ("lomo", "adalomo")
