@@ -40,3 +40,31 @@ def train(rank, size, *, capacities, windows=60, memory="auto", **options):
         "cuts": [report.micro_batches for report in result.history],
         "is plain": all("forward" not in vars(module) for module in model.modules()),
     }
+
+
+def accumulate(rank, size, *, capacities, batches=52, **options):
+    """Train with an accumulator, each rank with its part of every batch; return what it found."""
+    model = Wide().double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    accumulator = autoaccum.Accumulator(
+        model,
+        loss=torch.nn.functional.cross_entropy,
+        device=autoaccum.Simulated(capacities[rank]),
+        cache=False,
+        **options,
+    )
+    losses = []
+    for inputs, targets in data(batches):
+        part = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        losses.append(accumulator.backward((inputs[part], targets[part])).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+        "losses": losses,
+        "memory": accumulator.memory,
+        "trials": accumulator.memory_trials,
+    }

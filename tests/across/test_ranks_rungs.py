@@ -41,3 +41,15 @@ def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
     assert [one["memory"] for one in second] == [one["memory"] for one in first]
     assert all(one["trials"] == () for one in second)
     assert len(second[0]["losses"]) == 8
+
+
+def test_accumulators_agree_and_have_the_gradients_of_one_process(crew):
+    (expected,) = crew.run("rank_rungs:accumulate", size=1, capacities=["1GiB"])
+
+    one, other = crew.run("rank_rungs:accumulate", size=2, capacities=["16MiB", "4MiB"], memory="auto")
+
+    assert one["memory"] == other["memory"] != ()
+    assert one["trials"] == other["trials"]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one["parameters"], other["parameters"], strict=True))
+    assert far(one["parameters"], expected["parameters"]) <= FAR
+    assert one["losses"] == pytest.approx(expected["losses"], rel=1e-9)

@@ -41,15 +41,16 @@ def test_single_failures_change_nothing_but_cuts(operators, share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_failures_that_last_take_the_next_rung_or_end_with_what_is_done(operators, share):
-    first, model = points(operators, 6)[share], Wide()
+    first, model, damaged = points(operators, 6)[share], Wide(), False
 
     with FailAt(*range(first, first + 60)) as faults:
         try:
             _, result = trained(CAPACITY, model=model, progress=False)
-        except autoaccum.DoesNotFitError as error:
-            result = error.result
+        except (autoaccum.DoesNotFitError, autoaccum.StateDamagedError) as error:
+            result, damaged = error.result, isinstance(error, autoaccum.StateDamagedError)
 
     assert faults.hits
     assert result.steps == len(result.history)
-    assert_same(model, replayed(result))
     assert is_plain(model)
+    if not damaged:  # the clock decides which operator the failures begin with, and it may be one that writes
+        assert_same(model, replayed(result))

@@ -74,6 +74,51 @@ def test_one_sample_fits_that_does_not_without(work):
     assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
 
 
+@pytest.mark.parametrize("work", [stepped, accumulated])
+def test_auto_saves_memory_once_not_one_sample_fits(work, capsys):
+    (model, reports), (expected, _) = work("auto", "2MiB", 1), work(None, "1GiB", 1)
+
+    assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
+    assert "not even one sample fits; from now on activation checkpointing of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("work", [stepped, accumulated])
+def test_auto_changes_nothing_where_batches_fit(work, capsys):
+    (model, _), (expected, _) = work("auto"), work(None)
+
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
+    assert "memory=" not in capsys.readouterr().err
+
+
+def test_error_where_nothing_helps_names_what_is_in_force():
+    for work in (stepped, accumulated):
+        with pytest.raises(autoaccum.DoesNotFitError) as caught:
+            work("auto", "800KiB", 1)
+        (note,) = caught.value.__notes__
+        assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
+
+
+def test_runner_says_what_saves_memory():
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autoaccum.Runner(
+        model,
+        optimizer,
+        autoaccum.plan(8, 8),
+        loss=nn.functional.cross_entropy,
+        device=Simulated("2MiB"),
+        memory="auto",
+    )
+    before = runner.memory
+
+    report = runner.step(data()[0])
+
+    assert (before, runner.memory) == ((), ("checkpoint",))
+    assert sum(report.micro_batches) == 8
+    assert runner.plan.target_batch == 8
+
+
 def test_error_in_a_step_leaves_the_model_as_it_was():
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,7 +148,6 @@ def a_runner(model, **options):
 @pytest.mark.parametrize(
     ("memory", "said"),
     [
-        ("auto", "only fit sees"),
         ("nope", "is unknown"),
         ("offload", "already are there"),
         ("chunked_loss", "no head found"),

@@ -373,12 +373,12 @@ def test_a_loss_in_chunks_is_advised_for_a_language_model_with_many_classes():
     config = transformers.LlamaConfig(
         vocab_size=8000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
     )
-    tokens = torch.zeros(2, 2048, dtype=torch.long)
+    tokens = torch.zeros(2, 1024, dtype=torch.long)
     report = autoaccum.preflight(
         transformers.LlamaForCausalLM(config),
         {"input_ids": tokens, "labels": tokens},
-        64,
-        device_memory="1GiB",
+        16,
+        device_memory="900MiB",
         measure=False,
         precision="fp32",
     )

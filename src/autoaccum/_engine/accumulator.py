@@ -30,7 +30,7 @@ from autoaccum._system import signals
 from autoaccum._system.environment import max_micro_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import BeforeUpdate, GradientPeers, Work
     from autoaccum._records import Plan
+    from autoaccum._sizing.cache import Remembered
+    from autoaccum._sizing.rung_choice import Rung
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")
@@ -132,8 +134,8 @@ class GradientAccumulator:
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        entry_of: Returns what the cache holds of batches like a window, and whether `.grad` is empty before them; None
-            for nothing.
+        entry_of: Returns what the cache holds of batches like a window, whether `.grad` is empty before them, and what
+            memory="auto" has chosen (None without it); None for nothing.
         looks_always: As for `WatchedGradients`.
     """
 
@@ -149,7 +151,7 @@ class GradientAccumulator:
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         noise: NoiseScale | None = None,
-        entry_of: Callable[[Window, bool], CacheEntry] | None = None,
+        entry_of: Callable[[Window, bool, Rung | None], CacheEntry] | None = None,
         looks_always: bool = True,
     ) -> None:
         self._step = step
@@ -166,6 +168,11 @@ class GradientAccumulator:
         self._moving = MovingLayers(step.objective.modules, notices)
         self._watched = WatchedGradients(step, looks_always=looks_always)
         self._lanes: dict[bool, _Lane] = {}
+        self._lanes_of: dict[Rung, dict[bool, _Lane]] = {}
+        self._rung: Rung | None = None
+        self._compares, self._keeps = False, True
+        self._found: dict[bool, Remembered | None] = {}
+        self._looked_up: CacheEntry | None = None
         self._has_told_of_hooks = False
 
     @property
@@ -190,9 +197,10 @@ class GradientAccumulator:
             self._norms.search()
             self._peers = self._make_peers()
             self._lanes.clear()
+            self._lanes_of.clear()
         self._watched.refuse_hooks()
         earlier = list(map(_GRADIENT, step.parameters))
-        lane = self._lane(window, is_empty=all(gradient is None for gradient in earlier))
+        lane = self._lane(window, is_empty=_are_none(earlier))
         noise = self._noise
         measures = noise is not None and noise.is_due(self._events.windows + 1) and lane.sizing.is_settled
         if measures and not step.keeps_outputs:
@@ -230,6 +238,55 @@ class GradientAccumulator:
             device_reported={name: DeviceScalar(value) for name, value in done.reduced.reported.items()},
             outputs=outputs,
         )
+
+    # --- memory="auto" ------------------------------------------------------------------------------------------------
+
+    def remembered(self, window: Window) -> Rung | None:
+        """Return what an earlier run has chosen for batches like this one; None if none has."""
+        found = self._entry_of(window, self.is_empty, None).found
+        return None if found is None else found.memory
+
+    def begin_rung(self, rung: Rung, *, compares: bool, is_chosen: bool) -> None:
+        """Search for sizes with what saves memory from now on, or take those that were found with it.
+
+        Args:
+            rung: What is in force, by names of `memory`.
+            compares: Whether it is compared with others: cuts are then not timed, nor kept for other runs.
+            is_chosen: Whether it stays, so that the next run can begin with it.
+        """
+        if self._rung is not None:
+            self._lanes_of[self._rung] = self._lanes
+        self._lanes, self._compares = self._lanes_of.pop(rung, {}), compares
+        self._rung, self._keeps = rung, is_chosen
+        if is_chosen:
+            self._found = {is_empty: lane.entry.found for is_empty, lane in self._lanes.items()}
+            self._lanes, self._lanes_of = {}, {}
+
+    def sizing(self, *, is_empty: bool) -> Sizing | None:
+        """Return what cuts batches for which `.grad` is empty before, or is not; None before the first of them."""
+        lane = self._lanes.get(is_empty)
+        return None if lane is None else lane.sizing
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no earlier gradients."""
+        return _are_none(map(_GRADIENT, self._step.parameters))
+
+    def look_up(self, window: Window) -> None:
+        """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's."""
+        lane = self._lanes.get(self.is_empty)
+        if self._keeps and (lane is None or _is_outgrown(lane.sizing, window)):
+            self._looked_up = self._entry_of(window, self.is_empty, self._rung)
+
+    def _entry(self, window: Window, *, is_empty: bool) -> CacheEntry:
+        if not self._keeps:
+            return CacheEntry(self._step.memory)
+        entry = self._looked_up or self._entry_of(window, is_empty, self._rung)
+        self._looked_up = None
+        entry.take(self._found.pop(is_empty, None))
+        return entry
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
 
     def _run(self, lane: _Lane, window: Window, earlier: Sequence[Tensor | None], *, measures_noise: bool) -> _Done:
         """Compute the window's gradient in the empty `.grad`, and its sums with earlier ones."""
@@ -300,7 +357,7 @@ class GradientAccumulator:
         if lane is not None and not _is_outgrown(lane.sizing, window):
             return lane
         self._lanes[is_empty] = lane = self._new_lane(
-            window, lane or self._lanes.get(not is_empty), self._entry_of(window, is_empty)
+            window, lane or self._lanes.get(not is_empty), self._entry(window, is_empty=is_empty)
         )
         return lane
 
@@ -311,12 +368,13 @@ class GradientAccumulator:
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
         # A multiple of the tile is worth it only where matrix units work in halves.
         multiple_of = TILE if is_auto and step.precision.name != "fp32" else 1
+        knows_fastest = entry.found is not None and entry.found.fastest
         wanted = SizingOptions(
             strategy=self._strategy,
             multiple_of=multiple_of,
             by_bytes=is_auto,
             learns=is_auto and self._scope != "window",
-            times_after=None if entry.found is not None and entry.found.fastest else _BATCHES_BEFORE_TIMING,
+            times_after=None if knows_fastest or self._compares else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **(entry.experience or _experience(known)),
         )
@@ -355,6 +413,10 @@ def _kept_in(before: Tensor | None, both: Tensor | None) -> Tensor | None:
     except Exception as error:  # noqa: BLE001 - others may be written already, and the sum itself is as good
         let_go(error)
         return both
+
+
+def _are_none(gradients: Iterable[Tensor | None]) -> bool:
+    return all(gradient is None for gradient in gradients)
 
 
 def _are_dense(*gradients: Tensor) -> bool:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FALLBACKS = ("checkpoint", "offload")
 # What `memory` takes.
 SAVINGS = (CHUNKED, *FALLBACKS)
-# Lets the clock choose among these (_training/rungs.py).
+# Lets the clock choose among these (_engine/rungs.py).
 AUTO = "auto"
 # No model has a number of blocks with as many digits.
 _MOST_DIGITS = 10

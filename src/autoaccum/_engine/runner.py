@@ -25,6 +25,7 @@ from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
+from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble, drop_old_gradients, largest_norm
 from autoaccum._engine.gradient_hooks import no_gradient, tell_of_hooks
 from autoaccum._engine.micro_batches import MicroBatches
@@ -35,17 +36,18 @@ from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
 from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.step_limit import StepLimit
-from autoaccum._engine.step_savings import StepSavings, check_named
+from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.untouched_gradients import UntouchedGradients
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
+from autoaccum._oom import let_go
 from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices, check_notices
-from autoaccum.errors import InvalidInputError, UpdateCompleteError
+from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -425,8 +427,9 @@ class Runner(WindowRunner):
         precision: As for `fit`.
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
-        memory: As for `fit`, by names. It is in force within `step` and `evaluate`; the model's forward passes
-            elsewhere are as they were.
+        memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
+            they were. "auto" compares nothing here, since the plan says how to cut: it saves memory once not even one
+            sample fits.
         clip_grad_norm: As for `fit`.
         track_grad_norm: As for `fit`.
         forward: As for `fit`.
@@ -479,7 +482,7 @@ class Runner(WindowRunner):
         notices = notices or Notices()
         backend = devices.resolve(device, model, notices)
         limit_bytes = parse_limit(memory_limit, backend)
-        savings = check_named(memory, backend)
+        savings, _ = check_memory(memory, None, backend, compiles=False)
         step = assemble(
             model,
             loss,
@@ -494,6 +497,8 @@ class Runner(WindowRunner):
         )
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = StepSavings(step.objective.modules, savings, backend, notices)
+        if self._savings.rungs is not None:
+            self._savings.rungs.begin(None, None, measures=False)
         events = Events([Outside(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if every is None else NoiseScale(every, notices)
@@ -546,6 +551,11 @@ class Runner(WindowRunner):
         self._sizing.set(plan)
 
     @property
+    def memory(self) -> tuple[str, ...]:
+        """What saves memory in the next window, by names of the argument `memory`."""
+        return self._savings.names
+
+    @property
     def noise_scale(self) -> float | None:
         """The gradient noise scale in samples; None as long as it has not been, or cannot be, measured."""
         return None if self._noise is None else self._noise.samples
@@ -571,6 +581,17 @@ class Runner(WindowRunner):
                 that says so.
         """
         part = as_window(window, self._step.objective.split)
+        while True:
+            try:
+                return self._stepped(part)
+            except DoesNotFitError as error:
+                if self.is_past_return or not self._savings.climb(error):
+                    raise
+                let_go(error)
+            self._step.memory.release()
+            self._sizing.set(self._sizing.set_plan)
+
+    def _stepped(self, part: Window) -> StepReport:
         if self._limit.enforces or self._savings.names:
             with self._limit.in_force(), self._savings.in_force():
                 report = super().step(part)

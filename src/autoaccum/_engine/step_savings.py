@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import shown
-from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory
+from autoaccum._engine.fallback import AUTO, Fallbacks
+from autoaccum._engine.rungs import Rungs
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
+    from autoaccum.errors import DoesNotFitError
 
 
-def check_named(memory: Sequence[str] | str | None, backend: MemoryBackend) -> tuple[str, ...]:
-    """Return the names from the argument `memory` of a loop of the user's own, in order.
-
-    Raises:
-        InvalidInputError: A name is unknown, has no effect here, or is "auto".
-    """
-    names, _ = check_memory(memory, None, backend, compiles=False)
-    if AUTO in names:
-        raise InvalidInputError(
-            f"memory={shown(memory)} compares windows of a whole training, which only fit sees; in a loop of your own, "
-            "pass a name, such as 'checkpoint' (FitResult.memory says which was fastest)"
-        )
-    return names
+def _of_one(what: str, own: Any) -> list[Any]:  # noqa: ARG001 - as several processes have it
+    return [own]
 
 
 class StepSavings:
@@ -38,33 +27,75 @@ class StepSavings:
 
     Args:
         modules: The modules of the step.
-        names: What saves memory, in order.
+        names: What saves memory, in order, or "auto".
         memory: The device.
         notices: Reports what is done.
+        of_all: As for `Rungs`.
+
+    Attributes:
+        rungs: What chooses with memory="auto"; None without it.
 
     Raises:
         InvalidInputError: One of them has no place in the model.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], names: Sequence[str], memory: MemoryBackend, notices: Notices
+        self,
+        modules: Sequence[nn.Module],
+        names: Sequence[str],
+        memory: MemoryBackend,
+        notices: Notices,
+        of_all: Callable[[str, Any], list[Any]] = _of_one,
     ) -> None:
-        self.names = tuple(names)
         self._modules = modules
         self._memory = memory
         self._notices = notices
+        self._named = () if AUTO in names else tuple(names)
+        self._has_climbed = False
+        self._ways: tuple[str, ...] = ()
+        self.rungs = Rungs(self._fallbacks().levels, of_all, notices) if AUTO in names else None
         with self.in_force():
             pass
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What saves memory in the next step."""
+        return self._named if self.rungs is None else self.rungs.rung
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Save memory in this block; the modules are then as before."""
-        if not self.names:
+        names = self.names
+        if not names:
             yield
             return
-        fallbacks = Fallbacks(self._modules, (), self._memory, self.names)
+        fallbacks = self._fallbacks()
         try:
-            fallbacks.begin(lambda text: self._notices.say(text, key=text))
+            fallbacks.begin(self._say)
+            if self.rungs is not None:
+                fallbacks.switch(names)
+                self._ways = tuple(fallbacks.ways)
+                self._tell_of_climbing()
             yield
         finally:
             fallbacks.end()
+
+    def climb(self, error: DoesNotFitError) -> bool:
+        """Save more from the next step on, since not one sample fits; return whether there is more."""
+        if self.rungs is None:
+            return False
+        self._has_climbed = self.rungs.climb()
+        if not self._has_climbed and self._ways:
+            error.add_note(f"autoaccum: in force already: {'; '.join(self._ways)}")
+        return self._has_climbed
+
+    def _fallbacks(self) -> Fallbacks:
+        return Fallbacks(self._modules, (), self._memory, self._named)
+
+    def _say(self, text: str) -> None:
+        self._notices.say(text, key=text)
+
+    def _tell_of_climbing(self) -> None:
+        if self._has_climbed:
+            self._has_climbed = False
+            self._notices.say(f"not even one sample fits; from now on {'; '.join(self._ways)} (memory='auto')")

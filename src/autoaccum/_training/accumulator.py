@@ -17,11 +17,13 @@ from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.events import Events
+from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble_without_optimizer
+from autoaccum._engine.measured_batches import MeasuredBatches
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.step_limit import StepLimit
-from autoaccum._engine.step_savings import StepSavings, check_named
+from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._memory.limits import parse_limit
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._records import BackwardReport, Plan
+    from autoaccum._records import BackwardReport, MemoryTrial, Plan
+    from autoaccum._sizing.rung_choice import Rung
 
 _KEEP = ("outputs",)
 
@@ -75,8 +78,7 @@ class Accumulator:
             `scale`.
         memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
             is created.
-        memory: As for `fit`, by names. It is in force within `backward`; the model's forward passes elsewhere are as
-            they were.
+        memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
         micro_batch: The most samples at once; "auto" finds it.
         strategy: As for `fit`.
         cache: As for `fit`. Batches that are added to earlier gradients have an entry of their own.
@@ -139,7 +141,7 @@ class Accumulator:
             model = model.module
         backend = devices.resolve(device, model, notices)
         limit_bytes = parse_limit(memory_limit, backend)
-        savings = check_named(memory, backend)
+        names, _ = check_memory(memory, None, backend, compiles=False)
         used = [] if closure is None else modules_used_by(closure)
         losses = loss if isinstance(loss, list | tuple) else [loss]
         functions = [one for one in (*losses, forward) if callable(one)]
@@ -158,11 +160,12 @@ class Accumulator:
         )
         self._ranks = _ranks(self._step, loss_scope, batchnorm, notices)
         self._limit = StepLimit(backend, limit_bytes)
-        self._savings = StepSavings(self._step.objective.modules, savings, backend, notices)
         ranks, step = self._ranks, self._step
+        of_all = {} if ranks is None else {"of_all": ranks.exchange}
+        self._savings = StepSavings(step.objective.modules, names, backend, notices, **of_all)
         self._noise = None if every is None else NoiseScale(every, notices)
         caches = cache and micro_batch == "auto" and loss_scope == "micro_batch"
-        self._accumulating = GradientAccumulator(
+        accumulating = GradientAccumulator(
             step,
             Events([Outside(callback, backend) for callback in callbacks], notices),
             notices,
@@ -172,8 +175,16 @@ class Accumulator:
             loss_scope=loss_scope,
             batchnorm=batchnorm,
             noise=self._noise,
-            entry_of=_entries(step, limit_bytes, savings, closure, notices) if caches else None,
+            entry_of=_entries(step, limit_bytes, names, closure, notices) if caches else None,
             looks_always=closure is not None or not all(map(_is_torchs, functions)),
+        )
+        self._accumulating = accumulating
+        self._batches = MeasuredBatches(
+            accumulating,
+            self._savings,
+            backend,
+            measures=micro_batch == "auto" and loss_scope == "micro_batch",
+            is_alone=ranks is None,
         )
         self._at_work = threading.Lock()
 
@@ -192,6 +203,16 @@ class Accumulator:
     def plan(self) -> Plan | None:
         """How batches are cut where `.grad` was empty before; None before the first batch."""
         return self._accumulating.plan
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """What saves memory in the next batch, by names of the argument `memory`."""
+        return self._savings.names
+
+    @property
+    def memory_trials(self) -> tuple[MemoryTrial, ...]:
+        """What memory="auto" has tried, in order; empty without it."""
+        return () if self._savings.rungs is None else self._savings.rungs.trials
 
     @property
     def noise_scale(self) -> float | None:
@@ -236,8 +257,8 @@ class Accumulator:
         step.keeps_outputs = keep is not None
         try:
             window = as_window(batch, step.objective.split)
-            with self._limit.in_force(), self._savings.in_force():
-                return self._accumulating.add(window)
+            with self._limit.in_force():
+                return self._batches.add(window)
         except BaseException as error:
             if self._ranks is not None and not isinstance(error, RankFailedError):
                 self._ranks.fail(error)  # the others wait for this one
@@ -252,12 +273,12 @@ def _entries(
     savings: Sequence[str],
     closure: Callable[[Any], Any] | None,
     notices: Notices,
-) -> Callable[[Window, bool], CacheEntry]:
-    """Return what finds the cache's entry for batches like a window, and whether `.grad` is empty before them."""
+) -> Callable[[Window, bool, Rung | None], CacheEntry]:
+    """Return what finds the cache's entry for batches, as `GradientAccumulator` takes it."""
     cache = PlanCache(notices)
     name = "" if closure is None else getattr(closure, "__qualname__", type(closure).__qualname__)
 
-    def entry(window: Window, is_empty: bool) -> CacheEntry:
+    def entry(window: Window, is_empty: bool, chosen: Rung | None) -> CacheEntry:
         try:
             sample = window.largest().cut(0, 1)
         except Exception as error:
@@ -276,7 +297,12 @@ def _entries(
             loss_scope="micro_batch",
             saves=savings,
         )
-        return CacheEntry(step.memory, cache, key)
+        known = CacheEntry(step.memory, cache, key)
+        if chosen is None:
+            return known
+        of_chosen = CacheEntry(step.memory, cache, key, chosen)
+        of_chosen.take(known.found if known.found is not None and known.found.memory == chosen else None)
+        return of_chosen
 
     return entry
 

@@ -14,6 +14,7 @@ from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.outside_limit import Outside
+from autoaccum._engine.rungs import Rungs
 from autoaccum._oom import first_line
 from autoaccum._records import FitResult, TimeSpent
 from autoaccum._snapshot import RandomState
@@ -23,7 +24,6 @@ from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
-from autoaccum._training.rungs import Rungs
 from autoaccum._training.stopping import Stoppable, StopRequest
 from autoaccum._training.validation import Validation
 
@@ -130,7 +130,7 @@ class Training:
             batchnorm=batchnorm,
             noise=noise,
             order=order,
-            rungs=Rungs(fallbacks, world, notices) if climbs else None,
+            rungs=Rungs(fallbacks.levels, world.of_all, notices) if climbs else None,
         )
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._engine.events import Events
+from autoaccum._engine.rungs import work_of
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._snapshot import RandomState
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
+    from autoaccum._engine.rungs import Rungs
     from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._records import MemoryEvent, MemoryTrial, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from autoaccum._training.longest_sample import Longest
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
-    from autoaccum._training.rungs import Rungs
 
 
 class _Noting(Callback):
@@ -208,6 +208,8 @@ class PlanLifecycle:
         if self._rungs is None:
             return False
         is_known = self._rungs.begin(known, self._progress.windows_ahead, measures=self._finding.measures)
+        if is_known:
+            self._fallbacks.switch(self._rungs.rung)
         if is_known or self._rungs.is_measuring:
             self._finding.begin_rung(self._rungs.rung, is_chosen=is_known)
         return is_known
@@ -296,7 +298,7 @@ class PlanLifecycle:
             The window's report; None if no process has any of its samples.
         """
         is_measuring = self._rungs is not None and self._rungs.is_measuring
-        was_trial, work = self.current.is_learning, _work_of(part) if is_measuring else 0
+        was_trial, work = self.current.is_learning, work_of(part) if is_measuring else 0
         started = time.perf_counter()
         try:
             report = self.current.step(part)
@@ -431,8 +433,3 @@ class PlanLifecycle:
         """Record a plan that takes effect with the next window, and return it."""
         self._noting.plans.append((self._progress.moment.windows + 1, plan))
         return plan
-
-
-def _work_of(window: Window) -> int:
-    """Return the bytes of a window's samples, or their number where they hold no tensors."""
-    return sum(map(operator.mul, window.groups(), window.sample_bytes())) or window.samples

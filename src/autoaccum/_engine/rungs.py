@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoaccum._records import MemoryTrial
 from autoaccum._sizing.rung_choice import RungChoice
 
 if TYPE_CHECKING:
-    from autoaccum._engine.fallback import Fallbacks
-    from autoaccum._records import StepReport
+    from collections.abc import Callable
+
+    from autoaccum._data.batches import Window
+    from autoaccum._records import BackwardReport, StepReport
     from autoaccum._sizing.rung_choice import Judged, Rung
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
-    from autoaccum._training.one_process import OneProcess
 
 # Trying all takes 20 to 40 windows. If fewer than this are to come, nothing is tried that is not needed.
 WINDOWS_WORTH_TRYING = 40
@@ -49,17 +51,19 @@ class Rungs:
     """What `memory="auto"` saves memory by, window by window.
 
     Args:
-        fallbacks: Put it in force.
-        world: The processes of this training.
+        levels: Returns what can save memory, from the cheapest on, by names of `memory`.
+        of_all: Returns the values of all processes of this training, given what is said and this process's own.
         notices: Reports choices made for the user.
 
     Attributes:
         is_measuring: Whether windows are being compared; the same on all ranks.
     """
 
-    def __init__(self, fallbacks: Fallbacks, world: OneProcess, notices: Notices) -> None:
-        self._fallbacks = fallbacks
-        self._world = world
+    def __init__(
+        self, levels: Callable[[], tuple[str, ...]], of_all: Callable[[str, Any], list[Any]], notices: Notices
+    ) -> None:
+        self._levels = levels
+        self._of_all = of_all
         self._notices = notices
         self._choice = RungChoice((), measures=False)
         self._failed: list[Rung] = []
@@ -91,16 +95,15 @@ class Rungs:
             windows_ahead: Number of windows still to come; None if unknown.
             measures: Whether windows can be compared.
         """
-        levels = self._fallbacks.levels()
+        levels = self._levels()
         measures = measures and (windows_ahead is None or windows_ahead >= WINDOWS_WORTH_TRYING)
-        said = self._world.of_all("what saves memory", (known, levels, measures))
+        said = self._of_all("what saves memory", (known, levels, measures))
         measures = all(one for *_, one in said)
         is_known = known is not None and all(one == said[0] for one in said) and set(known) <= set(levels)
         self._choice = RungChoice(levels, measures=measures and not is_known)
         self.is_measuring = not self._choice.is_settled
         if is_known and known is not None:
             self._choice.settle(known)
-            self._fallbacks.switch(known)
             if known:
                 self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured")
         return is_known
@@ -110,7 +113,9 @@ class Rungs:
         self._failed.append(self.rung)
         return self._choice.does_not_fit(self.rung)
 
-    def after_window(self, report: StepReport, cutting: Cutting, work: int, *, was_trial: bool, seconds: float) -> bool:
+    def after_window(
+        self, report: StepReport | BackwardReport, cutting: Cutting, work: int, *, was_trial: bool, seconds: float
+    ) -> bool:
         """Choose the rung of the next window with all ranks; return whether it changes or is now final.
 
         Args:
@@ -134,7 +139,7 @@ class Rungs:
             report.peak_bytes,
         )
         self._failed.clear()
-        self._judge([_Said(*one) for one in self._world.of_all("what saves memory", own)], len(own.failed))
+        self._judge([_Said(*one) for one in self._of_all("what saves memory", own)], len(own.failed))
         self.is_measuring = not self._choice.is_settled
         if not self.is_measuring and len(self._choice.judged) > 1:
             self._tell()
@@ -161,6 +166,11 @@ class Rungs:
     def _tell(self) -> None:
         tried = "; ".join(map(_told, self.trials))
         self._notices.say(f"memory='auto' takes {_written(self.rung)}; tried: {tried}")
+
+
+def work_of(window: Window) -> int:
+    """Return the bytes of a window's samples, or their number where they hold no tensors."""
+    return sum(map(operator.mul, window.groups(), window.sample_bytes())) or window.samples
 
 
 def _trial(rung: Rung, judged: Judged) -> MemoryTrial:

@@ -1,5 +1,8 @@
 """memory="auto": what saves memory is tried in windows that train, chosen by the clock, kept and remembered."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 import transformers
@@ -9,9 +12,16 @@ from rung_training import STEPS, assert_same, data, is_plain, replayed, trained
 
 
 @pytest.fixture(scope="module")
-def tried():
+def said():
+    """What the training of the next fixture has printed."""
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def tried(said):
     """A training in which not one sample fits with nothing saved; it trains in pieces with the rungs above."""
-    return trained("3MiB", progress=False)
+    with contextlib.redirect_stderr(said):
+        return trained("3MiB")
 
 
 def test_windows_that_tried_something_are_updates_bit_for_bit(tried):
@@ -50,12 +60,12 @@ def test_where_windows_are_few_only_what_is_needed_is_taken(capsys):
     assert "not even one sample fits; from now on activation checkpointing of 2 of 4" in capsys.readouterr().err
 
 
-def test_user_is_told_once_what_was_tried(capsys):
-    trained("3MiB")
+@pytest.mark.usefixtures("tried")
+def test_user_is_told_once_what_was_tried(said):
+    (line,) = [line for line in said.getvalue().splitlines() if "tried:" in line]
 
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "tried:" in line]
-    assert "memory='auto' takes checkpoint" in said
-    assert "nothing does not fit; checkpoint:2" in said
+    assert "memory='auto' takes checkpoint" in line
+    assert "nothing does not fit; checkpoint:2" in line
 
 
 @pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.slow)])
@@ -64,7 +74,7 @@ def test_next_run_begins_with_what_was_measured(tmp_path, monkeypatch, capsys, p
     _, first = trained("3MiB", cache=True, probe=probe)
     said = capsys.readouterr().err
 
-    model, second = trained("3MiB", cache=True, probe=probe)
+    model, second = trained("3MiB", cache=True, probe=probe, max_steps=4)
 
     assert "as an earlier run has measured" not in said
     assert "as an earlier run has measured" in capsys.readouterr().err
@@ -73,6 +83,7 @@ def test_next_run_begins_with_what_was_measured(tmp_path, monkeypatch, capsys, p
     assert is_plain(model)
 
 
+@pytest.mark.slow
 def test_what_auto_has_found_is_not_taken_for_a_run_that_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
     trained("8MiB", cache=True)
@@ -107,6 +118,7 @@ def test_resumed_run_keeps_what_was_chosen_and_ends_bit_for_bit_as_undisturbed(t
     assert_same(model, replayed(before, result))
 
 
+@pytest.mark.slow
 def test_run_that_is_resumed_while_it_measures_begins_to_measure_again(tmp_path):
     options = {"checkpoint": tmp_path, "progress": False, "loader": data(2 * STEPS)}
     with pytest.raises(KeyboardInterrupt) as caught:
