@@ -110,6 +110,17 @@ types: $(VENV)/.for-development  ## check types
 docs: $(VENV)/.for-development  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict --quiet
 
+.PHONY: docs-pictures
+docs-pictures: $(VENV)/.for-development  ## run the tutorial, and draw what the documentation shows (some 2 minutes)
+	$(BIN)/python scripts/docs_pictures
+
+# Committed to the branch gh-pages of this checkout; publishing it is `git push origin gh-pages`, by a person.
+.PHONY: docs-version
+docs-version: $(VENV)/.for-development  ## put the documentation of this version onto the local branch gh-pages
+	$(BIN)/mike deploy --update-aliases \
+		"$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])')" latest
+	$(BIN)/mike set-default latest
+
 # Outside the checkout, so that nothing but what is in the wheel can be imported.
 .PHONY: wheel-check
 wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty environment

@@ -1,24 +1,26 @@
-"""The README's picture is what its script draws, and its script draws what `fit` does."""
+"""The picture of a window shows what `fit` does."""
 
-import subprocess
+import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import autoaccum
+from folders import ROOT
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "draw_window.py"
+SCRIPTS = ROOT / "scripts" / "docs_pictures"
 
 
 @pytest.fixture
-def script():
-    names = {"__name__": "draw_window", "__file__": str(SCRIPT)}
-    source = SCRIPT.read_text().replace("from __future__ import annotations\n", "")
-    exec(compile(source, str(SCRIPT), "exec", dont_inherit=True), names)  # noqa: S102 - our own
-    return names
+def picture(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for name in ("svg", "window"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = importlib.import_module("window")
+    yield found
+    for name in ("svg", "window"):
+        sys.modules.pop(name, None)
 
 
 class FailsOnce(torch.autograd.Function):
@@ -39,17 +41,11 @@ class FailsOnce(torch.autograd.Function):
         return gradient, None
 
 
-def test_committed_picture_is_what_the_script_draws():
-    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
-
-
-def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_backward_pass(script):
+def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_backward_pass(picture):
     FailsOnce.passes.clear()
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    size, failed, own = script["SAMPLES"], script["FAILED"], model.weight
+    size, failed, own = picture.SAMPLES, picture.FAILED, model.weight
 
     def forward(model, batch):  # of a copy gradients are compared
         outputs = model(batch[0])
@@ -60,12 +56,12 @@ def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_back
         [(torch.randn(size, 4), torch.randn(size, 1))],
         target_batch=size,
         forward=forward,
-        micro_batch=max(script["CUT"]),
+        micro_batch=max(picture.CUT),
         strategy="greedy",
         device="cpu",
         progress=False,
     )
 
-    assert FailsOnce.passes == [*script["CUT"][: failed + 1], *script["CUT_AGAIN"]]
-    assert result.plans[0][1].micro_batches == script["CUT"]
-    assert result.history[0].micro_batches == script["CUT_AGAIN"]
+    assert FailsOnce.passes == [*picture.CUT[: failed + 1], *picture.CUT_AGAIN]
+    assert result.plans[0][1].micro_batches == picture.CUT
+    assert result.history[0].micro_batches == picture.CUT_AGAIN

@@ -1,0 +1,79 @@
+"""Makes the pictures, the outputs and the notebook that the documentation shows.
+
+python scripts/docs_pictures            # run the tutorial, measure, and draw all (two minutes)
+python scripts/docs_pictures --draw     # draw from what was measured before
+python scripts/docs_pictures --check    # write nothing; exit with 1 if a drawing is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+
+import backward
+import charts
+import notebook
+import ranks
+import window
+from tutorial import IMAGES, OUTPUT, ROOT
+
+
+def drawings() -> dict[str, str]:
+    """Return each picture by its path from the repository's root."""
+    measured = json.loads((OUTPUT / "tutorial.json").read_text(encoding="utf-8"))
+    traced = json.loads((OUTPUT / "timeline.json").read_text(encoding="utf-8"))
+    images = IMAGES.relative_to(ROOT)
+    return {
+        "docs/window.svg": window.picture(),
+        f"{images}/backward.svg": backward.picture(),
+        f"{images}/ranks.svg": ranks.picture(),
+        f"{images}/memory-by-size.svg": charts.memory_by_size(measured["report"], 256),
+        f"{images}/losses.svg": charts.losses(measured["undisturbed"], measured["attempts"]),
+        f"{images}/timeline.svg": charts.timeline(traced),
+    }
+
+
+def same(first: str, second: str) -> bool:
+    """Return whether two pictures show the same: places differ in fractions of a pixel with a machine's fonts."""
+    words, numbers = r">([^<>]+)<", r"-?\d+\.?\d*"
+    told = [[re.sub(numbers, "", text) for text in re.findall(words, svg)] for svg in (first, second)]
+    shape = [len(re.findall(r"<(?:path|rect|text|line)\b", svg)) for svg in (first, second)]
+    return told[0] == told[1] and shape[0] == shape[1]
+
+
+def main() -> int:
+    """Make the files, or say which are out of date; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--draw", action="store_true", help="draw from what was measured before")
+    only.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a drawing is out of date")
+    asked = parser.parse_args()
+    if not (asked.draw or asked.check):
+        import howto  # noqa: PLC0415 - as the next two, only to run
+        import timeline  # noqa: PLC0415
+        import tutorial  # noqa: PLC0415
+
+        tutorial.run()
+        timeline.run()
+        howto.run()
+    old = []
+    for name, svg in drawings().items():
+        file = ROOT / name
+        if not asked.check:
+            file.write_text(svg, encoding="utf-8")
+        elif not file.is_file() or not same(file.read_text(encoding="utf-8"), svg):
+            old.append(name)
+    # It holds the pictures, so it comes after them.
+    if not asked.check:
+        notebook.FILE.write_text(notebook.notebook(), encoding="utf-8")
+    elif not notebook.FILE.is_file() or notebook.FILE.read_text(encoding="utf-8") != notebook.notebook():
+        old.append(str(notebook.FILE.relative_to(ROOT)))
+    for name in old:
+        print(f"{name} is out of date; run make docs-pictures", file=sys.stderr)
+    return 1 if old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

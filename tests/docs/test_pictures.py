@@ -1,0 +1,68 @@
+"""The pictures are what their scripts draw from what is kept, light and dark, and say in words what they show."""
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from folders import ROOT
+
+SCRIPTS = ROOT / "scripts" / "docs_pictures"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DRAWN = [ROOT / "docs" / "window.svg"]
+DRAWN += [
+    ROOT / "docs" / "images" / f"{name}.svg" for name in ("backward", "ranks", "memory-by-size", "losses", "timeline")
+]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def contrast(first, second):
+    """The ratio of WCAG 2 for two colours."""
+
+    def light(colour):
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    brighter, darker = sorted((light(first), light(second)), reverse=True)
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+def test_committed_pictures_and_notebook_are_what_the_scripts_make():
+    done = subprocess.run([sys.executable, str(SCRIPTS), "--check"], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("picture", DRAWN, ids=lambda path: path.stem)
+def test_picture_says_what_it_shows_and_is_dark_for_those_who_want_it(picture):
+    root = ET.parse(picture).getroot()  # noqa: S314 - our own
+
+    assert root.findtext(f"{SVG}title")
+    assert len(root.findtext(f"{SVG}desc")) > 100
+    assert "prefers-color-scheme: dark" in root.findtext(f"{SVG}style")
+
+
+@pytest.mark.parametrize("picture", DRAWN, ids=lambda path: path.stem)
+def test_picture_fetches_nothing(picture):
+    assert re.findall(r"(?:href|src)=|url\((?!#)|@import|<script", picture.read_text()) == []
+
+
+@pytest.mark.parametrize("scheme", ["LIGHT", "DARK"])
+def test_words_stand_out_from_their_ground(scheme):
+    names = {}
+    exec(compile((SCRIPTS / "svg.py").read_text(), "svg.py", "exec"), names)  # noqa: S102 - our own
+    colours = names[scheme]
+
+    for words in ("text", "quiet", "red", "green", "blue"):
+        assert contrast(colours[words], colours["ground"]) >= 4.5, words
+    for ground in ("data", "red", "green", "blue"):
+        assert contrast(colours["on"], colours[ground]) >= 4.5, ground
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_picture_of_a_page_has_a_text_in_its_place(page):
+    for text, _ in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
+        assert len(text.split()) > 5
