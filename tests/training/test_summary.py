@@ -84,7 +84,7 @@ def test_shares_that_show_are_told():
     [
         ({"data_s": 20.0}, "the loader is waited for"),
         ({"recomputation_s": 5.0}, "begin with micro_batch=34"),
-        ({"search_s": 20.0}, "with cache=True the next call"),
+        ({"search_s": 20.0}, "the next call of this job begins with its result"),
         ({"evaluation_s": 50.0}, "evaluate less often"),
         ({"checkpoint_s": 20.0}, "write fewer (checkpoint_minutes=)"),
     ],
@@ -102,6 +102,11 @@ def test_memory_that_stayed_free_is_named_where_windows_are_cut():
     assert told.startswith("600.0 MiB of memory stayed free: larger micro-batches than 34 fit")
     assert list(advice_on(whole, 400 * MIB, 1000 * MIB)) == []
     assert list(advice_on(RESULT, 900 * MIB, 1000 * MIB)) == []
+
+
+def test_nothing_larger_is_advised_where_sizes_were_searched_for():
+    assert list(advice_on(spent(search_s=5.0), 400 * MIB, 1000 * MIB)) == []
+    assert list(advice_on(dataclasses.replace(RESULT, resumed_from=3), 400 * MIB, 1000 * MIB)) == []
 
 
 def test_short_or_fine_call_gets_no_advice():

@@ -25,10 +25,14 @@ class Headroom:
 
     Attributes:
         peak_bytes: The highest use among windows that were measured with the current plan; None before.
+
+    Memory of the same process that is no part of a window, such as a callback's, counts in peaks. What windows need is
+    therefore taken from the windows since the last time that a larger size was found to have no room.
     """
 
     def __init__(self, memory: MemoryBackend) -> None:
         self.peak_bytes: int | None = None
+        self._recent: int | None = None
         self._memory = memory
         self._plan: Plan | None = None
         self._looked_at = -math.inf
@@ -40,9 +44,8 @@ class Headroom:
         if plan is self._plan:
             return
         self._plan = plan
-        self._memory.reset_peak()
         self.peak_bytes = None
-        self._looked_at = -math.inf
+        self._renew()
 
     def is_thrashing(self, *, reads_peak: bool) -> bool:
         """Take a reading after a window, if one is due; return whether the allocator is thrashing.
@@ -55,14 +58,28 @@ class Headroom:
             return False
         self._looked_at = now
         if reads_peak:
-            self.peak_bytes = self._memory.peak_bytes()
+            self._recent = self._memory.peak_bytes()
+            if self._recent is not None:
+                self.peak_bytes = max(self.peak_bytes or 0, self._recent)
         return self._keeps_retrying()
 
     def is_free(self, extra_bytes: int) -> bool:
-        """Whether a window could use this much more than earlier ones with this plan."""
+        """Whether a window could use this much more than earlier ones with this plan.
+
+        If not, what windows use is measured anew.
+        """
         reading = self._memory.reading()
-        needed = 0 if self.peak_bytes is None else max(0, self.peak_bytes - reading.used_bytes)
-        return reading.free_bytes >= needed + extra_bytes
+        needed = 0 if self._recent is None else max(0, self._recent - reading.used_bytes)
+        is_free = reading.free_bytes >= needed + extra_bytes
+        if not is_free:
+            self._renew()
+        return is_free
+
+    def _renew(self) -> None:
+        """Measure the peak from now on."""
+        self._memory.reset_peak()
+        self._recent = None
+        self._looked_at = -math.inf
 
     def _keeps_retrying(self) -> bool:
         retries = self._memory.alloc_retries()

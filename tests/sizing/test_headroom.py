@@ -1,0 +1,91 @@
+"""Whether larger micro-batches have room is judged by what windows need, not by what the process held for a while."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum import Simulated
+from autoaccum._records import MemoryReading
+from autoaccum._sizing import headroom
+from autoaccum._sizing.headroom import Headroom
+
+
+class Counted(Simulated):
+    """A device whose counters are set by the test."""
+
+    def __init__(self):
+        super().__init__(100)
+        self.held, self.highest = 10, 10
+
+    def reading(self):
+        return MemoryReading(total_bytes=100, free_bytes=100 - self.held, used_bytes=self.held)
+
+    def peak_bytes(self):
+        return self.highest
+
+    def reset_peak(self):
+        self.highest = self.held
+
+    def window(self, needs):
+        self.highest = max(self.highest, self.held + needs)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(headroom, "_LOOK_INTERVAL_S", 0.0)
+    return Counted()
+
+
+def test_memory_that_was_held_for_a_while_does_not_count_for_ever(device):
+    room = Headroom(device)
+    room.follow(autoaccum.plan(8, 4))
+    device.held = 60
+    device.window(30)
+    room.is_thrashing(reads_peak=True)
+    device.held = 10
+
+    assert not room.is_free(20)  # windows seem to need 80, of which 70 are not in use now
+    device.window(30)
+    room.is_thrashing(reads_peak=True)
+
+    assert room.is_free(20)
+    assert room.peak_bytes == 90
+
+
+def test_what_windows_need_counts_also_after_a_refusal(device):
+    room = Headroom(device)
+    room.follow(autoaccum.plan(8, 4))
+    for _ in range(3):
+        device.window(60)
+        room.is_thrashing(reads_peak=True)
+
+        assert not room.is_free(40)
+
+
+@pytest.mark.slow
+def test_sizes_grow_back_after_the_process_has_released_what_it_held():
+    class Neighbour(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            self.held = torch.zeros(48 * 2**18) if 5 <= report.step < 10 else None
+
+    torch.manual_seed(0)
+    body = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten()
+    model = nn.Sequential(*body, nn.Linear(1024, 10))
+    loader = [(torch.randn(128, 1, 64, 64), torch.randint(10, (128,)))]
+
+    result = autoaccum.fit(
+        model,
+        loader,
+        128,
+        epochs=90,
+        device="cpu",
+        memory_limit="96MiB",
+        strategy="balanced",
+        callbacks=[Neighbour()],
+        cache=False,
+        progress=False,
+    )
+
+    sizes = [max(report.micro_batches) for report in result.history]
+    assert sizes[8] < sizes[4] == sizes[-1]
