@@ -1,7 +1,8 @@
 """Measures what computing a loss in chunks of tokens costs, by the tokens of a chunk.
 
-A head and its cross entropy run forward and backward, whole and in chunks, in turn. Prints and writes the
-median ratio of their times to that of the whole, with its quartiles.
+A head and its cross entropy run forward and backward, whole, in chunks, and by PyTorch's own `linear_cross_entropy`
+(from 2.15 on, with its own choice of chunks), in turn. Prints and writes the median ratio of their times to that of the
+whole, with its quartiles.
 
     python benchmarks/chunked_loss.py [--rounds 7] [--out benchmarks/results/chunked_loss.json]
 """
@@ -26,14 +27,26 @@ from autoaccum._engine.replaced_forward import forward_replaced
 
 CHUNKS = (64, 256, 512, 1024, 2048)
 TOKENS = 4096
+OF_TORCH = "torch's own"
 # Classes and width.
 HEADS = ((8_000, 256), (32_000, 256))
 
 
-def seconds(head, hidden, classes, wait):
+def in_two(head, hidden, classes):
+    """Return the loss as models write it."""
+    return functional.cross_entropy(head(hidden), classes)
+
+
+def of_torch(head, hidden, classes):
+    """Return the loss that PyTorch computes in chunks, with the gradients already in the forward pass."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    return functional.linear_cross_entropy(hidden, head.weight, classes, options=options)
+
+
+def seconds(head, hidden, classes, wait, loss=in_two):
     """Return the seconds of one forward and backward pass."""
     started = time.perf_counter()
-    functional.cross_entropy(head(hidden), classes).backward()
+    loss(head, hidden, classes).backward()
     wait()
     head.zero_grad()
     hidden.grad = None
@@ -48,13 +61,16 @@ def measure(classes, width, rounds, device):
     hidden = torch.randn(TOKENS, width, device=device, requires_grad=True)
     targets = torch.randint(classes, (TOKENS,), device=device)
     ratios = {size: [] for size in CHUNKS}
+    own = {OF_TORCH: []} if hasattr(functional, "linear_cross_entropy") else {}
     seconds(head, hidden, targets, wait)  # warms up
     for _ in range(rounds):
         whole = seconds(head, hidden, targets, wait)
         for size, found in ratios.items():
             with forward_replaced(head, functools.partial(logits_of, print, size, head)):
                 found.append(seconds(head, hidden, targets, wait) / whole)
-    return ratios
+        for found in own.values():
+            found.append(seconds(head, hidden, targets, wait, of_torch) / whole)
+    return ratios | own
 
 
 def main():
@@ -64,11 +80,12 @@ def main():
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     device = torch.device(options.device)
-    print("| head | " + " | ".join(f"{size} tokens" for size in CHUNKS) + " |")
-    print("|---|" + "---|" * len(CHUNKS))
     results = {}
     for classes, width in HEADS:
         ratios = measure(classes, width, options.rounds, device)
+        if not results:
+            print("| head | " + " | ".join(map(str, ratios)) + " |")
+            print("|---|" + "---|" * len(ratios))
         name = f"{classes:,} classes, width {width}"
         results[name] = {
             size: {"median": statistics.median(found), "quartiles": statistics.quantiles(found, n=4)[::2]}

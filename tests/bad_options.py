@@ -46,6 +46,7 @@ BAD = {
         "display": ["much", "50%", "-1MiB"],
         "ranks": COUNTS[:4],
         "memory_limit": LIMITS,
+        "memory": ["nope", "", "chunked_loss:", "chunked_loss:no_layer", "checkpoint:0", "auto:2"],
         "device": ["gpu", "cuda:99"],
         "precision": ["fp8"],
         "strategy": ["best"],

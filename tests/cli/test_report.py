@@ -565,3 +565,9 @@ def test_a_report_is_of_steps_that_save_memory_as_the_job_does(invoke, recipe, g
     invoke(f"{recipe}:saving")
 
     assert given["memory"] == "chunked_loss:0"
+
+
+def test_what_saves_memory_can_be_given_as_options(invoke, recipe, given):
+    invoke(f"{recipe}:saving", "--memory", "chunked_loss:2", "--memory", "checkpoint")
+
+    assert list(given["memory"]) == ["chunked_loss:2", "checkpoint"]

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.checkpointing import checkpointed, count_blocks, repeated_blocks
+from autoaccum._engine.checkpointing import all_blocks, checkpointed, repeated_blocks
 from fallback_models import Stack, a_step
 from helpers import CPU
 
@@ -82,13 +82,13 @@ def test_transformers_models_checkpoint_themselves_and_no_more_afterwards():
 def test_first_blocks_alone_are_checkpointed_and_gradients_stay_bitwise():
     plain, changed = Stack(), Stack()
 
-    with checkpointed([changed], CPU, 2) as said:
+    with checkpointed([changed], CPU, "2") as said:
         assert said == "2 of 6 Block blocks"
         assert ["forward" in vars(block) for block in changed.blocks] == [True, True, False, False, False, False]
         for expected, found in zip(a_step(plain), a_step(changed), strict=True):
             assert torch.equal(expected, found)
     assert not any("forward" in vars(block) for block in changed.blocks)
-    assert count_blocks([changed]) == 6
+    assert len(all_blocks([changed])) == 6
 
 
 def test_first_blocks_of_transformers_models_checkpoint_themselves_and_no_more_afterwards():
@@ -106,13 +106,13 @@ def test_first_blocks_of_transformers_models_checkpoint_themselves_and_no_more_a
     model.config.use_cache = False  # a cache moves keys and values, which rounds otherwise
     expected = gradients()
     model.config.use_cache = True
-    with checkpointed([model], CPU, 3) as said:
+    with checkpointed([model], CPU, "3") as said:
         assert said == "3 of 4 blocks of GPT2LMHeadModel by its own"
         assert [layer.gradient_checkpointing for layer in model.transformer.h] == [True, True, True, False]
         found = gradients()
 
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-    assert count_blocks([model]) == 4
+    assert len(all_blocks([model])) == 4
     assert not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     assert model.config.use_cache
 
@@ -120,5 +120,5 @@ def test_first_blocks_of_transformers_models_checkpoint_themselves_and_no_more_a
 def test_more_blocks_than_there_are_is_all_of_them():
     model = Stack()
 
-    with checkpointed([model], CPU, 100) as said:
+    with checkpointed([model], CPU, "100") as said:
         assert said == "6 Block blocks"

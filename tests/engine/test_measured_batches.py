@@ -63,7 +63,7 @@ def test_all_that_was_tried_is_recorded_and_the_fastest_is_in_force(tried):
 
     first, *others = accumulator.memory_trials
     assert (first.memory, first.micro_batch, first.seconds) == ((), None, None)
-    assert [trial.memory for trial in others[:2]] == [("checkpoint:2",), ("checkpoint",)]
+    assert [trial.memory for trial in others[:3]] == [("checkpoint:1",), ("checkpoint:2",), ("checkpoint:3",)]
     timed = {trial.memory: trial.seconds for trial in others if trial.seconds is not None}
     assert timed[accumulator.memory] <= min(timed.values()) * 1.02
 
@@ -106,7 +106,7 @@ def test_fixed_size_is_not_compared_and_saves_memory_only_where_it_has_to():
     _, scarce, _ = accumulated("2MiB", micro_batch=2, batches=3)
 
     assert (plenty.memory, plenty.memory_trials) == ((), ())
-    assert scarce.memory == ("checkpoint",)
+    assert scarce.memory == ("checkpoint:3",)
 
 
 class _Interrupting:

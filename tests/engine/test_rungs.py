@@ -38,7 +38,12 @@ def test_all_that_was_tried_is_recorded_and_the_fastest_is_in_force(tried):
 
     first, *others = result.memory_trials
     assert (first.memory, first.micro_batch, first.seconds) == ((), None, None)
-    assert [trial.memory for trial in others[:2]] == [("checkpoint:2",), ("checkpoint",)]
+    assert [trial.memory for trial in others[:4]] == [
+        ("checkpoint:1",),
+        ("checkpoint:2",),
+        ("checkpoint:3",),
+        ("checkpoint",),
+    ]
     timed = {trial.memory: trial.seconds for trial in others if trial.seconds is not None}
     assert timed[result.memory] <= min(timed.values()) * 1.02
     assert all(trial.peak_bytes > 0 for trial in others if trial.seconds is not None)
@@ -57,7 +62,7 @@ def test_where_windows_are_few_only_what_is_needed_is_taken(capsys):
     _, scarce = trained("3MiB", max_steps=10)
 
     assert plenty.memory == () != scarce.memory
-    assert "not even one sample fits; from now on activation checkpointing of 2 of 4" in capsys.readouterr().err
+    assert "not even one sample fits; from now on activation checkpointing of 1 of 4" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tried")
@@ -65,7 +70,7 @@ def test_user_is_told_once_what_was_tried(said):
     (line,) = [line for line in said.getvalue().splitlines() if "tried:" in line]
 
     assert "memory='auto' takes checkpoint" in line
-    assert "nothing does not fit; checkpoint:2" in line
+    assert "nothing does not fit; checkpoint:1 does not fit; checkpoint:2" in line
 
 
 @pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.slow)])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum._engine.block_names import numbers_in
 from autoaccum._engine.replaced_forward import forward_replaced
 from autoaccum._snapshot import RandomState
 from autoaccum._system.exceptions import contextmanager
@@ -32,49 +33,58 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @contextmanager
-def checkpointed(modules: Sequence[nn.Module], device: torch.device, first: int | None = None) -> Iterator[str]:
+def checkpointed(modules: Sequence[nn.Module], device: torch.device, which: str | None = None) -> Iterator[str]:
     """Keep only the inputs of repeated blocks, and recompute the rest in the backward pass.
 
     Args:
         modules: The modules of the step.
         device: Their device.
-        first: How many blocks, the first ones of the model; None for all.
+        which: Names the blocks (`block_names.py`); None for all.
 
     Yields:
         What is checkpointed, such as "33 Bottleneck blocks"; empty if no block repeats.
     """
+    layers = [(part, _layers_of_their_own(part)) for part in with_their_own(modules)]
+    blocks = _plain_blocks(modules)
+    count = sum(len(some) for _, some in layers) + len(blocks)
+    taken = range(count) if which is None else numbers_in(which, count)
+    first, said = 0, []
     with ExitStack() as changed:
-        own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
-        said, left = [], first
-        for part in own:
-            layers = _layers_of_their_own(part)
-            count = len(layers) if left is None else min(left, len(layers))
-            if left is None or not layers:
+        for part, some in layers:
+            left_out = [layer for number, layer in enumerate(some, start=first) if number not in taken]
+            first += len(some)
+            if which is None or not some:
                 said.append(f"{type(part).__name__} by its own")
-            elif count:
-                said.append(f"{count} of {len(layers)} blocks of {type(part).__name__} by its own")
-            if left is None or not layers or count:
-                changed.enter_context(_own_checkpointing(part, layers[count:]))
-            left = None if left is None else left - count
-        blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
-        taken = blocks if left is None else blocks[:left]
-        for block in taken:
+            elif len(left_out) < len(some):
+                said.append(f"{len(some) - len(left_out)} of {len(some)} blocks of {type(part).__name__} by its own")
+            if not some or len(left_out) < len(some):
+                changed.enter_context(_own_checkpointing(part, left_out))
+        chosen = [block for number, block in enumerate(blocks, start=first) if number in taken]
+        for block in chosen:
             changed.enter_context(forward_replaced(block, functools.partial(_checkpointed, _Before(block, device))))
-        whole = "" if len(taken) == len(blocks) else f" of {len(blocks)}"
-        said += [f"{count}{whole} {name} blocks" for name, count in Counter(map(_class_of, taken)).items()]
+        whole = "" if len(chosen) == len(blocks) else f" of {len(blocks)}"
+        said += [f"{number}{whole} {name} blocks" for name, number in Counter(map(_class_of, chosen)).items()]
         yield " and ".join(said)
 
 
-def count_blocks(modules: Sequence[nn.Module]) -> int:
-    """Return how many blocks can be checkpointed each by itself."""
-    own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
-    blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
-    return sum(len(_layers_of_their_own(part)) for part in own) + len(blocks)
+def all_blocks(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that can be checkpointed each by itself, as they are numbered."""
+    return [layer for part in with_their_own(modules) for layer in _layers_of_their_own(part)] + _plain_blocks(modules)
+
+
+def with_their_own(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the outermost parts of several modules that can checkpoint themselves."""
+    return [part for module in modules for part in with_checkpointing_of_their_own(module)]
+
+
+def _plain_blocks(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    own = with_their_own(modules)
+    return [block for module in modules for block in repeated_blocks(module, leave_out=own)]
 
 
 def is_checkpointed_already(modules: Sequence[nn.Module]) -> bool:
     """Whether the user has turned on the checkpointing that a model brings."""
-    own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
+    own = with_their_own(modules)
     return any(getattr(part, "gradient_checkpointing", False) for model in own for part in model.modules())
 
 
@@ -142,20 +152,31 @@ def _own_checkpointing(model: Any, left_out: Sequence[Any]) -> Iterator[None]:
         return
     # Transformers 5 renamed it.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    # The key/value cache is for generation; Transformers turns it off under checkpointing anyway, with a warning.
-    config: Any = getattr(model, "config", None)
-    caches = getattr(config, "use_cache", None)
     getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     try:
         for layer in left_out:
             layer.gradient_checkpointing = False
+        with without_cache(model):
+            yield
+    finally:
+        getattr(model, f"{name}_checkpointing_disable")()
+
+
+@contextmanager
+def without_cache(model: Any) -> Iterator[None]:
+    """Turn off a Transformers model's key/value cache, which is for generation.
+
+    Transformers turns it off under checkpointing anyway, with a warning.
+    """
+    config: Any = getattr(model, "config", None)
+    caches = getattr(config, "use_cache", None)
+    try:
         if caches:
             config.use_cache = False
         yield
     finally:
         if caches:
             config.use_cache = caches
-        getattr(model, f"{name}_checkpointing_disable")()
 
 
 def _checkpointed(before: _Before, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,8 +23,11 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Tokens computed at once: fewer cost more time, since kernels become small; more take more memory.
+# The most tokens computed at once: more take more memory, and are no faster.
 CHUNK = 1024
+# A micro-batch of fewer tokens than four chunks is computed in four parts, but of no fewer tokens than these: fewer
+# cost more time, since kernels become small, and the head's weight is read for each.
+_LEAST, _PARTS = 256, 4
 _FLAT, _WITH_ROWS = 2, 3
 # Operators that change what is left of them.
 _WRITING = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"))
@@ -46,6 +49,7 @@ class _Recipe:
         dtype: The type of the elements after that.
         is_turned: Whether classes are the second dimension, of (N, V, T), and not the last.
         size: Tokens computed at once.
+        is_single: Whether all tokens are computed at once, so that computing them again would save nothing.
         say: Reports what is computed whole after all.
     """
 
@@ -58,6 +62,7 @@ class _Recipe:
     dtype: torch.dtype
     is_turned: bool
     size: int
+    is_single: bool
     say: Callable[[str], None]
 
     @property
@@ -343,7 +348,7 @@ def _of_chunk(recipe: _Recipe, hidden: Tensor, answer: Callable[[Tensor], Tensor
     def run(hidden: Tensor) -> Tensor:
         return answer(recipe.computed(hidden))
 
-    if not torch.is_grad_enabled():
+    if recipe.is_single or not torch.is_grad_enabled():
         return run(hidden)
     found: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=recipe.draws)
     return found
@@ -489,12 +494,22 @@ def _output_embeddings(module: nn.Module) -> list[nn.Module]:
 
 
 def logits_of(
-    say: Callable[[str], None], size: int, head: nn.Module, forward: Callable[..., Any], hidden: Tensor
+    say: Callable[[str], None], most: int, head: nn.Module, forward: Callable[..., Any], hidden: Tensor
 ) -> Tensor:
-    """Return the logits of a head without computing them; takes the place of its forward, which makes them later."""
+    """Return the logits of a head without computing them; takes the place of its forward, which makes them later.
+
+    Args:
+        say: Reports to the user what has to be computed whole.
+        most: The most tokens to compute at once.
+        head: The layer.
+        forward: Its own forward.
+        hidden: Its inputs, shape (..., features).
+    """
     if hidden.dim() < _FLAT:
         found: Tensor = forward(hidden)
         return found
+    tokens = hidden.numel() // hidden.shape[-1] if hidden.shape[-1] else 0
+    size = min(most, max(-(-tokens // _PARTS), _LEAST))
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     return Logits.of(
@@ -508,6 +523,7 @@ def logits_of(
             dtype=dtype,
             is_turned=False,
             size=size,
+            is_single=tokens <= size,
             say=say,
         )
     )

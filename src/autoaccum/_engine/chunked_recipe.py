@@ -49,4 +49,4 @@ def chunked(modules: Sequence[nn.Module], name: str | None, say: Callable[[str],
             f"{classes:,}" for head in heads if isinstance(classes := getattr(head, "out_features", None), int)
         )
         over = f" over {sizes} classes" if sizes else ""
-        yield f"logits{over} are computed {CHUNK:,} tokens at a time" if heads else ""
+        yield f"logits{over} are computed at most {CHUNK:,} tokens at a time" if heads else ""

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoaccum._arguments import shown
+from autoaccum._engine.activation_budget import within_budget
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from autoaccum._memory.base import MemoryBackend
 
 
@@ -27,12 +31,25 @@ class Compiling:
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         self._model = model
         self._options = options
+        self._share: float | None = None
         self._before = model._compiled_call_impl
 
     def begin(self) -> None:
         """Compile from now on, with one graph for each size."""
         if self._model._compiled_call_impl is self._before:
-            self._model.compile(**{"dynamic": False, **self._options})
+            options = self._options if self._share is None else within_budget(self._options, self._share)
+            self._model.compile(**{"dynamic": False, **options})
+
+    @contextmanager
+    def budget(self, share: float) -> Iterator[None]:
+        """Let activations take this share of what they would, in this block; it begins and ends uncompiled."""
+        self.end()
+        self._share = share
+        try:
+            yield
+        finally:
+            self._share = None
+            self.end()
 
     def end(self) -> None:
         """Stop compiling."""

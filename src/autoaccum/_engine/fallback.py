@@ -10,9 +10,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import is_one_of, shown
+from autoaccum._engine.activation_budget import BUDGET, is_share
+from autoaccum._engine.block_costs import partial_levels
+from autoaccum._engine.block_names import is_name
 from autoaccum._engine.checkpointing import (
+    all_blocks,
     checkpointed,
-    count_blocks,
     is_checkpointed_already,
     repeated_blocks,
     with_checkpointing_of_their_own,
@@ -28,15 +31,17 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from autoaccum._engine.block_costs import BlockCost
+    from autoaccum._engine.compiling import Compiling
     from autoaccum._memory.base import MemoryBackend
 
 FALLBACKS = ("checkpoint", "offload")
 # What `memory` takes.
 SAVINGS = (CHUNKED, *FALLBACKS)
+# Shares of activations that memory="auto" tries with compiled code.
+_BUDGETS = (f"{BUDGET}:0.5", f"{BUDGET}:0.25", f"{BUDGET}:0")
 # Lets the clock choose among these (_engine/rungs.py).
 AUTO = "auto"
-# No model has a number of blocks with as many digits.
-_MOST_DIGITS = 10
 
 
 def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, *, compiles: bool) -> tuple[str, ...]:
@@ -84,16 +89,40 @@ def check_memory(
             raise InvalidInputError(
                 f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))}, "
                 f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
-                "blocks"
+                f"blocks ('checkpoint:0-2,5-5' for these); with compile=, '{BUDGET}:0.5'"
             )
     if "offload" in names and backend.is_host:
         raise InvalidInputError(
             f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; "
             "choose 'checkpoint'"
         )
-    if names and compiles:
-        raise InvalidInputError("memory= changes the model while it trains, which compile= does not see; choose one")
+    _check_compiling(names, compiles=compiles)
     return names, fallbacks
+
+
+def _check_compiling(names: Sequence[str], *, compiles: bool) -> None:
+    """Check that names go with `compile`, or without it.
+
+    Raises:
+        InvalidInputError: They do not.
+    """
+    for name in names:
+        if compiles and name != AUTO and _kind(name) != BUDGET:
+            raise InvalidInputError(
+                f"memory={name!r} changes the model while it trains, which compile= does not see; pass "
+                f"memory='{BUDGET}:0.5' (the share of activations that compiled code keeps), 'auto', or no compile="
+            )
+        if not compiles and _kind(name) == BUDGET:
+            raise InvalidInputError(
+                f"memory={name!r} is the share of activations that compiled code keeps; pass compile=True with it, or "
+                "memory='checkpoint'"
+            )
+    if compiles and len(names) > 1:
+        raise InvalidInputError(f"memory={list(names)!r}: compiled code has one budget; pass one of them")
+
+
+def _kind(name: str) -> str:
+    return name.partition(":")[0]
 
 
 def _is_known(name: object) -> bool:
@@ -103,12 +132,7 @@ def _is_known(name: object) -> bool:
     kind, colon, rest = name.partition(":")
     if not colon:
         return is_one_of(kind, SAVINGS)
-    return bool(rest) if kind == CHUNKED else kind == "checkpoint" and is_count(rest)
-
-
-def is_count(text: str) -> bool:
-    """Whether a text is a whole number, at least 1, as JSON writes it."""
-    return text.isascii() and text.isdecimal() and not text.startswith("0") and len(text) < _MOST_DIGITS
+    return {CHUNKED: bool(rest), "checkpoint": is_name(rest), BUDGET: is_share(rest)}.get(kind, False)
 
 
 def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:
@@ -129,6 +153,7 @@ class Fallbacks:
         names: The fallbacks, in order.
         memory: The device.
         savings: What saves memory from the start, in order.
+        compiling: Compiles the model; None without `compile`.
 
     Attributes:
         names: The active fallbacks and savings, as `memory` names them.
@@ -142,8 +167,10 @@ class Fallbacks:
         names: Sequence[str],
         memory: MemoryBackend,
         savings: Sequence[str] = (),
+        compiling: Compiling | None = None,
     ) -> None:
         self._savings = savings
+        self._compiling = compiling
         self.names: tuple[str, ...] = ()
         self._modules = modules
         self._names = list(names)
@@ -181,13 +208,19 @@ class Fallbacks:
         self._in_force.close()
         self.ways, self.names = [self._activated(name) for name in savings], tuple(savings)
 
-    def levels(self) -> tuple[str, ...]:
-        """Return what can save memory here, from the cheapest on, by names of `memory`."""
+    def levels(self, costs: Sequence[BlockCost] | None = None) -> tuple[str, ...]:
+        """Return what can save memory here, from the cheapest on, by names of `memory`.
+
+        Args:
+            costs: What checkpointing each block saves and costs; None if unknown.
+        """
+        if self._compiling is not None:
+            return _BUDGETS
         chunked_loss = (CHUNKED,) if find_heads(self._modules, None) else ()
-        blocks = 0 if is_checkpointed_already(self._modules) else count_blocks(self._modules)
-        half = (f"checkpoint:{blocks // 2}",) if blocks > 1 else ()
+        blocks = 0 if is_checkpointed_already(self._modules) else len(all_blocks(self._modules))
+        some = [f"checkpoint:{name}" for name in partial_levels(costs, blocks)]
         whole = ("checkpoint",) if blocks else ()
-        return (*chunked_loss, *half, *whole, *(() if self._memory.is_host else ("offload",)))
+        return (*chunked_loss, *some, *whole, *(() if self._memory.is_host else ("offload",)))
 
     def next(self) -> bool:
         """Activate the next fallback that changes anything; return whether there was one."""
@@ -205,11 +238,14 @@ class Fallbacks:
         kind, _, rest = name.partition(":")
         if kind == CHUNKED:
             return self._in_force.enter_context(chunked(self._modules, rest or None, self._say))
+        if kind == BUDGET:
+            assert self._compiling is not None
+            self._in_force.enter_context(self._compiling.budget(float(rest)))
+            return f"compiled code keeps {float(rest):.0%} of its activations, and computes the others again"
         if kind == "offload":
             self._in_force.enter_context(offloaded(self._modules, self._memory))
             return "what backward needs is kept in the host's memory"
-        first = int(rest) if rest else None
-        done = self._in_force.enter_context(checkpointed(self._modules, self._memory.device, first))
+        done = self._in_force.enter_context(checkpointed(self._modules, self._memory.device, rest or None))
         return done and f"activation checkpointing of {done}"
 
     def end(self) -> None:

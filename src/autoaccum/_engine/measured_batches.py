@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from autoaccum._engine.block_costs import measured
 from autoaccum._engine.rungs import work_of
 from autoaccum._oom import let_go
 from autoaccum._system import signals
@@ -15,9 +17,9 @@ from autoaccum.errors import DoesNotFitError
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.accumulator import GradientAccumulator
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.rungs import Rungs
     from autoaccum._engine.step_savings import StepSavings
-    from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport
 
 
@@ -30,7 +32,7 @@ class MeasuredBatches:
     Args:
         accumulating: Adds the gradients.
         savings: Saves memory within each batch.
-        memory: The device.
+        step: Computes them.
         measures: Whether batches can be compared.
         is_alone: Whether no other process computes the gradients.
     """
@@ -39,14 +41,15 @@ class MeasuredBatches:
         self,
         accumulating: GradientAccumulator,
         savings: StepSavings,
-        memory: MemoryBackend,
+        step: GradientStep,
         *,
         measures: bool,
         is_alone: bool,
     ) -> None:
         self._accumulating = accumulating
         self._savings = savings
-        self._memory = memory
+        self._step = step
+        self._memory = step.memory
         self._measures = measures
         self._is_alone = is_alone
         self._kind: bool | None = None
@@ -83,7 +86,8 @@ class MeasuredBatches:
 
     def _begin(self, rungs: Rungs, window: Window) -> None:
         known = self._accumulating.remembered(window)
-        is_known = rungs.begin(known, None, measures=self._measures)
+        look = partial(measured, self._step, window)
+        is_known = rungs.begin(known, None, measures=self._measures, look=look)
         if is_known or rungs.is_measuring:
             self._accumulating.begin_rung(rungs.rung, compares=rungs.is_measuring, is_chosen=is_known)
         self._kind = self._accumulating.is_empty

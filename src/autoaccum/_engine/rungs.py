@@ -9,9 +9,10 @@ from autoaccum._records import MemoryTrial
 from autoaccum._sizing.rung_choice import RungChoice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.block_costs import BlockCost
     from autoaccum._records import BackwardReport, StepReport
     from autoaccum._sizing.rung_choice import Judged, Rung
     from autoaccum._sizing.sizing import Cutting
@@ -51,17 +52,25 @@ class Rungs:
     """What `memory="auto"` saves memory by, window by window.
 
     Args:
-        levels: Returns what can save memory, from the cheapest on, by names of `memory`.
+        levels: Returns what can save memory, from the cheapest on, by names of `memory`; given what checkpointing each
+            block saves and costs, or None if that is not known.
         of_all: Returns the values of all processes of this training, given what is said and this process's own.
         notices: Reports choices made for the user.
+        compiles: Whether the model is compiled.
 
     Attributes:
         is_measuring: Whether windows are being compared; the same on all ranks.
     """
 
     def __init__(
-        self, levels: Callable[[], tuple[str, ...]], of_all: Callable[[str, Any], list[Any]], notices: Notices
+        self,
+        levels: Callable[[Sequence[BlockCost] | None], tuple[str, ...]],
+        of_all: Callable[[str, Any], list[Any]],
+        notices: Notices,
+        *,
+        compiles: bool = False,
     ) -> None:
+        self._compiles = compiles
         self._levels = levels
         self._of_all = of_all
         self._notices = notices
@@ -87,20 +96,31 @@ class Rungs:
         judged = self._choice.judged
         return tuple(_trial(rung, one) for rung, one in judged.items()) if len(judged) > 1 else ()
 
-    def begin(self, known: Rung | None, windows_ahead: int | None, *, measures: bool) -> bool:
+    def begin(
+        self,
+        known: Rung | None,
+        windows_ahead: int | None,
+        *,
+        measures: bool,
+        look: Callable[[], Sequence[BlockCost] | None] = lambda: None,
+    ) -> bool:
         """Begin with what is known, or to measure; return whether something is known.
 
         Args:
             known: What an earlier run has chosen; None if there was none.
             windows_ahead: Number of windows still to come; None if unknown.
             measures: Whether windows can be compared.
+            look: Measures what checkpointing each block saves and costs; None if that cannot be measured.
         """
-        levels = self._levels()
         measures = measures and (windows_ahead is None or windows_ahead >= WINDOWS_WORTH_TRYING)
+        levels = self._levels(look() if measures and known is None else None)
         said = self._of_all("what saves memory", (known, levels, measures))
         measures = all(one for *_, one in said)
+        levels = said[0][1]  # those of the first rank: each has measured by itself
+        if known is not None:
+            levels = _levels_with(levels, known)
         is_known = known is not None and all(one == said[0] for one in said) and set(known) <= set(levels)
-        self._choice = RungChoice(levels, measures=measures and not is_known)
+        self._choice = RungChoice(levels, measures=measures and not is_known, compiles=self._compiles)
         self.is_measuring = not self._choice.is_settled
         if is_known and known is not None:
             self._choice.settle(known)
@@ -171,6 +191,16 @@ class Rungs:
 def work_of(window: Window) -> int:
     """Return the bytes of a window's samples, or their number where they hold no tensors."""
     return sum(map(operator.mul, window.groups(), window.sample_bytes())) or window.samples
+
+
+def _levels_with(levels: Rung, known: Rung) -> Rung:
+    """Return the levels with the blocks that an earlier run has chosen in place of others."""
+    some = [name for name in known if name.startswith("checkpoint:")]
+    if not some or "checkpoint" not in levels:
+        return levels
+    others = [name for name in levels if not name.startswith("checkpoint:")]
+    at = others.index("checkpoint")
+    return (*others[:at], *some, *others[at:])
 
 
 def _trial(rung: Rung, judged: Judged) -> MemoryTrial:

@@ -46,6 +46,7 @@ from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.many_ranks import ManyRanks
 from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
+from autoaccum._report.remedy_times import timed
 from autoaccum._report.savings import names_in, saving, together
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.wording import format_seconds
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from autoaccum._records import Trial
     from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
 
+    _Timing = Callable[[Sequence[Remedy]], tuple[Remedy, ...]]
 
 # Batches of a loader whose sequence lengths are read.
 _LOOKED_AT = 8
@@ -196,22 +198,14 @@ def preflight(
         objective, chosen, predicted = predicted_for(made)
     measured: Measured | None = None
     warnings: tuple[str, ...] = ()
+    timing: _Timing = tuple
     if measures:
         backend = devices.resolve(device, made, notices)
-        put_together = partial(
-            assemble,
-            made,
-            optimizer=chosen,
-            memory=backend,
-            precision_name=precision,
-            clip_grad_norm=None,
-            notices=notices,
-            **way,
-        )
-        on_part(f"measuring on {backend.name}")
-        measured, warnings = _measured(asked, backend, put_together, on_trial, memory, notices)
+        putting = {"optimizer": chosen, "precision_name": precision, "clip_grad_norm": None, "notices": notices, **way}
+        put_together = partial(assemble, made, memory=backend, **putting)
+        measured, warnings, timing = _measured(asked, backend, put_together, on_trial, on_part, memory, notices)
     remedies_on, remedies, of_remedies = _remedies(
-        asked, measured, predicted, made, chosen, on_part, {**way, "adapt": adapt}, group.changed(made)
+        asked, measured, predicted, made, chosen, on_part, {**way, "adapt": adapt}, group.changed(made), timing
     )
     facts = None
     if measured is not None:
@@ -250,20 +244,24 @@ def _measured(
     backend: MemoryBackend,
     put_together: Callable[[], TrainingStep],
     on_trial: Callable[[Trial], None],
+    on_part: Callable[[str], None],
     memory: str | Sequence[str] | None,
     notices: Notices,
-) -> tuple[Measured, tuple[str, ...]]:
-    """Measure steps that save memory as asked, and put the model back as it was."""
-    check_memory(memory, None, backend, compiles=False)
+) -> tuple[Measured, tuple[str, ...], _Timing]:
+    """Measure steps that save memory as asked, and put the model back as it was; return also what times remedies."""
+    on_part(f"measuring on {backend.name}")
+    names = names_in(memory, notices)
+    check_memory(names, None, backend, compiles=False)
     with ExitStack() as saved:
 
         def saving_memory() -> TrainingStep:
             step = put_together()
-            kept = StepSavings(step.objective.modules, names_in(memory, notices), backend, notices)
+            kept = StepSavings(step.objective.modules, names, backend, notices)
             saved.enter_context(kept.in_force())
             return step
 
-        return measure_on(asked, backend, saving_memory, on_trial)
+        measured, warnings = measure_on(asked, backend, saving_memory, on_trial)
+    return measured, warnings, partial(timed, asked=asked, backend=backend, put_together=put_together, in_force=names)
 
 
 def _at_length(
@@ -408,8 +406,9 @@ def _remedies(
     on_part: Callable[[str], None],
     way: Mapping[str, Any],
     on_rank: Callable[[Timeline], Timeline],
+    timing: _Timing,
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
-    """Return the first device that needs a smaller step, the remedies for it, and warnings."""
+    """Return the first device that needs a smaller step, the remedies for it (timed if it is at hand), and warnings."""
     if asked.loss_scope != "micro_batch":
         return None, (), ()
     on_part("looking for remedies")
@@ -451,6 +450,9 @@ def _remedies(
 
     cards = [one.card for one in predicted]
     remedies = Remedies(asked, place, trace, model, optimizer, cards).all()
+    if place.card is None:
+        on_part("timing remedies")
+        remedies = timing(remedies)
     warnings = []
     if not remedies:
         warnings.append(f"what would help on {name}: none of the changes tried")

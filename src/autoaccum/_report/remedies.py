@@ -102,6 +102,7 @@ class _Change(NamedTuple):
     cost: str
     estimate: Estimate
     place: Place | None = None  # None for the same place
+    memory: tuple[str, ...] = ()  # what `fit` takes as `memory` for it
 
 
 class _Lever(NamedTuple):
@@ -114,6 +115,7 @@ class _Lever(NamedTuple):
         cost: Its disadvantage.
         options: Arguments of the trace that it changes.
         of_timeline: What it changes in a traced step, given the bytes of a weight; None if nothing.
+        memory: What `fit` takes as `memory` for it; empty if it is another change.
     """
 
     name: str
@@ -122,6 +124,7 @@ class _Lever(NamedTuple):
     cost: str
     options: Mapping[str, Any]
     of_timeline: Callable[[int, Timeline], Timeline] | None = None
+    memory: tuple[str, ...] = ()
 
 
 class Remedies:
@@ -166,7 +169,7 @@ class Remedies:
             largest = place.largest(change.estimate, self._asked.most)
             if largest > before or (peak < now_bytes and largest >= max(before, 1)):
                 safe = min(largest, place.largest(change.estimate, self._asked.most, safely=True))
-                found.append(Remedy(change.name, change.how, peak, largest, change.cost, safe))
+                found.append(Remedy(change.name, change.how, peak, largest, change.cost, safe, change.memory))
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
     def _changes(self) -> Iterator[_Change]:
@@ -216,6 +219,7 @@ class Remedies:
                     "; ".join(lever.how for lever in levers),
                     "; ".join(lever.cost for lever in levers),
                     traced.estimate(self._place.card),
+                    memory=_memory_of(levers),
                 )
 
     def _estimate(self, **changed: Any) -> Estimate:
@@ -268,7 +272,9 @@ class Remedies:
             return None
         how = f"fallback='checkpoint', or torch.utils.checkpoint on {blocks}"
         adapt = {"adapt": lambda model: checkpointed([model], torch.device("cpu"))}
-        return _Lever("activation checkpointing", "checkpointing", how, "a second forward pass", adapt)
+        return _Lever(
+            "activation checkpointing", "checkpointing", how, "a second forward pass", adapt, memory=("checkpoint",)
+        )
 
     def _chunked(self) -> _Lever | None:
         with in_chunks(self._model) as way:
@@ -276,7 +282,8 @@ class Remedies:
         if not way:
             return None
         cost = "logits are computed once more"
-        return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, {"adapt": in_chunks})
+        options = {"adapt": in_chunks}
+        return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, options, memory=(CHUNKED,))
 
     def _bits8(self) -> _Lever | None:
         if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
@@ -301,7 +308,8 @@ class Remedies:
             return None
         estimate = self._estimate(adapt=lambda model: offloaded([model], CARD))
         how = "fallback='offload', or torch.autograd.graph.save_on_cpu"
-        return _Change("offloaded activations", how, "activations are copied to the host and back", estimate)
+        cost = "activations are copied to the host and back"
+        return _Change("offloaded activations", how, cost, estimate, memory=("offload",))
 
     def _adafactor(self) -> _Change | None:
         if not isinstance(self._optimizer, _TWO_NUMBERS):
@@ -362,6 +370,11 @@ class Remedies:
                     place = replace(self._place, card=card, room_bytes=card.free_bytes)
                     return _Change("a larger card", f"such as {card.name}{which}", "the card", estimate, place)
         return None
+
+
+def _memory_of(levers: Sequence[_Lever]) -> tuple[str, ...]:
+    """Return what `memory` takes for levers together; empty if one is another change."""
+    return tuple(name for lever in levers for name in lever.memory) if all(lever.memory for lever in levers) else ()
 
 
 def computes_bf16(device: str) -> bool:

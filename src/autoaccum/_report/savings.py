@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autoaccum._engine.activation_budget import BUDGET
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.chunked_recipe import CHUNKED, chunked
 from autoaccum._engine.fallback import AUTO, check_memory
@@ -28,11 +29,17 @@ CARD = Simulated(2**50, torch.device("cuda", 0))
 
 
 def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str, ...]:
-    """Return what saves memory from the start, by names of `fit`'s argument; none for "auto", which is said.
+    """Return what saves memory from the start, by names of `fit`'s argument.
+
+    None for "auto", and for what compiled code keeps, since steps of a report are not compiled; both are said.
 
     Raises:
         InvalidInputError: A name is unknown.
     """
+    if isinstance(memory, str) and memory.startswith(f"{BUDGET}:"):
+        check_memory(memory, None, CARD, compiles=True)
+        notices.say(f"memory={memory!r}: the report is of steps that are not compiled, and keep all activations")
+        return ()
     names, _ = check_memory(memory, None, CARD, compiles=False)
     if AUTO in names:
         notices.say(
@@ -71,6 +78,5 @@ def _adapt(name: str) -> Adapt:
         return lambda model: in_chunks(model, rest or None)
     if kind == "offload":
         return lambda model: offloaded([model], CARD)
-    first = int(rest) if rest else None
     # Random states are those of the CPU: there may be no card.
-    return lambda model: checkpointed([model], torch.device("cpu"), first)
+    return lambda model: checkpointed([model], torch.device("cpu"), rest or None)

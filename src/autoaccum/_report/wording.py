@@ -340,14 +340,22 @@ def _loader(loader: LoaderFacts) -> str:
 
 def _remedies(report: Findings) -> Section:
     most = report.subject.max_micro_batch or report.subject.share
+    is_timed = any(one.update_s is not None for one in report.remedies)
     rows = tuple(
-        (one.name, _bytes(one.peak_bytes), _at_most(one.micro_batch, most), _number(one.safe_micro_batch))
+        (
+            one.name,
+            _bytes(one.peak_bytes),
+            _at_most(one.micro_batch, most),
+            _number(one.safe_micro_batch),
+            *([NONE if one.update_s is None else format_seconds(one.update_s)] if is_timed else []),
+        )
         for one in report.remedies
     )
     below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
     where = "" if report.remedies_on is None else f" on {report.remedies_on}"
     # The smallest size traced is one sample, or two where a model refuses one.
-    return Section(f"What would help{where}", ("", "peak, 1 or 2 samples", "largest", "safe"), rows, below)
+    columns = ("", "peak, 1 or 2 samples", "largest", "safe", *(["an update"] if is_timed else []))
+    return Section(f"What would help{where}", columns, rows, below)
 
 
 def _at_most(micro_batch: int | None, most: int) -> str:

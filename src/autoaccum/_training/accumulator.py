@@ -182,7 +182,7 @@ class Accumulator:
         self._batches = MeasuredBatches(
             accumulating,
             self._savings,
-            backend,
+            step,
             measures=micro_batch == "auto" and loss_scope == "micro_batch",
             is_alone=ranks is None,
         )

@@ -178,9 +178,10 @@ def fit(
         memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
             entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
             them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
-            "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers,
-            and "checkpoint:N" recomputes the first N blocks alone. "auto": what makes windows fastest, measured in the
-            first windows; nothing where a window fits at once (docs/memory.md).
+            "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
+            "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. With `compile`,
+            "budget:0.5" is the share of activations that compiled code keeps. "auto": what makes windows fastest,
+            measured in the first windows; nothing where a window fits at once (docs/memory.md).
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
         track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
             gradients once more in each update.
@@ -319,8 +320,12 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        is_compiled = options is not None
-        watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices, compiles=is_compiled)
+        compiling = None if options is None else Compiling(model, options)
+        watching = (
+            nullcontext()
+            if oom_report is None
+            else PostMortem(oom_report, step, notices, compiles=compiling is not None)
+        )
         world = OneProcess(loader, target, last_window, step.objective.split, token_target)
         grows_from = None
         if ranks is not None:
@@ -406,8 +411,10 @@ def fit(
             batchnorm=batchnorm,
             noise=None if noise_every is None else NoiseScale(noise_every, notices),
             on_nan=on_nan,
-            compiling=None if options is None else Compiling(model, options),
-            fallbacks=Fallbacks(step.objective.modules, fallbacks, backend, () if AUTO in savings else savings),
+            compiling=compiling,
+            fallbacks=Fallbacks(
+                step.objective.modules, fallbacks, backend, () if AUTO in savings else savings, compiling
+            ),
             climbs=AUTO in savings,
             world=world,
             order=LengthOrder(lengths, step, notices, in_tokens=token_target is not None) if takes_by_length else None,

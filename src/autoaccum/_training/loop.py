@@ -130,7 +130,7 @@ class Training:
             batchnorm=batchnorm,
             noise=noise,
             order=order,
-            rungs=Rungs(fallbacks.levels, world.of_all, notices) if climbs else None,
+            rungs=Rungs(fallbacks.levels, world.of_all, notices, compiles=compiling is not None) if climbs else None,
         )
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
+from autoaccum._engine.block_costs import measured
 from autoaccum._engine.events import Events
 from autoaccum._engine.rungs import work_of
 from autoaccum._engine.runner import WindowRunner
@@ -125,6 +126,8 @@ class PlanLifecycle:
         self._finding = finding
         self._fallbacks = fallbacks
         self._compiling = compiling
+        # What fits depends on what compiled code keeps.
+        self._compiles_at_once = rungs is not None
         self._world = world
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
@@ -161,6 +164,8 @@ class PlanLifecycle:
         """
         notices = self._notices  # the fallbacks keep what they say by, which must not keep this
         self._fallbacks.begin(lambda text: notices.say(text, key=text))
+        self._compiles_at_once = self._compiles_at_once or bool(self._fallbacks.names)
+        self._compile_at_once()
 
     def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
         """Return the initial cut, and the probe's result if there was a probe before training.
@@ -174,7 +179,7 @@ class PlanLifecycle:
         if self._order is not None:
             first = self._order.of(first)
         known = self._finding.look_up(first) if first.samples else None
-        self._begin_rungs(known)
+        self._begin_rungs(known, first)
         if self._order is not None:
             self._try_longest(self._order)
         probed = self._probe(first) if first.samples else None
@@ -203,19 +208,29 @@ class PlanLifecycle:
             self._noted(plan)
         return replace(kept.cutting, plan=plan, grows_to=self._finding.within_cap(kept.cutting.grows_to))
 
-    def _begin_rungs(self, known: tuple[str, ...] | None) -> bool:
+    def _begin_rungs(self, known: tuple[str, ...] | None, first: Window | None = None) -> bool:
         """Begin with what saves memory as an earlier run has chosen, or to try it; return whether that is known."""
         if self._rungs is None:
             return False
-        is_known = self._rungs.begin(known, self._progress.windows_ahead, measures=self._finding.measures)
+        is_known = self._rungs.begin(
+            known,
+            self._progress.windows_ahead,
+            measures=self._finding.measures,
+            look=lambda: None if first is None or self._compiling is not None else measured(self._step, first),
+        )
         if is_known:
             self._fallbacks.switch(self._rungs.rung)
         if is_known or self._rungs.is_measuring:
             self._finding.begin_rung(self._rungs.rung, is_chosen=is_known)
         return is_known
 
+    def _compile_at_once(self) -> None:
+        if self._compiles_at_once:
+            self._noting.compile()
+
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
+        self._compile_at_once()
         if self._rungs is not None and self._rungs.is_measuring:
             cutting = replace(cutting, is_timed=True)  # cuts are timed with what saves memory in the end
         step, windows_done = self._step, self._progress.moment.windows
