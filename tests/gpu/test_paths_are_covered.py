@@ -19,6 +19,7 @@ TESTS = {
         "test_card_that_is_not_there_is_named",
         "test_precision_by_default_is_what_the_card_does_well",
     ],
+    "_engine/fused_loss.py": ["test_kernels_for_the_loss_of_a_head_compute_what_chunks_do"],
     "_engine/finiteness.py": ["test_nan_is_named_with_its_step", "test_on_nan_stop_ends_the_training"],
     "_engine/offloading.py": ["test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit"],
     "_doctor/devices.py": ["test_doctor_finds_the_card_that_pytorch_uses"],

@@ -12,7 +12,7 @@ import autoaccum
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
 from autoaccum._doctor.examination import examine
-from autoaccum._engine import devices
+from autoaccum._engine import devices, fused_loss
 from autoaccum._engine.offloading import offloaded
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
@@ -61,6 +61,28 @@ def runner_of(model, precision, clip=None):
         clip_grad_norm=clip,
         notices=Notices(silent=True),
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["by_liger", "by_torch"])
+def test_kernels_for_the_loss_of_a_head_compute_what_chunks_do(name, precision):
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    kernel = fused_loss.kernel_for("cuda", dtype)
+    if kernel is not getattr(fused_loss, name):
+        pytest.skip(f"{name} is not what is taken here for {precision}")
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, device="cuda").to(dtype).requires_grad_() for size in ((400, 64), (500, 64), (500,))]
+    classes = torch.randint(500, (400,), device="cuda").masked_fill(torch.arange(400, device="cuda") % 7 == 0, -100)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+
+    found = kernel(*inputs, classes, -100)
+    got = torch.autograd.grad(found / 7, inputs)
+
+    expected = nn.functional.cross_entropy(nn.functional.linear(*exact), classes, reduction="sum")
+    allowed = 1e-4 if precision == "fp32" else 2e-2
+    assert found.item() == pytest.approx(expected.item(), rel=allowed)
+    for one, other in zip(got, torch.autograd.grad(expected / 7, exact), strict=True):
+        assert (one - other).norm() < allowed * other.norm()
 
 
 # fp16's scaler reads whether a gradient has overflowed, by hand as here.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum._engine.fused_loss import sum_of_losses
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -41,11 +42,14 @@ class _Recipe:
 
     Attributes:
         hidden: The inputs of the layer that makes them, shape (..., D).
-        head: Makes logits, shape (..., V), of such inputs, each token by itself.
+        layer: That layer.
+        head: Its own forward: makes logits, shape (..., V), of such inputs, each token by itself.
         classes: V.
         has_parameters: Whether gradients may flow into the head.
         draws: Whether the head draws random numbers.
         steps: What is done to the logits of each token, in order.
+        is_plain: Whether those only cast them to a type of as many digits or more.
+        computed_in: The type in which the layer computes.
         dtype: The type of the elements after that.
         is_turned: Whether classes are the second dimension, of (N, V, T), and not the last.
         size: Tokens computed at once.
@@ -54,11 +58,14 @@ class _Recipe:
     """
 
     hidden: Tensor
+    layer: nn.Module
     head: Callable[[Tensor], Tensor]
     classes: int
     has_parameters: bool
     draws: bool
     steps: tuple[Step, ...]
+    is_plain: bool
+    computed_in: torch.dtype
     dtype: torch.dtype
     is_turned: bool
     size: int
@@ -85,7 +92,22 @@ class _Recipe:
 
     def with_step(self, step: Step, dtype: torch.dtype | None = None) -> Logits:
         """Return the logits after a further step."""
-        return Logits.of(replace(self, steps=(*self.steps, step), dtype=dtype or self.dtype))
+        return Logits.of(replace(self, steps=(*self.steps, step), is_plain=False, dtype=dtype or self.dtype))
+
+    def cast(self, dtype: torch.dtype) -> Logits:
+        """Return the logits in another type."""
+        is_plain = self.is_plain and torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps
+        steps = (*self.steps, lambda values: values.to(dtype))
+        return Logits.of(replace(self, steps=steps, is_plain=is_plain, dtype=dtype))
+
+    def fused(self, hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor | None:
+        """Return the sum of the cross entropies by a kernel; None where none computes what this recipe does."""
+        is_linear = isinstance(self.layer, nn.Linear) and getattr(self.head, "__func__", None) is nn.Linear.forward
+        is_here = type(hidden) is Tensor  # fake tensors are for the prediction, which knows chunks
+        if not (is_linear and is_here and self.is_plain and torch.is_grad_enabled()) or self.is_single:
+            return None
+        found = sum_of_losses(self.layer, hidden, classes, ignore_index, self.computed_in)
+        return None if found is None else found.to(torch.promote_types(self.dtype, torch.float32))
 
     def with_hidden(self, hidden: Tensor) -> Logits:
         """Return the logits of other hidden states."""
@@ -212,7 +234,7 @@ def _cast(recipe: _Recipe, *wanted: Any, **named: Any) -> Any:
         return NotImplemented
     (kind,) = wanted or (torch.float32,)
     if isinstance(kind, torch.dtype) and kind.is_floating_point:
-        return None if kind is recipe.dtype else recipe.with_step(lambda values: values.to(kind), kind)
+        return None if kind is recipe.dtype else recipe.cast(kind)
     is_here = isinstance(kind, str | torch.device) and torch.device(kind) == recipe.hidden.device
     return None if is_here else NotImplemented
 
@@ -299,7 +321,8 @@ def _cross_entropy(
 ) -> Any:
     """Answer the cross entropy of logits (N, V) and classes (N,), or (N, V, T) and (N, T)."""
     smoothed = functools.partial(functional.cross_entropy, label_smoothing=label_smoothing)
-    return _of_classes(smoothed, recipe, target, weight, size_average, ignore_index, reduce, reduction)
+    fuses = weight is None and not label_smoothing
+    return _of_classes(smoothed, recipe, target, weight, size_average, ignore_index, reduce, reduction, fuses=fuses)
 
 
 def _of_classes(
@@ -311,8 +334,13 @@ def _of_classes(
     ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
+    *,
+    fuses: bool = False,
 ) -> Any:
-    """Answer a loss of logits and classes that is a sum over tokens, or their mean by the weights of their classes."""
+    """Answer a loss of logits and classes that is a sum over tokens, or their mean by the weights of their classes.
+
+    With `fuses`, it is the cross entropy that libraries have kernels for.
+    """
     is_flat = len(recipe.shape) == _FLAT and target.dim() == 1
     is_old = size_average is not None or reduce is not None
     is_usual = is_flat or (recipe.is_turned and target.dim() == _FLAT)
@@ -327,11 +355,13 @@ def _of_classes(
         ignore_index=ignore_index,
         reduction="none" if reduction == "none" else "sum",
     )
-    parts = zip(torch.split(hidden, recipe.size), torch.split(classes, recipe.size), strict=True)
-    losses = [_of_chunk(recipe, part, functools.partial(_with_targets, loss, targets)) for part, targets in parts]
-    if reduction == "none":
-        return torch.cat(losses).view(target.shape)
-    total = torch.stack(losses).sum()
+    fused = recipe.fused(hidden, classes, ignore_index) if fuses and reduction != "none" else None
+    if fused is None:
+        parts = zip(torch.split(hidden, recipe.size), torch.split(classes, recipe.size), strict=True)
+        losses = [_of_chunk(recipe, part, functools.partial(_with_targets, loss, targets)) for part, targets in parts]
+        if reduction == "none":
+            return torch.cat(losses).view(target.shape)
+    total = torch.stack(losses).sum() if fused is None else fused
     if reduction == "sum":
         return total
     counted = classes != ignore_index
@@ -419,6 +449,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.unbind, torch.unbind), _rows),
     Tensor.__iter__: _each_row,
     Tensor.float: _cast,
+    Tensor.double: lambda recipe: _cast(recipe, torch.float64),
+    Tensor.half: lambda recipe: _cast(recipe, torch.float16),
+    Tensor.bfloat16: lambda recipe: _cast(recipe, torch.bfloat16),
     Tensor.to: _cast,
     Tensor.view: _reshaped,
     Tensor.reshape: _reshaped,
@@ -515,11 +548,14 @@ def logits_of(
     return Logits.of(
         _Recipe(
             hidden,
+            head,
             forward,
             _classes_of(head, forward, hidden),
             has_parameters=any(parameter.requires_grad for parameter in head.parameters()),
             draws=any(_draws(part) for part in head.modules()),
             steps=(),
+            is_plain=True,
+            computed_in=dtype,
             dtype=dtype,
             is_turned=False,
             size=size,
