@@ -102,11 +102,13 @@ class _Recipe:
 
     def fused(self, hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor | None:
         """Return the sum of the cross entropies by a kernel; None where none computes what this recipe does."""
-        is_linear = isinstance(self.layer, nn.Linear) and getattr(self.head, "__func__", None) is nn.Linear.forward
-        is_here = type(hidden) is Tensor  # fake tensors are for the prediction, which knows chunks
-        if not (is_linear and is_here and self.is_plain and torch.is_grad_enabled()) or self.is_single:
+        layer, is_its_own = self.layer, getattr(self.head, "__func__", None) is nn.Linear.forward
+        if not isinstance(layer, nn.Linear) or not is_its_own or not self.is_plain or self.is_single:
             return None
-        found = sum_of_losses(self.layer, hidden, classes, ignore_index, self.computed_in)
+        # Fake tensors are for the prediction, which knows chunks.
+        if type(hidden) is not Tensor or not torch.is_grad_enabled():
+            return None
+        found = sum_of_losses(layer, hidden, classes, ignore_index, self.computed_in)
         return None if found is None else found.to(torch.promote_types(self.dtype, torch.float32))
 
     def with_hidden(self, hidden: Tensor) -> Logits:
