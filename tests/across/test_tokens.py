@@ -228,12 +228,35 @@ def test_samples_that_cannot_be_ordered_stay_as_they_come(capsys):
         ({"loss_scope": "window"}, "loss_scope='window' joins the outputs"),
         ({"split": autoaccum.Along(1)}, "runs samples along another dimension"),
         ({"probe": "before"}, "tries numbers of samples"),
-        ({"noise_scale": True}, "random parts of a window"),
     ],
 )
 def test_what_needs_another_order_is_refused(given, told):
     with pytest.raises(InvalidInputError, match=told):
         trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, **given)
+
+
+@pytest.mark.parametrize("as_lists", [False, True])
+@pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 16, "order": "length"}], ids=str)
+def test_noise_is_measured_from_random_micro_batches_with_as_little_padding(how, as_lists, capsys):
+    loader, collated = loader_of(SAMPLES, BATCH), {}
+    if as_lists:
+        each = texts(*lengths_of(SAMPLES))
+        loader = [[{"input_ids": one} for one in each[at : at + BATCH]] for at in range(0, SAMPLES, BATCH)]
+        collated = {"split": autoaccum.ListOfSamples(lambda samples: padded([one["input_ids"] for one in samples]))}
+        if "target_tokens" in how:
+            collated["tokens"] = lambda samples: [len(one["input_ids"]) for one in samples]
+    micro_batch = {"micro_batch": 60 if "target_tokens" in how else 5}
+    plain, _ = trained(loader, **how, **collated, **micro_batch)
+    model = Causal()
+
+    found, result = trained(loader, model=model, noise_scale=1, progress="lines", **how, **collated, **micro_batch)
+
+    assert_same(found, plain)
+    assert all(report.noise_scale is None or report.noise_scale > 0 for report in result.history)
+    assert sum(len(report.micro_batches) > 1 for report in result.history) == result.steps
+    last = [rows for rows, _ in model.shapes[-len(result.history[-1].micro_batches) :]]
+    assert sum(last) == result.history[-1].samples
+    assert "gradient noise scale" in capsys.readouterr().err
 
 
 def test_tokens_that_cannot_be_counted_are_refused_before_anything_is_trained():
@@ -309,7 +332,12 @@ def test_ranks_take_their_parts_of_a_window_by_length(crew, micro_batch):
         torch.testing.assert_close(found, flat(expected), rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_refuse_a_target_in_tokens(crew):
-    for answer in crew.answers("rank_tokens:train", SAMPLES, BATCH, size=2, target_tokens=TOKENS):
-        assert isinstance(answer, InvalidInputError)
-        assert "makes windows in one process, and there are 2 ranks" in str(answer)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("micro_batch", ["auto", 30])
+def test_ranks_make_the_updates_of_one_process_from_a_target_in_tokens(crew, micro_batch, size):
+    expected, _ = trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, micro_batch=200)
+
+    answers = crew.run("rank_tokens:train", SAMPLES, BATCH, size=size, target_tokens=TOKENS, micro_batch=micro_batch)
+
+    for found in answers:
+        torch.testing.assert_close(found, flat(expected), rtol=1e-12, atol=1e-12)

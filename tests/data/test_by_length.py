@@ -141,3 +141,18 @@ def test_lists_of_many_samples_name_each_tensor_once():
 
     assert len(window.tensors()) == 64
     assert window.costs() == sorted(range(2, 66), reverse=True)
+
+
+@pytest.mark.parametrize("split", [None, autoaccum.ListOfSamples(padded)], ids=["padded", "lists"])
+def test_in_another_order_samples_cost_as_much_as_the_longest_and_stay_trimmed(split):
+    each = texts(3, 7, 5, 2, 9)
+    window = by_length(each if split else padded(each), split=split)
+
+    other = window.reordered(torch.tensor([3, 0, 1, 4, 2]))
+
+    assert other.lengths == (3, 9, 7, 2, 5)
+    assert other.costs() == [9 * window.column_bytes] * 5
+    assert other.sample_bytes() == window.sample_bytes()
+    assert rows_of(other.cut(3, 5)) == [each[index].tolist() for index in (3, 2)]
+    assert other.cut(3, 5)["input_ids"].shape == (2, 5)
+    assert other.named(1) == "sample 4 of the window, 9 columns long"

@@ -112,7 +112,7 @@ class ByLength(Window):
         self._column_bytes = max(tensors // self.samples // max(lengths), 1)
 
     def __repr__(self) -> str:
-        return f"ByLength({self.samples} samples of {self.lengths[-1]} to {self.lengths[0]} columns)"
+        return f"ByLength({self.samples} samples of {min(self.lengths)} to {max(self.lengths)} columns)"
 
     def groups(self) -> list[int]:
         """Sizes of the groups of samples that can be joined into one batch: all of them."""
@@ -120,7 +120,7 @@ class ByLength(Window):
 
     def sample_bytes(self) -> list[int]:
         """Bytes of the longest sample."""
-        return [self._column_bytes * self.lengths[0]] if self.samples else []
+        return [self._column_bytes * max(self.lengths)] if self.samples else []
 
     @property
     def column_bytes(self) -> int:
@@ -128,8 +128,14 @@ class ByLength(Window):
         return self._column_bytes
 
     def costs(self) -> list[float]:
-        """Bytes that each sample adds to a micro-batch that it begins, the most first."""
-        return [length * self._column_bytes for length in self.lengths]
+        """Bytes that each sample adds to a micro-batch that it begins, the most first.
+
+        In another order than that of their lengths, all cost as much as the longest: where a micro-batch ends must not
+        depend on the lengths that follow, or micro-batches would be no random parts of the window.
+        """
+        is_sorted = all(one >= other for one, other in itertools.pairwise(self.lengths))
+        lengths = self.lengths if is_sorted else [max(self.lengths)] * self.samples
+        return [length * self._column_bytes for length in lengths]
 
     def fits_any(self, sizes: Sequence[int]) -> int:
         """Return how many samples fit, whichever they are, if micro-batches of these sizes do: the fewest."""
@@ -155,6 +161,12 @@ class ByLength(Window):
         """Return the samples at `indices`, in that order, as a window of their own."""
         indices = list(indices)
         return self._with(super().chosen(indices).spans, indices)
+
+    def reordered(self, order: Tensor) -> ByLength:
+        """Return the samples in another order, given by their indices."""
+        indices = order.tolist()
+        is_joined = is_default(self._split)
+        return self._with(super().reordered(order).spans, indices) if is_joined else self.chosen(indices)
 
     def part(self, start: int, stop: int) -> ByLength:
         """Return samples `start` to `stop` (exclusive) as a window of their own."""

@@ -60,6 +60,29 @@ def cut(samples: int, weights: Sequence[float]) -> list[int]:
     return [*bounds, samples]
 
 
+def cut_by(costs: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return where each rank's share of some samples begins, and where the last one ends, by what samples cost.
+
+    Every rank gets at least one sample, as from `cut`.
+
+    Args:
+        costs: What each sample costs, such as its tokens.
+        weights: Each rank's weight; shares of the cost are as near to proportional as whole samples allow.
+    """
+    ranks, samples = len(weights), len(costs)
+    if samples < ranks or not any(costs):
+        return cut(samples, weights)
+    before = [0, *itertools.accumulate(costs)]
+    bounds, at = [0], 0
+    for rank, along in enumerate(itertools.accumulate(weights[:-1]), 1):
+        wanted = before[-1] * along / sum(weights)
+        while at < samples and abs(before[at + 1] - wanted) <= abs(before[at] - wanted):
+            at += 1
+        bounds.append(max(bounds[-1] + 1, min(at, samples - (ranks - rank))))
+        at = bounds[-1]
+    return [*bounds, samples]
+
+
 class Shares:
     """The weights by which windows are divided, equal on every rank since all compute them from the same numbers.
 

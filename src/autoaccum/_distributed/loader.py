@@ -94,19 +94,13 @@ class ShardedLoader:
             self._weights = [(0, self._weights[-1][1])]
         batches, after = _drawn(self._loader, self._generators, self._source)
         _check_order(self._ranks, "loader", batches)
-        own = [generator.get_state() for generator in self._generators]
         self._order = [index for batch in batches for index in batch]
         self._samples = len(self._order)
         self._done = self.reached = self._begins_at
         self._ends.clear()
-        part = iter(self._part)  # draws a seed for its workers
-        for generator, state in zip(self._generators, own, strict=True):
-            generator.set_state(state)
         if not is_new:
-            _set_global_states(before)  # those of the moment from which the run resumes
-        elif self._ranks.rank == 0:
-            _set_global_states(after)  # as one process leaves them, so that later orders are also its own
-        for batch in part:
+            after = before  # those of the moment from which the run resumes
+        for batch in _begun(self._part, self._generators, after if self._ranks.rank == 0 or not is_new else None):
             self._done += self._ends.popleft()
             yield batch
         self._source, self._samples, self._begins_at, self._done = None, None, 0, 0
@@ -169,6 +163,40 @@ class ShardedLoader:
         samples = min(self._target_batch, len(self._order) - window * self._target_batch)
         weights = next(weights for since, weights in reversed(self._weights) if since <= window)
         return cut(max(0, samples), weights)
+
+
+class WholeLoader:
+    """Gives every rank all of the data, in the order that rank 0 draws.
+
+    Args:
+        loader: A loader over all of the data, on every rank, that can be sharded.
+        ranks: All ranks.
+
+    Attributes:
+        generator: The generator of `loader`. Its state, and those of the samplers' generators, belong to a position.
+        sampler: The sampler of `loader`, which is notified of epochs.
+        batch_sampler: The batch sampler of `loader`, which is notified of epochs.
+        batch_size: That of `loader`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks) -> None:
+        self.generator, self.sampler, self.batch_sampler = loader.generator, loader.sampler, loader.batch_sampler
+        self.batch_size = loader.batch_size
+        self._loader = loader
+        self._ranks = ranks
+        self._generators = generators_of(loader)
+        self._order: list[list[Any]] = []
+        self._all = _part_of(loader, lambda: iter(self._order))
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch."""
+        source = _source_of_rank_0("order", self._generators, self._ranks)
+        self._order, after = _drawn(self._loader, self._generators, source)
+        _check_order(self._ranks, "loader", self._order)
+        return _begun(self._all, self._generators, after if self._ranks.rank == 0 else None)
 
 
 class DealtLoader:
@@ -418,6 +446,26 @@ def _set_global_states(states: Sequence[Any]) -> None:
     torch.set_rng_state(on_host)
     random.setstate(of_python)
     np.random.set_state(of_numpy)  # noqa: NPY002 - the sampler's choice
+
+
+def _begun(
+    loader: DataLoader[Any], generators: Sequence[torch.Generator], states: Sequence[Any] | None
+) -> Iterator[Any]:
+    """Begin an epoch of a loader, which draws a seed for its workers; leave generators as they were.
+
+    Args:
+        loader: The loader.
+        generators: The generators of the loader and its samplers.
+        states: What to leave the global generators in; None for what the loader leaves. On rank 0 those that one
+            process leaves, so that later orders are its own, too.
+    """
+    own = [generator.get_state() for generator in generators]
+    batches = iter(loader)
+    for generator, state in zip(generators, own, strict=True):
+        generator.set_state(state)
+    if states is not None:
+        _set_global_states(states)
+    return batches
 
 
 def _part_of(loader: DataLoader[Any], asked_for: Callable[[], Iterator[list[Any]]]) -> DataLoader[Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._arguments import check_positive_int, shown
+from autoaccum._data.by_length import ByLength
 from autoaccum._data.splits import is_default
 from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
@@ -117,14 +118,14 @@ def shuffled(window: Window, seed: int) -> Window:
     """Return a window with its samples in random order, so that its micro-batches are random parts of it.
 
     The loader's order stays where samples cannot all be joined into one batch, where a split cuts them, and where a
-    batch holds a count of its own targets.
+    batch holds a count of its own targets. Samples that were taken by length can always be reordered.
 
     Args:
         window: The window.
         seed: Determines the order.
     """
     can_be_joined = is_default(window.split) and window.is_plain and len(window.groups()) == 1
-    if not can_be_joined or window.holds_counts():
+    if not isinstance(window, ByLength) and (not can_be_joined or window.holds_counts()):
         return window
     # By a generator of its own, so that the window has the same order when a run is repeated.
     return window.reordered(torch.randperm(window.samples, generator=torch.Generator().manual_seed(seed)))

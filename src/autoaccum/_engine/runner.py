@@ -194,10 +194,10 @@ class WindowRunner:
         state.made_before, state.number, state.has_moved = updates.made, self._events.windows + 1, False
         noise = self._noise
         state.measures_noise = noise is not None and noise.is_due(state.number) and self._sizing.is_settled
+        if self._order is not None:
+            part = self._order.of(part)
         if state.measures_noise:
             part = shuffled(part, state.number)
-        elif self._order is not None:
-            part = self._order.of(part)
         try:
             self._begin(part)
             try:

@@ -281,7 +281,7 @@ def fit(
     noise_every = check_noise_scale(noise_scale, loss_scope)
     takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)
     if takes_by_length:
-        _check_by_length(loss_scope, probe, split, in_tokens=token_target is not None, noise=noise_every)
+        _check_by_length(loss_scope, probe, split, in_tokens=token_target is not None)
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
@@ -368,6 +368,7 @@ def fit(
                 step,
                 loader,
                 alike | {"target_tokens": target_tokens},
+                tokens=token_target,
                 loss_scope=loss_scope,
                 hindrance=hindrance(backend, limit_bytes),
                 notices=notices,
@@ -439,6 +440,7 @@ def _ranks_of(
     loader: Iterable[Any],
     arguments: dict[str, Any],
     *,
+    tokens: TokenTarget | None,
     loss_scope: str,
     hindrance: str,
     notices: Notices,
@@ -449,11 +451,6 @@ def _ranks_of(
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
     """
     refuse_what_talks(step.objective.modules)
-    if arguments["target_tokens"] is not None:
-        raise InvalidInputError(
-            f"target_tokens={arguments['target_tokens']} makes windows in one process, and there are {ranks.size} "
-            "ranks; pass target_batch=, with order='length' where samples differ in length"
-        )
     if loss_scope != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={loss_scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
@@ -472,6 +469,7 @@ def _ranks_of(
         hindrance=hindrance,
         notices=notices,
         split=step.objective.split,
+        tokens=tokens,
     )
 
 
@@ -481,7 +479,7 @@ def _tell_of_cap(cap: int | None, most: int, notices: Notices, tokens: TokenTarg
         notices.say(f"micro-batches of at most {cap} {counted} ({MAX_MICRO_BATCH}={cap})")
 
 
-def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tokens: bool, noise: int | None) -> None:
+def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tokens: bool) -> None:
     """Refuse what cannot be done with samples that are taken by length.
 
     Raises:
@@ -500,11 +498,6 @@ def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tok
     if in_tokens and probe == "before":
         raise InvalidInputError(
             "probe='before' tries numbers of samples, and target_tokens= counts tokens; pass probe='inline'"
-        )
-    if in_tokens and noise is not None:
-        raise InvalidInputError(
-            "noise_scale= needs micro-batches that are random parts of a window, and target_tokens= cuts it by length; "
-            "choose one"
         )
 
 

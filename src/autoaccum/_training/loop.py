@@ -16,7 +16,7 @@ from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.rungs import Rungs
 from autoaccum._oom import first_line
-from autoaccum._records import FitResult, TimeSpent
+from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._snapshot import RandomState
 from autoaccum._system import exceptions, signals
 from autoaccum._training.checkpoint_contents import Contents
@@ -199,7 +199,7 @@ class Training:
                     self._interrupts.run(self._train, self._went_back)
                 if self._noise is not None and self._resumed_from != self._progress.moment.windows:
                     own = name_of(self._step.optimizer)
-                    self._notices.say(self._noise.summary(self._data.target_batch, own))
+                    self._notices.say(self._noise.summary(self._samples_of_a_window, own))
                 result = self._result(started)
             except BaseException as error:
                 self._leave_result(error, started)
@@ -281,6 +281,14 @@ class Training:
         )
 
     # --- the beginning ------------------------------------------------------------------------------------------------
+
+    @property
+    def _samples_of_a_window(self) -> int:
+        """The target batch in samples; where it is in tokens, what windows have had on average."""
+        moment = self._progress.moment
+        if self._data.counts == SAMPLES or not moment.windows:
+            return self._data.target_batch
+        return max(1, round(moment.samples / moment.windows))
 
     def _tell_start(self) -> None:
         for callback in self._callbacks:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window, stream
+from autoaccum._data.token_windows import stream_of_tokens
 from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
 from autoaccum._distributed.data_parallel import DataParallel, trained
 from autoaccum._distributed.fsdp import ShardedDataParallel
-from autoaccum._distributed.load_balance import Shares, cut
+from autoaccum._distributed.load_balance import Shares, cut, cut_by
 from autoaccum._distributed.loader import (
     DealtLoader,
     ShardedLoader,
+    WholeLoader,
     can_be_sharded,
     check_lengths,
     in_windows,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position, Track
     from autoaccum._data.pieces import Split
+    from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.data_parallel import Part
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
@@ -54,19 +58,20 @@ class SeveralRanks(OneProcess):
     Args:
         ranks: All ranks.
         loader: As for `fit`.
-        target_batch: Number of samples per window, over all ranks.
+        target_batch: Number of samples per window, or of tokens, over all ranks.
         last_window: As for `fit`.
         shard: As for `fit`.
         shares: As for `fit`.
         overlap: As for `fit`.
         hindrance: Why this rank cannot overlap; "" if it can.
         split: As for `fit`.
+        tokens: The target in tokens; None for windows of so many samples.
         notices: Reports choices made for the user.
 
     Attributes:
         ranks: All ranks.
         loader: The loader that this rank reads.
-        target_batch: Number of samples of a window that belong to this rank if shares are equal.
+        target_batch: Number of samples of a window, or of tokens, that belong to this rank if shares are equal.
         peers: The ranks that make windows together; None before `begin`.
 
     Raises:
@@ -86,31 +91,37 @@ class SeveralRanks(OneProcess):
         overlap: bool = False,
         hindrance: str = "",
         split: Split | None = None,
+        tokens: TokenTarget | None = None,
     ) -> None:
+        counted = "batch" if tokens is None else "tokens"
         if target_batch < ranks.size:
             raise InvalidInputError(
-                f"target_batch={target_batch} is less than the number of ranks, {ranks.size}, so some ranks would have "
-                "no samples; use a larger target_batch or fewer ranks"
+                f"target_{counted}={target_batch} is less than the number of ranks, {ranks.size}, so some ranks would "
+                f"have no samples; use a larger target_{counted} or fewer ranks"
             )
-        super().__init__(loader, target_batch, last_window, split)
+        super().__init__(loader, target_batch, last_window, split, tokens)
         self.ranks: Ranks = ranks
         self.peers: DataParallel | None = None
         self._notices = notices
         self._overlap, self._hindrance = overlap, hindrance
         self._shards = shard
+        self._costs = [0] * ranks.size  # tokens of each rank's part of the window
         self._shares = Shares(ranks.size, by_speed=shares == "speed")
         self._bounds = cut(target_batch, self._shares.weights)
         self.target_batch = self._bounds[ranks.rank + 1] - self._bounds[ranks.rank]
         notices.say(
-            f"{ranks.size} ranks: this rank takes {self.target_batch} samples of each window of {target_batch}; plans "
-            "and cuts count only those"
+            f"{ranks.size} ranks: this rank takes {self.target_batch} "
+            f"{'samples' if tokens is None else 'tokens'} of each window of {target_batch}; plans and cuts count only "
+            "those"
         )
         self._sharded: ShardedLoader | None = None
         self.loader = self._whole = loader
         if shard:
             _refuse_own_samples(loader, "loader")
             check_lengths(ranks, "loader", loader)
-            if can_be_sharded(loader):
+            if tokens is not None:
+                self._read_all(loader)
+            elif can_be_sharded(loader):
                 self._sharded = self.loader = ShardedLoader(
                     loader,  # type: ignore[arg-type]
                     ranks,
@@ -125,6 +136,15 @@ class SeveralRanks(OneProcess):
                 )
         self._is_looked_at = shard
         self._gone_through = GoneThrough(ranks, notices) if shard and self._sharded is None else None
+
+    def _read_all(self, loader: Any) -> None:
+        """Read all of the data on this rank: how many samples make a window shows only once they are loaded."""
+        if can_be_sharded(loader):
+            self.loader = WholeLoader(loader, self.ranks)
+        self._notices.say(
+            "target_tokens= with shard=True: every rank reads all samples and skips those of other ranks, since only "
+            "samples that are loaded show their tokens; with shard=False, each rank's loader yields its own samples"
+        )
 
     is_alone = False
 
@@ -185,6 +205,9 @@ class SeveralRanks(OneProcess):
         if self._sharded is not None:
             sizes = map(self._sharded.share_of, itertools.count(int(self._sharded.state_dict()["windows"])))
             return stream(batches, sizes, skip=skip, split=self.split)
+        if self._tokens is not None:
+            target = self._tokens if self._shards else replace(self._tokens, tokens=self.target_batch)
+            return stream_of_tokens(batches, target, last_window=self._last_window, skip=skip, split=self.split)
         if self._shards:
             whole = self._whole_target
             return stream(batches, whole, last_window=self._last_window, skip=skip, split=self.split)
@@ -196,8 +219,17 @@ class SeveralRanks(OneProcess):
             self._gone_through.begin(window)
         if not self._shards or self._sharded is not None or not window.samples:
             return window
-        bounds = cut(window.samples, self._shares.weights)
+        bounds = self._bounds_in(window)
         return window.part(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
+
+    def _bounds_in(self, window: Window) -> list[int]:
+        """Return where the parts of the ranks begin in a window that every rank has."""
+        if self._tokens is None:
+            return cut(window.samples, self._shares.weights)
+        costs = [count for span in window.spans for count in self._tokens.counts(span.piece)[span.start : span.stop]]
+        bounds = cut_by(costs, self._shares.weights)
+        self._costs = [sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)]
+        return bounds
 
     def look_at(self, first: Window) -> None:
         """Check, once, whether ranks read the same samples."""
@@ -209,9 +241,13 @@ class SeveralRanks(OneProcess):
         """Whether to leave out a window because it is too short and last_window="drop"."""
         if self._last_window != "drop":
             return False
+        if self._tokens is not None and self._shards:
+            return False  # `windows` leaves it out
         said: list[tuple[int, int]] = self.ranks.exchange("samples", (part.samples, self._reached()))
         if self._gone_through is not None:
             self._gone_through.check([note for _, note in said])
+        if self._tokens is not None:
+            return not all(samples for samples, _ in said)
         return sum(samples for samples, _ in said) < self._whole_target
 
     def has_anything(self, window: Window | None) -> bool:
@@ -240,7 +276,8 @@ class SeveralRanks(OneProcess):
         self.ranks.exchange("end")
 
     def _share_out(self, parts: Sequence[Part]) -> None:
-        if not self._shares.note([part.samples for part in parts], [part.seconds for part in parts]):
+        done = [part.samples for part in parts] if self._tokens is None else self._costs
+        if not self._shares.note(done, [part.seconds for part in parts]):
             return
         if self._sharded is not None:
             self._sharded.share_out(self._shares.weights, max(part.note for part in parts))
