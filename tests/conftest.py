@@ -42,11 +42,16 @@ for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signa
     if hasattr(signal, _name) and signal.getsignal(getattr(signal, _name)) == signal.SIG_IGN:
         signal.signal(getattr(signal, _name), _handler)
 _modules_kept_out = 0
+# Hooks on all modules, by when they are called.
+_HOOKS = {
+    name: getattr(torch.nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward_pre", "forward", "backward_pre", "backward", "module_registration", "parameter_registration")
+}
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 # Without a card torch.manual_seed notes for each kind of card who called it, for when there is one.
 _seed = functools.partial(torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed, 0)
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
-_FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_", "TRITON_")
+_FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 
 def pytest_collection_modifyitems(items):
@@ -81,6 +86,7 @@ def process_state():
         "gradient mode": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "hooks on all modules": {name: list(hooks) for name, hooks in _HOOKS.items()},
     }
 
 
@@ -97,6 +103,9 @@ def put_back(state):
     torch.set_num_threads(state["torch threads"])
     torch.set_grad_enabled(state["gradient mode"])
     torch.use_deterministic_algorithms(state["deterministic algorithms"])
+    for name, hooks in _HOOKS.items():
+        for key in set(hooks) - set(state["hooks on all modules"][name]):
+            del hooks[key]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -153,7 +162,7 @@ def no_leaks():
     before, threads = process_state(), set(threading.enumerate())
     yield
     after = process_state()
-    changed = [name for name in before if before[name] != after[name]]
+    changed = [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
     if changed:
         put_back(before)
     left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]

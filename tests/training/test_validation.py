@@ -130,7 +130,9 @@ def test_checkpoint_after_an_evaluation_holds_what_it_has_moved(tmp_path):
 def test_progress_says_after_which_step(capsys):
     Run(val_steps=7, progress="lines").fit()
 
-    said = [line.partition(":")[2].strip() for line in capsys.readouterr().err.splitlines() if "evaluation" in line]
+    said = [
+        line.partition(":")[2].strip() for line in capsys.readouterr().err.splitlines() if "evaluation after" in line
+    ]
     assert [line.partition(":")[0] for line in said] == [
         "evaluation after step 7",
         "evaluation after step 14",
