@@ -3,20 +3,44 @@
 import torch
 
 import autoaccum
-from ragged import Causal, loader_of
+from ragged import Causal, lengths_of, loader_of, padded, texts
 
 
-def train(rank, size, samples, batch, **options):
-    """Train on this rank's part; return all parameters as one vector."""
-    model = Causal()
-    autoaccum.fit(
+def train(rank, size, samples, batch, loader="list", epochs=1, dropout=0.0, **options):
+    """Train on this rank's part; return all parameters as one vector, and the samples of each update."""
+    result, model = run(loaders(samples, batch, rank, size)[loader](), epochs, dropout, **options)
+    return {
+        "parameters": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
+        "samples": [report.samples for report in result.history],
+        "resumed": result.resumed_from,
+    }
+
+
+def loaders(samples, batch, rank=0, size=1):
+    """A list of batches, a DataLoader that shuffles, and loaders of a rank's own samples."""
+
+    def of(each):
+        return torch.utils.data.DataLoader(each, batch, shuffle=True, collate_fn=padded)
+
+    return {
+        "list": lambda: loader_of(samples, batch),
+        "shuffling": lambda: of(texts(*lengths_of(samples))),
+        "own": lambda: loader_of(samples, batch)[rank::size],
+        "own, of unlike number": lambda: loader_of(samples, batch)[: 2 + rank],
+    }
+
+
+def run(loader, epochs=1, dropout=0.0, **options):
+    """Train; return the result and the model."""
+    model = Causal(dropout=dropout)
+    torch.manual_seed(3)
+    result = autoaccum.fit(
         model,
-        loader_of(samples, batch),
+        loader,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         device="cpu",
         precision="fp32",
-        shard=True,
-        progress=False,
-        **options,
+        epochs=epochs,
+        **{"shard": True, "progress": False} | options,
     )
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return result, model

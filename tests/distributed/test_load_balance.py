@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum import InvalidInputError
-from autoaccum._distributed.load_balance import Shares, check_shares, cut
+from autoaccum._distributed.load_balance import Shares, check_shares, cut, cut_by
 
 SPEEDS = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12)
 
@@ -131,3 +131,26 @@ def test_what_a_single_slow_window_has_changed_wears_off():
 def test_unknown_or_contradicting_arguments_are_refused(shares, shard, said):
     with pytest.raises(InvalidInputError, match=said):
         check_shares(shares, shard=shard)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), SPEEDS)
+def test_every_sample_is_one_ranks_whatever_samples_cost(costs, weights):
+    bounds = cut_by(costs, weights)
+
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(costs), len(weights) + 1)
+    each = [end - begin for begin, end in itertools.pairwise(bounds)]
+    assert min(each) >= (1 if len(costs) >= len(weights) else 0)
+
+
+def test_ranks_get_as_much_as_whole_samples_allow():
+    assert cut_by([9, 1, 1, 1, 3, 3], [1.0, 1.0]) == [0, 1, 6]
+    assert cut_by([1, 1, 1, 1, 2, 6], [1.0, 1.0]) == [0, 5, 6]
+    assert cut_by([2] * 8, [3.0, 1.0]) == [0, 6, 8]
+
+
+@given(st.lists(st.integers(1, 50), min_size=100, max_size=100), st.integers(2, 5))
+def test_equal_shares_of_cost_differ_by_no_more_than_a_sample(costs, ranks):
+    bounds = cut_by(costs, [1.0] * ranks)
+
+    shares = [sum(costs[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    assert max(shares) - min(shares) <= 2 * max(costs)
