@@ -383,14 +383,14 @@ def test_batch_without_targets_or_loss_is_refused(model):
 
 
 class Wide(nn.Module):
-    """Takes 16 MiB a sample, and as much again for what it makes of it."""
+    """Takes 128 MiB a sample, and as much again for what it makes of it: more than earlier tests leave behind."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, inputs):
-        return (inputs.repeat(1, 1 << 20).square() * self.scale).mean(1, keepdim=True)
+        return (inputs.repeat(1, 1 << 23).square() * self.scale).mean(1, keepdim=True)
 
 
 WIDE = (torch.ones(2, 4), torch.ones(2, 1))

@@ -324,3 +324,18 @@ def test_answer_holds_in_training_where_what_is_set_aside_is_a_large_part_of_the
 
     assert result.oom_events == 0
     assert result.plan.accum_steps > 1
+
+
+@pytest.mark.parametrize(("precision", "advised"), [("bf16", True), ("fp32", False)])
+def test_operator_that_the_processor_may_not_have_is_named(precision, advised):
+    class Refuses(nn.Linear):
+        def forward(self, inputs):
+            raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
+
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        autoaccum.find_micro_batch(
+            Refuses(3, 1), (torch.ones(2, 3), torch.ones(2, 1)), device="cpu", precision=precision
+        )
+
+    said = "precision='fp32', since this processor may have no such operator in bf16"
+    assert (said in str(caught.value)) == advised

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Trial
 
+# What oneDNN says of lack of memory, and of an operator that it does not have on this processor in this type.
+_UNSUPPORTED = "could not create a primitive descriptor"
+
 
 def find_micro_batch(
     model: nn.Module,
@@ -216,6 +219,8 @@ def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str 
     allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
     found = f" ({message})" if message else ""
     remedies = [] if step.precision.name != "fp32" else ["precision='bf16'"]
+    if not remedies and _UNSUPPORTED in message:
+        remedies.append(f"precision='fp32', since this processor may have no such operator in {step.precision.name}")
     remedies += ways_left(step.objective.modules, step.memory)
     remedies.append("shorter or smaller inputs")
     if isinstance(step, TrainingStep) and _keeps_two_numbers(step.optimizer):
