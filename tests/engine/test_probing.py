@@ -333,8 +333,8 @@ def test_operator_that_the_processor_may_not_have_is_named(precision, advised):
             raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
 
     with pytest.raises(autoaccum.DoesNotFitError) as caught:
-        autoaccum.find_micro_batch(
-            Refuses(3, 1), (torch.ones(2, 3), torch.ones(2, 1)), device="cpu", precision=precision
+        autoaccum.fit(
+            Refuses(3, 1), [(torch.ones(2, 3), torch.ones(2, 1))], 2, device="cpu", precision=precision, progress=False
         )
 
     said = "precision='fp32', since this processor may have no such operator in bf16"
