@@ -117,9 +117,9 @@ docs-pictures: $(VENV)/.for-development  ## run the tutorial, and draw what the 
 # Committed to the branch gh-pages of this checkout; publishing it is `git push origin gh-pages`, by a person.
 .PHONY: docs-version
 docs-version: $(VENV)/.for-development  ## put the documentation of this version onto the local branch gh-pages
-	$(BIN)/mike deploy --update-aliases \
+	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases \
 		"$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])')" latest
-	$(BIN)/mike set-default latest
+	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
 # Outside the checkout, so that nothing but what is in the wheel can be imported.
 .PHONY: wheel-check
