@@ -15,6 +15,7 @@ from folders import ROOT
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 SCRIPTS = ROOT / "examples" / "tutorial"
 OUTPUT = ROOT / "docs" / "output"
+IMAGES = ROOT / "docs" / "images"
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
 LAST_LOSS = re.compile(r"done: 12 steps.* last loss ([\d.]+)")
 
@@ -83,6 +84,27 @@ def test_scripts_train_resume_after_a_kill_and_report_as_the_page_says(empty_fol
     assert "fits  host memory: 256 in" in table
     assert (empty_folder / "run.html").is_file()
     assert (empty_folder / "report.html").is_file()
+    assert_screenshots_can_be_taken(empty_folder)
+
+
+def assert_screenshots_can_be_taken(folder):
+    """The pages that the scripts wrote are not blank in a browser, and as large as the pictures in docs/."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        return
+    from PIL import Image  # noqa: PLC0415 - torchvision brings it
+
+    taking = (
+        "import sys; from pathlib import Path; import tutorial\n"
+        "place = Path(sys.argv[1])\n"
+        "for page, size in tutorial.SCREENSHOTS.items():\n"
+        "    tutorial.browse((place / f'{page}.html').as_uri(), place / f'{page}.png', size, place / f'home-{page}')\n"
+    )
+    own = os.environ | {"PYTHONPATH": str(ROOT / "scripts" / "docs_pictures")}
+    subprocess.run([sys.executable, "-c", taking, str(folder)], env=own, check=True)
+    for name in ("run", "report"):
+        with Image.open(folder / f"{name}.png") as taken, Image.open(IMAGES / f"tutorial-{name}.png") as shown:
+            assert taken.size == shown.size
+            assert len(taken.convert("L").getcolors()) > 50
 
 
 @pytest.mark.slow
