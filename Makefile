@@ -123,7 +123,7 @@ docs-version: $(VENV)/.for-development  ## put the documentation of this version
 
 # Outside the checkout, so that nothing but what is in the wheel can be imported.
 .PHONY: wheel-check
-wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty environment
+wheel-check: $(VENV)/.for-development  ## build the wheel and use it and its command in an empty environment
 	rm -rf build/wheel build/empty
 	$(call build_wheel,build/wheel)
 	$(call new_environment,build/empty,$(BIN)/python)
@@ -131,6 +131,7 @@ wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/python -c \
 		'import autoaccum; print("imported from", autoaccum.__file__); assert "site-packages" in autoaccum.__file__'
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/autoaccum --version
+	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/python -m autoaccum doctor --json >/dev/null
 
 .PHONY: test-all
 test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test, slow or not, on each Python that is here
