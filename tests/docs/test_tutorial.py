@@ -70,6 +70,7 @@ def test_first_script_dies_of_memory(empty_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # five trainings, on a machine that may be busy
 def test_scripts_train_resume_after_a_kill_and_report_as_the_page_says(empty_folder):
     trained, said = run(empty_folder, "trains.py")
     killed, _ = run(empty_folder, "resumes.py", "--power-cut")
@@ -108,6 +109,7 @@ def assert_screenshots_can_be_taken(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # five trainings, on a machine that may be busy
 def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     import nbformat  # noqa: PLC0415 - only where notebooks are
     from nbclient import NotebookClient  # noqa: PLC0415
@@ -117,7 +119,7 @@ def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
 
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=1000, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert "can't allocate memory" in said
