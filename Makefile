@@ -117,13 +117,13 @@ docs-pictures: $(VENV)/.for-development  ## run the tutorial, and draw what the 
 # Committed to the branch gh-pages of this checkout; publishing it is `git push origin gh-pages`, by a person.
 .PHONY: docs-version
 docs-version: $(VENV)/.for-development  ## put the documentation of this version onto the local branch gh-pages
-	$(BIN)/mike deploy --update-aliases \
+	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases \
 		"$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])')" latest
-	$(BIN)/mike set-default latest
+	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
 # Outside the checkout, so that nothing but what is in the wheel can be imported.
 .PHONY: wheel-check
-wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty environment
+wheel-check: $(VENV)/.for-development  ## build the wheel and use it and its command in an empty environment
 	rm -rf build/wheel build/empty
 	$(call build_wheel,build/wheel)
 	$(call new_environment,build/empty,$(BIN)/python)
@@ -131,6 +131,7 @@ wheel-check: $(VENV)/.for-development  ## build the wheel and use it in an empty
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/python -c \
 		'import autoaccum; print("imported from", autoaccum.__file__); assert "site-packages" in autoaccum.__file__'
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/autoaccum --version
+	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/python -m autoaccum doctor --json >/dev/null
 
 .PHONY: test-all
 test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test, slow or not, on each Python that is here

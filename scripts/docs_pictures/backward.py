@@ -49,16 +49,19 @@ def picture() -> str:
             parts += box(LEFT + number * (COLUMN + GAP), y, COLUMN - 3, 32, kind, words)
     y = TOP + 4 * ROW + 44
     parts += [
-        text(20, y, "A failure in a forward pass touches no gradient: only its own micro-batch is repeated.", "quiet"),
         text(
             20,
-            y + 20,
-            "After a failure, so it is in backward passes too, where memory lets gradients be kept apart.",
+            y,
+            "In a forward pass, a failure touches no gradient: only the micro-batch that failed is repeated.",
             "quiet",
         ),
         text(
-            20, y + 40, "Parameters are written by the optimizer alone, whose memory is reserved beforehand.", "quiet"
+            20,
+            y + 20,
+            "After a first failure, the same holds for backward passes, where memory lets new gradients be kept apart.",
+            "quiet",
         ),
+        text(20, y + 40, "Only the optimizer writes parameters, and its memory is reserved before it begins.", "quiet"),
     ]
     return framed(WIDTH, HEIGHT, TITLE, DESCRIPTION, parts)
 

@@ -81,7 +81,7 @@ def line_through(trials: list[dict[str, Any]]) -> tuple[float, float]:
 
 def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]]]) -> str:
     """Return the picture of a run that was killed and resumed, beside the one that was not."""
-    names = ("killed after update 8", "resumed from the checkpoint")
+    names = ("logged before the kill", "after resuming from the checkpoint")
     points = [
         {"step": step["step"], "loss": step["loss"], "what": name}
         for name, steps in zip(names, attempts, strict=True)

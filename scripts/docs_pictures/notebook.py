@@ -22,13 +22,14 @@ def notebook() -> str:
     """Return the notebook's JSON."""
     page = _CONSOLE.sub("", PAGE.read_text(encoding="utf-8"))
     page = re.sub(
-        r"Save each file below.*?\n\n--8<-- [^\n]*\n",
+        r"Until version .*?\n\n--8<-- [^\n]*\n",
         "Each file is a cell, and so is each command.\n",
         page,
         flags=re.DOTALL,
     )
+    # A notebook shows no screenshots of its own files.
     page = re.sub(
-        r"`run\.html` is the result as a page\..*?\n\n!\[[^\]]*\]\([^)]*\)\{[^}]*\}\n\n", "", page, flags=re.DOTALL
+        r"`(?:run|report)\.html` is the [^!]*?\n\n!\[[^\]]*\]\([^)]*\.png\)\{[^}]*\}\n\n", "", page, flags=re.DOTALL
     )
     cells: list[dict[str, Any]] = []
     while found := min(

@@ -8,7 +8,7 @@ TITLE = "Three unequal ranks make one update"
 DESCRIPTION = (
     "Three ranks work on 64 samples each of a target batch of 192. Rank 0 takes them at once, rank 1 in two "
     "micro-batches of 32. Rank 2 runs out of memory with 32 and repeats its part in 22, 21 and 21, while the others "
-    "wait. Then each says that it is done, gradients are reduced in buckets, each says whether it holds the sum, and "
+    "wait. Then each says that it is done, gradients are added up in buckets, each says whether it holds the sum, and "
     "all make the same optimizer step. Until the second answer every rank can return to the start of the window."
 )
 WIDTH, HEIGHT = 880, 348
@@ -36,7 +36,10 @@ def picture() -> str:
         if x + 60 < DONE:
             parts.append(text(x + 8, y + 24, "waits", "quiet"))
     parts += _question(DONE, bottom, "1. Done?", "512 bytes from each")
-    parts += box(DONE + 16, TOP, SUMMED - DONE - 32, bottom - TOP - LANE + BAR, "data", "gradients reduced")
+    height = bottom - TOP - LANE + BAR
+    parts += box(DONE + 16, TOP, SUMMED - DONE - 32, height, "data")
+    for words, y in (("gradients are", TOP + height / 2 - 4), ("added up", TOP + height / 2 + 16)):
+        parts.append(text((DONE + SUMMED) / 2, y, words, "in"))
     parts += _question(SUMMED, bottom, "2. All hold the sum?", "then there is no way back")
     for number in range(len(WORK)):
         parts += box(SUMMED + 16, TOP + number * LANE, 140, BAR, "data", "optimizer step")

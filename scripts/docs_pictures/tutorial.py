@@ -10,16 +10,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "tutorial"
 OUTPUT = ROOT / "docs" / "output"
 IMAGES = ROOT / "docs" / "images"
 KILLED = -9
+# The pages that its scripts write, each with the size of its picture.
+SCREENSHOTS = {"run": "900,640", "report": "1000,640"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # Runs a script as `python SCRIPT` does, and keeps a value of it afterwards.
 KEEPING = """
@@ -44,11 +45,12 @@ def run() -> None:
         _step(place, "resumes")
         report = _step(place, "reports", keep="report.to_dict()")
         attempts = _attempts((place / "run.jsonl").read_text(encoding="utf-8"))
-        browse((place / "run.html").as_uri(), IMAGES / "tutorial-run.png", "900,640", place / "home")
+        for page, size in SCREENSHOTS.items():
+            browse((place / f"{page}.html").as_uri(), IMAGES / f"tutorial-{page}.png", size, place / f"home-{page}")
     kept = {"undisturbed": undisturbed, "attempts": attempts, "report": report}
     (OUTPUT / "tutorial.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     cores = len(os.sched_getaffinity(0))
-    versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, PyTorch {version('torch')}"
     where = f"Run on {cores} cores without a card ({_processor()}), {versions}.\n"
     (OUTPUT / "machine.txt").write_text(where, encoding="utf-8")
 

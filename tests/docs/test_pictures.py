@@ -13,7 +13,8 @@ SCRIPTS = ROOT / "scripts" / "docs_pictures"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DRAWN = [ROOT / "docs" / "window.svg"]
 DRAWN += [
-    ROOT / "docs" / "images" / f"{name}.svg" for name in ("backward", "ranks", "memory-by-size", "losses", "timeline")
+    ROOT / "docs" / "images" / f"{name}.svg"
+    for name in ("backward", "packages", "ranks", "memory-by-size", "losses", "timeline")
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 

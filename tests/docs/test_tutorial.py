@@ -15,6 +15,7 @@ from folders import ROOT
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 SCRIPTS = ROOT / "examples" / "tutorial"
 OUTPUT = ROOT / "docs" / "output"
+IMAGES = ROOT / "docs" / "images"
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
 LAST_LOSS = re.compile(r"done: 12 steps.* last loss ([\d.]+)")
 
@@ -69,6 +70,7 @@ def test_first_script_dies_of_memory(empty_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # five trainings, on a machine that may be busy
 def test_scripts_train_resume_after_a_kill_and_report_as_the_page_says(empty_folder):
     trained, said = run(empty_folder, "trains.py")
     killed, _ = run(empty_folder, "resumes.py", "--power-cut")
@@ -83,9 +85,31 @@ def test_scripts_train_resume_after_a_kill_and_report_as_the_page_says(empty_fol
     assert "fits  host memory: 256 in" in table
     assert (empty_folder / "run.html").is_file()
     assert (empty_folder / "report.html").is_file()
+    assert_screenshots_can_be_taken(empty_folder)
+
+
+def assert_screenshots_can_be_taken(folder):
+    """The pages that the scripts wrote are not blank in a browser, and as large as the pictures in docs/."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        return
+    from PIL import Image  # noqa: PLC0415 - torchvision brings it
+
+    taking = (
+        "import sys; from pathlib import Path; import tutorial\n"
+        "place = Path(sys.argv[1])\n"
+        "for page, size in tutorial.SCREENSHOTS.items():\n"
+        "    tutorial.browse((place / f'{page}.html').as_uri(), place / f'{page}.png', size, place / f'home-{page}')\n"
+    )
+    own = os.environ | {"PYTHONPATH": str(ROOT / "scripts" / "docs_pictures")}
+    subprocess.run([sys.executable, "-c", taking, str(folder)], env=own, check=True)
+    for name in ("run", "report"):
+        with Image.open(folder / f"{name}.png") as taken, Image.open(IMAGES / f"tutorial-{name}.png") as shown:
+            assert taken.size == shown.size
+            assert len(taken.convert("L").getcolors()) > 50
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # five trainings, on a machine that may be busy
 def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     import nbformat  # noqa: PLC0415 - only where notebooks are
     from nbclient import NotebookClient  # noqa: PLC0415
@@ -95,7 +119,7 @@ def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
 
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=1000, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert "can't allocate memory" in said

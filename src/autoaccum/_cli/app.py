@@ -26,6 +26,7 @@ from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
 from autoaccum._cli.report import report_command
 from autoaccum._cli.run import SETTINGS, run_command_line
 from autoaccum._cli.slurm import jobs_command, slurm_command
+from autoaccum._cli.usage import Commands
 from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, trial_record
 from autoaccum._launch import load_recipe
 from autoaccum._launch.recipe_exit_guard import exits_refused
@@ -40,6 +41,7 @@ __all__ = ["ExitCode", "app", "main"]
 
 app = typer.Typer(
     name="autoaccum",
+    cls=Commands,
     help="Train with the batch size you want: autoaccum finds what fits, and survives running out of memory.",
     epilog=EPILOG,
     no_args_is_help=True,

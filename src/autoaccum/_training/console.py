@@ -351,6 +351,7 @@ class RichProgress(_Progress):
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=console,
         )
         self._bar.add_task("windows", total=self._tally.total_steps)
