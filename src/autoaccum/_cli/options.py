@@ -109,7 +109,7 @@ _BY_NAME = {
     "memory": _Form(
         list[str], "|".join((AUTO, *SAVINGS)), "What saves memory, for time; can be given several times; auto measures."
     ),
-    "weights": _Form(str, "|".join(WEIGHTS), "The type of weights: bf16, rounded stochastically, or with an fp32 master."),
+    "weights": _Form(str, "|".join(WEIGHTS), "Weights in bf16: rounded stochastically, or with an fp32 master."),
     "precision": _Form(str, "|".join(PRECISIONS)),
     "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),
     "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and resume from the newest."),
