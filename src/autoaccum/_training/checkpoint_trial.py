@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim
 
-from autoaccum._engine.bf16_weights import MASTER
+from autoaccum._engine.bf16_weights import MASTER, gradient_type
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._training.checkpoint_schema import MalformedError, need
 
@@ -213,7 +213,8 @@ def _stand_in(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> tor
 
 
 def _shape_of(parameter: Tensor) -> nn.Parameter:
-    made = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
+    kind = gradient_type(parameter)  # which bf16 weights have during a step, too
+    made = nn.Parameter(torch.empty_like(parameter, dtype=kind, device="meta"), requires_grad=parameter.requires_grad)
     if made.requires_grad:
         made.grad = torch.empty_like(made)
     return made
