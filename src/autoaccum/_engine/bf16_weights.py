@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._arguments import check_choice
-from autoaccum._engine.adamw8bit import AdamW8bit
+from autoaccum._engine.eight_bit_adam import AdamW8bit
 from autoaccum._engine.optimizer_list import OptimizerList, name_of
 from autoaccum.errors import InvalidInputError
 

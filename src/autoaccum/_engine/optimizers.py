@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_call, check_choice, check_positive_int, shown
-from autoaccum._engine.adamw8bit import AdamW8bit, adamw8bit
+from autoaccum._engine.eight_bit_adam import AdamW8bit, adamw8bit
 from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import DeviceScalar
 from autoaccum.errors import InvalidInputError

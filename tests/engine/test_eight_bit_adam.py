@@ -70,7 +70,7 @@ def test_slices_of_a_parameter_are_updated_as_the_whole(monkeypatch):
     whole, cut = network(), network()
 
     train(whole, autoaccum.adamw8bit(whole.parameters()), batches(3))
-    monkeypatch.setattr("autoaccum._engine.adamw8bit._AT_ONCE", {"cpu": 1024})
+    monkeypatch.setattr("autoaccum._engine.eight_bit_adam._AT_ONCE", {"cpu": 1024})
     train(cut, autoaccum.adamw8bit(cut.parameters()), batches(3))
 
     assert_bitwise(dict(whole.named_parameters()), dict(cut.named_parameters()))
