@@ -358,10 +358,11 @@ class Case:
     Attributes:
         model: Name in `MODELS`.
         precision: One of `PRECISIONS`.
-        optimizer: Name in `OPTIMIZERS`.
+        optimizer: Name in `OPTIMIZERS`, or what a runner takes by name.
         sizes: The cut to begin with.
         clip: Norm to which gradients are clipped.
         pieces: Sizes of the loader's batches that make a window; several are joined.
+        weights: As for `Runner`.
     """
 
     model: str
@@ -370,9 +371,10 @@ class Case:
     sizes: tuple[int, ...] = (6, 6)
     clip: float | None = None
     pieces: tuple[int, ...] = (SAMPLES,)
+    weights: str | None = None
 
     def __str__(self):
-        return f"{self.model}; {self.precision}; {self.optimizer}"
+        return "; ".join(filter(None, (self.model, self.precision, self.optimizer, self.weights)))
 
     @property
     def kind(self):
@@ -389,14 +391,15 @@ class Case:
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002 - the global generator, which models draw from
         model = self.kind.make()
-        make, settings = OPTIMIZERS[self.optimizer]
+        make, settings = OPTIMIZERS.get(self.optimizer, (None, {}))
         notices = Notices(silent=True)
         runner = autoaccum.Runner(
             model,
-            lambda parameters: make(parameters, **settings),
+            self.optimizer if make is None else lambda parameters: make(parameters, **settings),
             autoaccum.Plan(SAMPLES, self.sizes),
             loss=self.kind.loss,
             precision=self.precision,
+            weights=self.weights,
             device=device,
             clip_grad_norm=self.clip,
             callbacks=callbacks,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum._metric_states import MetricStates
 from autoaccum._system.exceptions import contextmanager
@@ -519,6 +520,12 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _aside(tensor: Tensor) -> Tensor:
+    if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "device_mesh"):  # but for DTensor
+        # `to` of some, such as torchao's states of 8 bits, shares memory where the device stays the same.
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: _aside(getattr(tensor, name)) for name in names}
+        made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        return made
     return tensor.detach().to("cpu", copy=True)
 
 

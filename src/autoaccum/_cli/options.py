@@ -18,6 +18,7 @@ import typer
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
+from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.fallback import AUTO, FALLBACKS, SAVINGS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
@@ -108,6 +109,7 @@ _BY_NAME = {
     "memory": _Form(
         list[str], "|".join((AUTO, *SAVINGS)), "What saves memory, for time; can be given several times; auto measures."
     ),
+    "weights": _Form(str, "|".join(WEIGHTS), "Weights in bf16: rounded stochastically, or with an fp32 master."),
     "precision": _Form(str, "|".join(PRECISIONS)),
     "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),
     "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and resume from the newest."),

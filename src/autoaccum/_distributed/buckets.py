@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -82,14 +83,23 @@ class Buckets:
         bucket_bytes: Maximum size of a bucket.
         are_apart: Whether each bucket has its own memory, so that several can be in flight, and the last tensors go
             first, since their gradients are ready first. Otherwise all buckets share the same memory.
+        of_gradients: Whether the gradients of `like` will be sent, which may have other types.
     """
 
-    def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES, *, are_apart: bool = False) -> None:
+    def __init__(
+        self,
+        like: Sequence[Tensor],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        are_apart: bool = False,
+        of_gradients: bool = False,
+    ) -> None:
         self._bucket_bytes = bucket_bytes
         self._shapes = [_real(tensor.detach()).shape for tensor in like]
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for index in reversed(range(len(like))) if are_apart else range(len(like)):
-            by_type[_real(like[index].detach()).dtype].append(index)
+            kind = gradient_type(like[index]) if of_gradients else like[index].dtype
+            by_type[kind.to_real()].append(index)
         self._chunks: list[tuple[torch.dtype, list[_Part]]] = []
         for dtype, indices in by_type.items():
             sizes = [shape.numel() for shape in self._shapes]

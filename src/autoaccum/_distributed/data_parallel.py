@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._distributed.overlap import SHARED, Overlap
+from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import Reduced
 from autoaccum._engine.noise_scale import Spread, pooled, squared_norm
@@ -133,7 +134,7 @@ class DataParallel:
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
-        self._gradients = room or Buckets(self._trained if self.adds_up_gradients else [])
+        self._gradients = room or Buckets(self._trained if self.adds_up_gradients else [], of_gradients=True)
         self.overlap: Overlap | None = None
         if room is not None:
             self.overlap = Overlap(ranks, step, self._trained, room, self._weight_beforehand, say)
@@ -501,7 +502,7 @@ class DataParallel:
         """Ensure that every gradient that any rank has exists here, in a form that can be sent in parts."""
         for parameter, is_wanted in zip(self._trained, wanted, strict=True):
             if is_wanted and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
             else:
                 parameter.grad = self._gradients.make_sendable(parameter.grad)
 

@@ -82,7 +82,7 @@ def room_for_all(
     if not hindered:
         size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         try:
-            buckets = Buckets(parameters, _bucket_bytes(size), are_apart=True)
+            buckets = Buckets(parameters, _bucket_bytes(size), are_apart=True, of_gradients=True)
         except Exception as error:
             if not is_oom(error):
                 raise

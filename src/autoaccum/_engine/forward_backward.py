@@ -20,6 +20,7 @@ from autoaccum._data.nesting import without_graphs
 from autoaccum._data.splits import is_default
 from autoaccum._data.transfer import Transfer
 from autoaccum._engine import devices, optimizers, precision
+from autoaccum._engine.bf16_weights import Bf16Weights, check_weights
 from autoaccum._engine.dtensor import is_sharded, refuse_sharded
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.parameters import Inventory
@@ -328,10 +329,21 @@ class TrainingStep(GradientStep):
         self.parameters = self._inventory.parameters
         return has_changed
 
+    def use_weights(self, name: str | None) -> None:
+        """Keep weights as `fit` is asked to from now on; None leaves them as they are.
+
+        Raises:
+            InvalidInputError: The model or the optimizer does not allow it.
+            DoesNotFitError: There is no memory for it, and nothing has changed.
+        """
+        if name is not None:
+            with devices.failures_told(self.memory, "the weights in bf16"):
+                self.updates.weights = Bf16Weights(name, self.objective.modules, self.optimizer)
+
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with another optimizer from now on."""
-        self.optimizer = optimizer
         self.updates.use(optimizer)
+        self.optimizer = optimizer
 
 
 def check_weight(name: str, weight: float | Tensor) -> None:
@@ -350,7 +362,7 @@ def check_weight(name: str, weight: float | Tensor) -> None:
 def assemble(
     model: nn.Module,
     loss: Loss | Sequence[Loss] | None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | optimizers.MakesOptimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | optimizers.MakesOptimizer | str | None,
     *,
     memory: MemoryBackend,
     precision_name: str,
@@ -360,8 +372,11 @@ def assemble(
     notices: Notices,
     split: Split | None = None,
     is_one_of_several: bool = False,
+    weights: str | None = None,
 ) -> TrainingStep:
     """Check the arguments common to `fit`, `find_micro_batch` and `Runner`, move the model and assemble a step.
+
+    With `weights`, `TrainingStep.use_weights` is still to be called.
 
     Raises:
         InvalidInputError: An argument cannot be used.
@@ -369,13 +384,14 @@ def assemble(
             moved.
     """
     check_clip(clip_grad_norm)
+    check_weights(weights, precision_name)
     check_model(model)
     with devices.failures_told(memory, "what training needs in addition to the model"):
         objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices, split=split)
         if not is_one_of_several:
             refuse_sharded(objective.modules)
         chosen = optimizers.resolve(optimizer, objective.modules, notices)
-        how = precision.resolve(precision_name, memory.device, model, notices)
+        how = precision.resolve(precision_name, memory.device, model, notices, weights=weights)
     if not model.training:
         notices.say(
             "the model is in evaluation mode and stays so; call model.train() for dropout and BatchNorm to train"

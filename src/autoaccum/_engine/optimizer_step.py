@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from autoaccum.errors import StateDamagedError, UpdateCompleteError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autoaccum._engine.bf16_weights import Bf16Weights
     from autoaccum._memory.base import MemoryBackend
 
 
@@ -95,6 +97,7 @@ class Updates:
         stage: Records the current phase.
 
     Attributes:
+        weights: Keeps weights in bf16; None if they are left as they are.
         made: Number of updates made. It rises as soon as the optimizer has stepped, whatever fails after that: a window
             that has raised it must never be retried.
     """
@@ -115,10 +118,13 @@ class Updates:
         self._stage = stage
         self._need: _Need | None = None
         self._ready: _Ready | None = None
+        self.weights: Bf16Weights | None = None
         self.made = 0
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with another optimizer from now on; nothing is known about it yet."""
+        if self.weights is not None:
+            self.weights.begin(optimizer)
         self._optimizer = optimizer
         self._need = self._ready = None
 
@@ -152,7 +158,7 @@ class Updates:
         self._stage.phase = Phase.RESERVE
         self._ready = None
         need = self._need if self._need is not None and self._need.is_of(gradients, held) else None
-        makes_state = need is not None and need.keeps_state and not self._optimizer.state
+        makes_state = need is not None and need.keeps_state and not self._has_state
         if need is not None:
             self._memory.reserve(need.transient_bytes + (need.state_bytes if makes_state else 0))
         copy = self._copy() if need is None or makes_state else None
@@ -236,10 +242,14 @@ class Updates:
     def _note_need(self, ready: _Ready, watch: Transients) -> None:
         """Record what the step needed; if there is no memory left for that, the next step is measured instead."""
         try:
-            left = bool(self._optimizer.state)
+            left = self._has_state
             self._need = _Need(ready.gradients, self._held(), left, watch.left_bytes(), watch.transient_bytes())
         except MemoryError:
             self._need = None
+
+    @property
+    def _has_state(self) -> bool:
+        return bool(self._optimizer.state) if self.weights is None else self.weights.has_state(self._optimizer)
 
     def drop_reservation(self) -> None:
         """Release the preparations for a step."""
@@ -280,11 +290,11 @@ class Updates:
         """Step the optimizer; return whether the scaler skipped it."""
         scaler = self._scaler
         if scaler is None:
-            if not hooks.are_there:
-                self._optimizer.step()
-                return False
-            with hooks:
-                self._optimizer.step()
+            run = self._optimizer.step if not hooks.are_there else partial(_step_with, hooks, self._optimizer)
+            if self.weights is None:
+                run()
+            else:
+                self.weights.step(self._optimizer, run, at_once=hooks.are_there)
             return False
         before = scaler.get_scale() if _handles_scale_itself(self._optimizer) else None
         with hooks:
@@ -295,6 +305,11 @@ class Updates:
         scaler.update()
         # A fused optimizer is always called and skips inside its kernel; only the lowered scale shows it.
         return not hooks.stepped if before is None else scaler.get_scale() < before
+
+
+def _step_with(hooks: _Hooks, optimizer: torch.optim.Optimizer) -> None:
+    with hooks:
+        optimizer.step()
 
 
 class _Hooks:

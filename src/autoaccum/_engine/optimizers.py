@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_call, check_choice, check_positive_int, shown
+from autoaccum._engine.eight_bit_adam import AdamW8bit, adamw8bit
 from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import DeviceScalar
 from autoaccum.errors import InvalidInputError
@@ -23,21 +24,23 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 
 MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 
+# What `fit` takes as `optimizer` by name. Another one changes the training, so nothing chooses it but the user.
+NAMES = ("adamw", "adamw8bit")
 # Which of Adam's decay rates are scaled.
 _DECAYS = {"beta2": (False, True), "betas": (True, True)}
 _SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
 def resolve(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None,
     modules: Iterable[nn.Module],
     notices: Notices,
 ) -> torch.optim.Optimizer:
     """Return the optimizer to step with.
 
     Args:
-        optimizer: One; a list of several; a function of the list of trainable parameters that makes one or several; or
-            None for AdamW(lr=1e-3).
+        optimizer: One; a list of several; a function of the list of trainable parameters that makes one or several; one
+            of `NAMES`; or None for AdamW(lr=1e-3).
         modules: The model, and losses that are modules.
         notices: Reports the choice.
 
@@ -57,14 +60,19 @@ def resolve(
             f"none of the model's {len(parameters)} parameters needs a gradient, so there is nothing to train; set "
             "requires_grad_(True) on those that should learn"
         )
-    if optimizer is None:
-        notices.say("optimizer: AdamW(lr=1e-3) (optimizer=None)")
-        return torch.optim.AdamW(trainable, lr=1e-3)
+    if optimizer is None or isinstance(optimizer, str):
+        return _named(optimizer, trainable, notices)
     made = _made(optimizer, trainable)
     for part in made.parts if isinstance(made, OptimizerList) else [made]:
         _refuse_one_that_evaluates(part)
     _check(made, set(parameters), trainable)
     return made
+
+
+def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer, or one of several, is what `adamw8bit` makes."""
+    parts = optimizer.parts if isinstance(optimizer, OptimizerList) else [optimizer]
+    return any(isinstance(part, AdamW8bit) or type(part).__name__ == AdamW8bit.__name__ for part in parts)
 
 
 def check_scaling(rule: str | None, decays: str | None, target_batch: int, base_batch: int | None) -> None:
@@ -216,6 +224,16 @@ def parts_of_scheduler(scheduler: Any) -> list[Any]:
     inner = getattr(scheduler, "_schedulers", ())
     parts = inner if isinstance(inner, list | tuple) else ()
     return [scheduler, *(found for part in parts for found in parts_of_scheduler(part))]
+
+
+def _named(name: str | None, trainable: list[nn.Parameter], notices: Notices) -> torch.optim.Optimizer:
+    if name is not None:
+        check_choice("optimizer", name, NAMES)
+    made = adamw8bit(trainable) if name == "adamw8bit" else torch.optim.AdamW(trainable, lr=1e-3)
+    package = type(made).__module__.partition(".")[0]
+    by = {"autoaccum": ", by torchao", "bitsandbytes": ", by bitsandbytes"}.get(package, "")
+    notices.say(f"optimizer: {type(made).__name__}(lr=1e-3){by} (optimizer={name!r})")
+    return made
 
 
 def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:

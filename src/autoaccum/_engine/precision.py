@@ -52,13 +52,25 @@ class Precision:
         return self._autocast
 
 
-def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices) -> Precision:
+def resolve(
+    name: str, device: torch.device, model: nn.Module, notices: Notices, *, weights: str | None = None
+) -> Precision:
     """Create the requested precision; "auto" selects the device's best and reports it.
+
+    Args:
+        name: As for `fit`.
+        device: The device.
+        model: The model.
+        notices: Reports the choice.
+        weights: As for `fit`, and checked. Autocast then casts what meets bf16 weights, such as inputs.
 
     Raises:
         InvalidInputError: The name is unknown.
     """
     check_choice("precision", name, PRECISIONS)
+    if weights is not None:
+        notices.say(f"precision: bf16, with weights={weights!r}")
+        return Precision("bf16", device)
     own = own_half_type(model)
     if own is not None:
         # Casting and scaling are for fp32 parameters: a scaler rejects fp16 gradients.

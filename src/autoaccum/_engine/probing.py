@@ -46,7 +46,7 @@ def find_micro_batch(
     batch: Any,
     *,
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None,
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     memory_limit: float | str | None = None,

@@ -430,6 +430,7 @@ class Runner(WindowRunner):
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were. "auto" compares nothing here, since the plan says how to cut: it saves memory once not even one
             sample fits.
+        weights: As for `fit`. The weights stay in bf16 afterwards, and their gradients in float32.
         clip_grad_norm: As for `fit`.
         track_grad_norm: As for `fit`.
         forward: As for `fit`.
@@ -454,7 +455,7 @@ class Runner(WindowRunner):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None,
         plan: Plan,
         *,
         loss: Loss | Sequence[Loss] | None = None,
@@ -462,6 +463,7 @@ class Runner(WindowRunner):
         precision: str = "auto",
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
+        weights: str | None = None,
         clip_grad_norm: float | None = None,
         track_grad_norm: bool = False,
         forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -494,7 +496,9 @@ class Runner(WindowRunner):
             clip_grad_norm=largest_norm(clip_grad_norm, tracked=track_grad_norm),
             notices=notices,
             split=split,
+            weights=weights,
         )
+        step.use_weights(weights)
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = StepSavings(step.objective.modules, savings, backend, notices)
         if self._savings.rungs is not None:
@@ -530,7 +534,9 @@ class Runner(WindowRunner):
         return self._step.optimizer
 
     @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer) -> None:
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str
+    ) -> None:
         if optimizer is None or self._state.is_at_work:
             why = "within a window" if self._state.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, repeated, repeating
 from autoaccum._data.nesting import copied
+from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
@@ -111,7 +112,7 @@ class Trials:
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
         for mark in self._marks:
             mark.take()
         if self._whole is None or self._window is None:

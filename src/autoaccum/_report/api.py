@@ -80,7 +80,7 @@ def preflight(
     target_batch: int,
     *,
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None,
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     memory_limit: float | str | None = None,

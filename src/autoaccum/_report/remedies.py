@@ -257,7 +257,10 @@ class Remedies:
             return None
         if any(one.is_complex() for one in self._model.buffers()):
             return None  # they would lose their imaginary part
-        how = "model.to(torch.bfloat16) before the optimizer is made; also floating inputs and a loss with weights"
+        how = (
+            "model.to(torch.bfloat16) before the optimizer is made; also floating inputs and a loss with weights (with "
+            "weights='bf16', updates are rounded stochastically, and gradients stay in float32)"
+        )
         # The last of a weight's 8 significant bits is worth 1/256 to 1/128 of it; an update below half of that is lost.
         cost = (
             "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
@@ -288,8 +291,7 @@ class Remedies:
     def _bits8(self) -> _Lever | None:
         if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
             return None
-        kind = type(self._optimizer).__name__
-        how = f"bitsandbytes.optim.{kind if kind in ('Adam', 'AdamW') else 'AdamW'}8bit"
+        how = "optimizer=autoaccum.adamw8bit, with lr= and betas= of its own (pip install 'autoaccum[low-memory]')"
         return _Lever("8-bit optimizer", "8-bit", how, "its state is rounded to 8 bits", {}, _in_8_bits)
 
     def _lora(self) -> _Lever | None:

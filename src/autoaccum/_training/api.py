@@ -79,7 +79,7 @@ def fit(
     target_batch: int | None = None,
     *,
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None,
     scheduler: Any = None,
     scheduler_interval: str = "step",
     epochs: int | None = None,
@@ -93,6 +93,7 @@ def fit(
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as everywhere in PyTorch
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
+    weights: str | None = None,
     clip_grad_norm: float | None = None,
     track_grad_norm: bool = False,
     last_window: str = "step",
@@ -147,7 +148,8 @@ def fit(
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
             gradient are summed and detached ones are only reported (docs/recipes.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
-            if each has its own parameters (docs/recipes.md). None: AdamW(lr=1e-3).
+            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3). "adamw8bit": the same
+            with moments in 8 bits, which changes the training (`autoaccum.adamw8bit`, docs/memory.md).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
@@ -182,6 +184,10 @@ def fit(
             "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. With `compile`,
             "budget:0.5" is the share of activations that compiled code keeps. "auto": what makes windows fastest,
             measured in the first windows; nothing where a window fits at once (docs/memory.md).
+        weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
+            update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
+            in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
+            the training; the model keeps its bf16 weights afterwards (docs/memory.md).
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
         track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
             gradients once more in each update.
@@ -285,8 +291,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    norm = largest_norm(clip_grad_norm, tracked=track_grad_norm)
-    options = compile_options(compile)
+    norm, options = largest_norm(clip_grad_norm, tracked=track_grad_norm), compile_options(compile)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     _check_others(callbacks, seed, shares, shard=shard, overlap=overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -315,6 +320,7 @@ def fit(
             notices=notices,
             split=split,
             is_one_of_several=ranks is not None,
+            weights=weights,
         )
         untouched.keep_rates(step.optimizer, scheduler)
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
@@ -346,6 +352,7 @@ def fit(
                 "noise_scale": noise_every,
                 "order": order,
                 "memory": savings,
+                "weights": weights,
                 "lr_scaling": lr_scaling,
                 "beta_scaling": beta_scaling,
                 "base_batch": base_batch,
@@ -356,6 +363,8 @@ def fit(
                 f"shares={shares!r}": shares != "equal",
                 f"fallback={fallback!r}": bool(fallback),
                 f"memory={memory!r}": bool(savings),
+                f"weights={weights!r}": weights is not None,
+                "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
                 "compile=": options is not None,
                 f"overlap={overlap!r}": overlap,
                 f"noise_scale={noise_scale!r}": noise_every is not None,
@@ -373,6 +382,7 @@ def fit(
                 hindrance=hindrance(backend, limit_bytes),
                 notices=notices,
             )
+        untouched.use_weights(step, weights)  # ranks have the same weights by now
         training = Training(
             step,
             Data(

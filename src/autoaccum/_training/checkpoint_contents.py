@@ -175,10 +175,16 @@ class Contents:
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
             "scaler": None if scaler is None else scaler.state_dict(),
+            "weights": self._weights,
             "device": self._step.memory.device.type,
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
             **self.part(moment, kept),
         }
+
+    @property
+    def _weights(self) -> str | None:
+        weights = self._step.updates.weights
+        return None if weights is None else weights.name
 
     def part(self, moment: Moment, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
@@ -359,6 +365,8 @@ class Contents:
         if (content["scaler"] is None) != (self._step.precision.scaler is None):
             had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
             yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
+        if (kept := content.get("weights")) != self._weights:
+            yield "weights", f"it was made with weights={kept!r}, and this call has weights={self._weights!r}"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
         theirs = content["target_batch"], content.get("counts", SAMPLES)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim
 
+from autoaccum._engine.bf16_weights import MASTER, gradient_type
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._training.checkpoint_schema import MalformedError, need
 
@@ -205,14 +206,15 @@ def _stand_in(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> tor
         for number, parameter in zip(kept["params"], parameters, strict=True):
             if number in saved["state"]:
                 values = saved["state"][number]
-                state[parameter] = {name: _without_numbers(value) for name, value in values.items()}
+                state[parameter] = {n: _without_numbers(value) for n, value in values.items() if n != MASTER}
         groups.append({**settings, "params": parameters})
     made.__setstate__({"state": state, "param_groups": groups})  # which adds what another torch did not know
     return made
 
 
 def _shape_of(parameter: Tensor) -> nn.Parameter:
-    made = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
+    kind = gradient_type(parameter)  # which bf16 weights have during a step, too
+    made = nn.Parameter(torch.empty_like(parameter, dtype=kind, device="meta"), requires_grad=parameter.requires_grad)
     if made.requires_grad:
         made.grad = torch.empty_like(made)
     return made

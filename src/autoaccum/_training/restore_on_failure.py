@@ -1,4 +1,4 @@
-"""Restores seeds, learning rates and folders if a call of `fit` fails before its first update.
+"""Restores seeds, learning rates, the type of weights and folders if a call of `fit` fails before its first update.
 
 A refused call can then be corrected and repeated as if it had never been made. The runner restores parameters, buffers,
 gradients and optimizer state.
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
+
+    from autoaccum._engine.forward_backward import TrainingStep
 
 
 class _CountsWindows(Protocol):
@@ -45,6 +47,7 @@ class Untouched:
         self._states: list[torch.Tensor] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._base_rates: list[tuple[Any, list[Any]]] = []
+        self._step: TrainingStep | None = None
 
     def __enter__(self) -> Self:
         self._random.take()
@@ -54,8 +57,13 @@ class Untouched:
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
+        weights = None if self._step is None else self._step.updates.weights
         if kind is None or (self.training is not None and self.training.windows):
+            if weights is not None:
+                weights.end()
             return
+        if weights is not None and self._step is not None:
+            weights.widen(self._step.optimizer)
         self._random.put_back()
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
@@ -66,6 +74,11 @@ class Untouched:
         for folder in self._folders:
             with contextlib.suppress(OSError):  # the folder was not made, or is not empty
                 folder.rmdir()
+
+    def use_weights(self, step: TrainingStep, name: str | None) -> None:
+        """Keep weights as `fit` is asked to, and widen them again on an error before a window is done."""
+        step.use_weights(name)
+        self._step = step
 
     def keep_rates(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         """Keep the optimizer's settings and a scheduler's base learning rates, to restore them.

@@ -1,0 +1,179 @@
+"""What saves memory and changes the mathematics: resumed, by several ranks, refused, and never chosen by itself."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.errors import CheckpointError, DoesNotFitError, InvalidInputError
+from long_runs import Run, stopped_at
+from rank_training import far
+
+WEIGHTS = ("bf16", "bf16-master")
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+
+
+def of_8_bits(parameters):
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    return autoaccum.adamw8bit(parameters, lr=0.01)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def fit(model, **options):
+    data = [(torch.randn(8, 64), torch.randint(0, 4, (8,)))] * 2
+    usual = {"device": "cpu", "micro_batch": 4, "cache": False, "progress": False}
+    return autoaccum.fit(model, data, 8, **usual | options)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize(
+    ("weights", "optimizer"),
+    [
+        *(pytest.param(weights, adam, marks=needs_grad_dtype) for weights in WEIGHTS),
+        (None, of_8_bits),
+        pytest.param("bf16", of_8_bits, marks=needs_grad_dtype),
+    ],
+)
+def test_resumed_run_ends_bit_for_bit_as_the_undisturbed_one(tmp_path, weights, optimizer):
+    settings = {"weights": weights, "optimizer": optimizer, "clip_grad_norm": 0.5}
+    whole = Run(**settings)
+    whole.fit()
+    stopped_at(4, tmp_path, **settings)
+    last = Run(checkpoint=tmp_path, **settings)
+
+    last.fit()
+
+    assert last.end == whole.end
+
+
+@needs_grad_dtype
+def test_checkpoint_with_other_weights_is_refused(tmp_path):
+    fit(network(), checkpoint=tmp_path, weights="bf16-master")
+
+    with pytest.raises(CheckpointError, match=r"weights='bf16-master', and this call has weights='bf16'"):
+        fit(network(), checkpoint=tmp_path, weights="bf16")
+
+
+@pytest.mark.parametrize(
+    ("weights", "optimizer"),
+    [
+        pytest.param("bf16", "adamw", marks=needs_grad_dtype),
+        pytest.param("bf16-master", "adamw", marks=needs_grad_dtype),
+        (None, "adamw8bit"),
+    ],
+)
+def test_ranks_hold_the_same_weights_to_the_last_bit(crew, weights, optimizer):
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao.optim", reason="torchao is not installed")
+
+    one, other = crew.run("rank_low_memory:train", size=2, weights=weights, optimizer=optimizer)
+    (alone,) = crew.run("rank_low_memory:train", size=1, weights=weights, optimizer=optimizer)
+
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    assert far([each.float() for each in one], [each.float() for each in alone]) < 0.05
+
+
+@pytest.mark.parametrize("saving", [{"memory": "auto"}, {"fallback": ["checkpoint"]}])
+def test_neither_is_chosen_even_where_not_one_update_fits(capsys, saving):
+    model = network()
+
+    with pytest.raises(DoesNotFitError):
+        fit(model, device=autoaccum.Simulated("90KiB"), micro_batch="auto", progress="lines", **saving)
+
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert "optimizer: AdamW(lr=1e-3) (optimizer=None)" in capsys.readouterr().err
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"weights": "int8"}, "weights='int8'"),
+        ({"precision": "fp16"}, "precision='fp16' in another type"),
+        ({"precision": "fp32"}, "precision='fp32' in another type"),
+        ({"optimizer": "adam8"}, "optimizer='adam8'"),
+        ({"optimizer": lambda parameters: _Own(parameters, lr=0.1)}, "_Own is not known to"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_model_as_it_was(options, said):
+    model = network()
+
+    with pytest.raises(InvalidInputError, match=said):
+        fit(model, **{"weights": "bf16"} | options)
+
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+class _Own(torch.optim.SGD):
+    """An optimizer of which nobody knows whether it looks at all parameters together."""
+
+
+@needs_grad_dtype
+def test_fit_that_fails_before_an_update_leaves_weights_with_a_master_as_they_were():
+    model = network()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    with pytest.raises(ZeroDivisionError):
+        fit(model, weights="bf16-master", loss=lambda outputs, targets: 1 / 0)
+
+    assert all(torch.equal(mine, one) for mine, one in zip(model.parameters(), before, strict=True))
+
+
+@needs_grad_dtype
+def test_gradients_have_the_type_of_weights_again_after_fit():
+    model = network()
+
+    fit(model, weights="bf16")
+
+    assert [one.grad_dtype for one in model.parameters()] == [one.dtype for one in model.parameters()]
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    for name in ("torchao", "torchao.optim", "torchao.optim.subclass_8bit", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, name, None)  # which makes Python say that there is none
+
+    with pytest.raises(InvalidInputError, match=r"pip install 'autoaccum\[low-memory\]'") as caught:
+        fit(network(), optimizer="adamw8bit")
+
+    assert len(str(caught.value)) <= 3 * 120
+
+
+def test_bitsandbytes_takes_the_place_of_a_missing_torchao(monkeypatch):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    for name in ("torchao", "torchao.optim", "torchao.optim.subclass_8bit"):
+        monkeypatch.setitem(sys.modules, name, None)
+    model = network()
+    before = model[0].weight.detach().clone()
+
+    fit(model, optimizer="adamw8bit")
+
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_report_counts_the_bytes_of_the_optimizer_by_name(optimizer):
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    model = nn.Linear(1024, 1024, bias=False)
+
+    report = autoaccum.preflight(
+        model,
+        (torch.randn(4, 1024), torch.randn(4, 1024)),
+        4,
+        optimizer=optimizer,
+        gpus="h100-80gb",
+        measure=False,
+    )
+
+    numbers = 1024 * 1024
+    expected = {"adamw": 8 * numbers, "adamw8bit": 2 * numbers * (1 + 4 / 256)}[optimizer]
+    assert report.predicted[0].estimate.footprints[0].optimizer_bytes == pytest.approx(expected, rel=1e-2)
