@@ -93,7 +93,7 @@ def test_samples_of_lists_are_counted_one_by_one():
     assert TokenTarget(1).counts(window.spans[0].piece) == [2, 1]
 
 
-@pytest.mark.parametrize("found", [[1], [1, -1], None, ["a", "b"], torch.zeros(3)])
+@pytest.mark.parametrize("found", [[1], [1, -1], None, ["a", "b"], torch.zeros(3), [2.7, 1], [float("inf"), 1], "12"])
 def test_counts_that_cannot_be_are_refused(found):
     with pytest.raises(InvalidInputError, match=r"tokens= gave .* for a batch of 2 samples"):
         windows_of([padded(texts(4, 6))], 5, counter=lambda batch: found)

@@ -91,6 +91,22 @@ def test_first_blocks_alone_are_checkpointed_and_gradients_stay_bitwise():
     assert len(all_blocks([changed])) == 6
 
 
+@pytest.mark.parametrize("hooks_inputs", [False, True])
+def test_model_that_checkpoints_itself_is_left_as_it_was(hooks_inputs):
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    if hooks_inputs:
+        model.enable_input_require_grads()
+    before = [dict(vars(part)) for part in model.modules()]
+    hooks = dict(model.transformer.wte._forward_hooks)
+
+    with checkpointed([model], torch.device("cpu")):
+        assert dict(model.transformer.wte._forward_hooks) == hooks
+
+    assert [dict(vars(part)) for part in model.modules()] == before
+    assert dict(model.transformer.wte._forward_hooks) == hooks
+
+
 def test_first_blocks_of_transformers_models_checkpoint_themselves_and_no_more_afterwards():
     config = transformers.GPT2Config(n_layer=4, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
     model = transformers.GPT2LMHeadModel(config)

@@ -116,6 +116,11 @@ WEIGHT = torch.linspace(0.5, 1.5, V, dtype=torch.float64)
 IN_CHUNKS = {
     "shifted": shifted,
     "classes second": lambda logits, labels: functional.cross_entropy(logits.transpose(1, 2), labels),
+    "permuted": lambda logits, labels: functional.cross_entropy(logits.permute(0, 2, 1), labels),
+    "axes": lambda logits, labels: functional.cross_entropy(torch.movedim(logits, -1, 1), labels),
+    "cast by name": lambda logits, labels: functional.cross_entropy(
+        logits.to(dtype=torch.float64).type(torch.float64).flatten(0, 1), labels.flatten()
+    ),
     "sum": lambda logits, labels: functional.cross_entropy(logits.reshape(-1, V), labels.reshape(-1), reduction="sum"),
     "each": lambda logits, labels: functional.cross_entropy(logits.mT, labels, reduction="none").sum(1).square().mean(),
     "smoothed": lambda logits, labels: functional.cross_entropy(
@@ -366,6 +371,15 @@ def test_logits_that_are_changed_in_place_are_refused(write, monkeypatch):
         pytest.raises(InvalidInputError, match="changes logits in place"),
     ):
         write(model(TOKENS))
+
+
+@pytest.mark.parametrize("asks", [lambda logits: logits.register_hook(torch.neg), torch.Tensor.retain_grad])
+def test_hooks_on_the_gradient_of_logits_are_refused(asks, monkeypatch):
+    with (
+        in_chunks(model := Plain(), monkeypatch, name="head"),
+        pytest.raises(InvalidInputError, match="gradient of logits that are never whole"),
+    ):
+        asks(model(TOKENS))
 
 
 class Headed(Plain):

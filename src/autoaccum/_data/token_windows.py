@@ -188,8 +188,8 @@ def _checked(found: Any, samples: int) -> list[int]:
         InvalidInputError: They are not one whole number from 0 for each sample.
     """
     try:
-        counts = [int(one) for one in (found.tolist() if isinstance(found, Tensor) else found)]
-    except (TypeError, ValueError):
+        counts = [int(one) for one in (found.tolist() if isinstance(found, Tensor) else found) if int(one) == one]
+    except (TypeError, ValueError, OverflowError):
         counts = []
     if len(counts) != samples or any(one < 0 for one in counts):
         raise InvalidInputError(

@@ -31,6 +31,9 @@ _LARGEST_MOVED_ELEMENTS = 65_536
 # Attributes of these types (counters, flags) are restored; blocks are responsible for larger objects that they change.
 _PLAIN = (bool, int, float, str, type(None))
 
+# What Transformers sets on a model and its layers.
+_OF_CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
+
 
 @contextmanager
 def checkpointed(modules: Sequence[nn.Module], device: torch.device, which: str | None = None) -> Iterator[str]:
@@ -150,16 +153,50 @@ def _own_checkpointing(model: Any, left_out: Sequence[Any]) -> Iterator[None]:
     if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
         yield  # the user's own choice, which stays
         return
+    before = [
+        (own := vars(part), {name: own[name] for name in _OF_CHECKPOINTING & own.keys()}) for part in model.modules()
+    ]
     # Transformers 5 renamed it.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    with _without_hooks_on_inputs(model):
+        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     try:
         for layer in left_out:
             layer.gradient_checkpointing = False
         with without_cache(model):
             yield
     finally:
-        getattr(model, f"{name}_checkpointing_disable")()
+        with _without_hooks_on_inputs(model):
+            getattr(model, f"{name}_checkpointing_disable")()
+        for own, kept in before:
+            for attribute in _OF_CHECKPOINTING:
+                own.pop(attribute, None)
+            own.update(kept)
+
+
+@contextmanager
+def _without_hooks_on_inputs(model: nn.Module) -> Iterator[None]:
+    """Keep a Transformers model from hooking its embeddings, and from removing the user's hooks there.
+
+    By these hooks the outputs of embeddings require gradients, which only reentrant checkpointing needs. They would
+    stay behind, and could not be pickled.
+    """
+    parts = [part for part in model.modules() if hasattr(type(part), "enable_input_require_grads")]
+    hidden = dict.fromkeys(("enable_input_require_grads", "disable_input_require_grads"), _do_nothing)
+    own = [{name: vars(part)[name] for name in hidden.keys() & vars(part).keys()} for part in parts]
+    for part in parts:
+        vars(part).update(hidden)
+    try:
+        yield
+    finally:
+        for part, kept in zip(parts, own, strict=True):
+            for name in hidden:
+                del vars(part)[name]
+            vars(part).update(kept)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @contextmanager

@@ -172,6 +172,11 @@ class Logits(Tensor):
         named = named or {}
         if arguments and isinstance(arguments[0], Logits) and _writes(function):
             return arguments[0].written(function, *arguments[1:], **named)
+        if function in _ON_GRADIENTS:
+            raise InvalidInputError(
+                f"memory='chunked_loss': {function.__name__} asks for the gradient of logits that are never whole; put "
+                "it on the head's inputs, or leave 'chunked_loss' out"
+            )
         answer = _ANSWERS.get(function)
         if answer is not None and arguments and isinstance(arguments[0], Logits):
             found = answer(arguments[0].recipe, *arguments[1:], **named)
@@ -231,14 +236,19 @@ def _bounded(recipe: _Recipe, *rest: Any) -> Any:
     return NotImplemented if rest else recipe.with_step(torch.tanh)
 
 
-def _cast(recipe: _Recipe, *wanted: Any, **named: Any) -> Any:
-    if named or len(wanted) > 1:
+def _cast(recipe: _Recipe, *wanted: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
+    wanted = wanted if dtype is None else (*wanted, dtype)
+    if named or len(wanted) != 1:
         return NotImplemented
-    (kind,) = wanted or (torch.float32,)
-    if isinstance(kind, torch.dtype) and kind.is_floating_point:
+    (kind,) = wanted
+    if _is_float(kind):
         return None if kind is recipe.dtype else recipe.cast(kind)
     is_here = isinstance(kind, str | torch.device) and torch.device(kind) == recipe.hidden.device
     return None if is_here else NotImplemented
+
+
+def _is_float(kind: Any) -> bool:
+    return isinstance(kind, torch.dtype) and kind.is_floating_point
 
 
 def _reshaped(recipe: _Recipe, *shape: Any) -> Any:
@@ -305,6 +315,14 @@ def _turned(recipe: _Recipe, *dims: Any) -> Any:
     ):
         return NotImplemented
     return Logits.of(replace(recipe, is_turned=not recipe.is_turned))
+
+
+def _permuted(recipe: _Recipe, *dims: Any) -> Any:
+    """Answer `permute(0, 2, 1)`, which is the same."""
+    wanted = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims
+    is_known = all(isinstance(dim, int) for dim in wanted)
+    is_exchange = is_known and tuple(dim % _WITH_ROWS for dim in wanted) == (0, 2, 1)
+    return _turned(recipe, 1, 2) if is_exchange else NotImplemented
 
 
 def _same(_recipe: _Recipe, **_named: Any) -> None:
@@ -450,11 +468,12 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.gather, torch.gather), _gathered),
     **dict.fromkeys((Tensor.unbind, torch.unbind), _rows),
     Tensor.__iter__: _each_row,
-    Tensor.float: _cast,
+    Tensor.float: lambda recipe: _cast(recipe, torch.float32),
     Tensor.double: lambda recipe: _cast(recipe, torch.float64),
     Tensor.half: lambda recipe: _cast(recipe, torch.float16),
     Tensor.bfloat16: lambda recipe: _cast(recipe, torch.bfloat16),
     Tensor.to: _cast,
+    Tensor.type: lambda recipe, kind=None, **_: _cast(recipe, dtype=kind) if _is_float(kind) else NotImplemented,
     Tensor.view: _reshaped,
     Tensor.reshape: _reshaped,
     torch.reshape: _reshaped,
@@ -462,8 +481,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.flatten: _flattened,
     Tensor.__getitem__: _selected,
     _getter("mT"): lambda recipe: _turned(recipe, -2, -1),
-    Tensor.transpose: _turned,
-    torch.transpose: _turned,
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.swapdims), _turned),
+    **dict.fromkeys((Tensor.movedim, torch.movedim), _turned),
+    **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
     Tensor.contiguous: _same,
     Tensor.argmax: _likeliest,
     torch.argmax: _likeliest,
@@ -477,6 +497,8 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _scaled(torch.div)),
     Tensor.tanh_: _bounded,
 }
+# What would wait for the gradient of a tensor that nothing else is computed from.
+_ON_GRADIENTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 # What asks for their form alone.
 _PROPERTIES = (
     "shape",
