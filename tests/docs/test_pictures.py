@@ -15,6 +15,7 @@ DRAWN = [ROOT / "docs" / "window.svg"]
 DRAWN += [
     ROOT / "docs" / "images" / f"{name}.svg" for name in ("backward", "ranks", "memory-by-size", "losses", "timeline")
 ]
+DRAWN += [ROOT / "docs" / "images" / f"report-{name}.svg" for name in ("fits", "kinds", "modules", "step", "sizes")]
 SVG = "{http://www.w3.org/2000/svg}"
 
 

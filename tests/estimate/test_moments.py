@@ -1,5 +1,5 @@
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
-from autoaccum._estimate.moments import _MOMENTS, step_memory
+from autoaccum._estimate.moments import _MOMENTS, condensed
 
 
 def timeline(steps=3):
@@ -19,7 +19,7 @@ def timeline(steps=3):
 
 
 def test_the_peak_is_divided_among_kinds_and_modules():
-    seen = step_memory(timeline())
+    seen = condensed(timeline())
 
     assert seen.size == 8
     assert (seen.at_peak.phase, seen.at_peak.held_bytes) == ("backward", 195)
@@ -32,7 +32,7 @@ def test_the_peak_is_divided_among_kinds_and_modules():
 
 
 def test_moments_go_from_before_the_step_to_its_end():
-    seen = step_memory(timeline()).moments
+    seen = condensed(timeline()).moments
 
     assert (seen[0].event, seen[0].phase, seen[0].held_bytes) == (0, "before", 100)
     assert (seen[-1].phase, seen[-1].held_bytes) == ("optimizer", 100)
@@ -42,7 +42,7 @@ def test_moments_go_from_before_the_step_to_its_end():
 def test_a_long_step_keeps_its_peaks_in_few_moments():
     long = timeline(steps=10_000)
 
-    seen = step_memory(long)
+    seen = condensed(long)
 
     assert len(seen.moments) <= _MOMENTS + 1
     assert seen.at_peak.held_bytes == long.peak().live_bytes
@@ -51,7 +51,7 @@ def test_a_long_step_keeps_its_peaks_in_few_moments():
 
 
 def test_what_is_alive_is_named_by_who_made_it_largest_first():
-    named = step_memory(timeline()).alive
+    named = condensed(timeline()).alive
 
     assert [(one.kind, one.module, one.operator, one.tensors, one.held_bytes) for one in named[:3]] == [
         ("parameters", "a", "", 1, 100),
@@ -61,4 +61,4 @@ def test_what_is_alive_is_named_by_who_made_it_largest_first():
 
 
 def test_a_step_without_events_has_one_moment():
-    assert step_memory(Timeline(1)).at_peak.held_bytes == 0
+    assert condensed(Timeline(1)).at_peak.held_bytes == 0

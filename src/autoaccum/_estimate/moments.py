@@ -20,7 +20,7 @@ _NAMED = 12
 _KIND_OF: dict[Category, str] = {one: one.value for one in Category if one is not Category.MADE}
 
 
-def step_memory(timeline: Timeline) -> StepMemory:
+def condensed(timeline: Timeline) -> StepMemory:
     """Condense a timeline. Each moment is the one with the most memory among its neighbours, and the peak is one."""
     kinds = _kinds(timeline)
     moments = _moments(timeline, kinds)

@@ -9,7 +9,7 @@ from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.card_properties import properties_of
 from autoaccum._estimate.cuda_allocator import Served, serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
-from autoaccum._estimate.moments import step_memory
+from autoaccum._estimate.moments import condensed
 from autoaccum._sizing.footprint import Estimate, Footprint
 from autoaccum.errors import InvalidInputError
 
@@ -129,7 +129,7 @@ class Replayed(Estimate):
     def step_memory(self, size: int) -> StepMemory:
         """Return how the memory of a step of this size goes by."""
         timeline = self.step_of(size)
-        return step_memory(timeline if self.card is None else _with_cublas(timeline, self.card))
+        return condensed(timeline if self.card is None else _with_cublas(timeline, self.card))
 
     def record(self) -> Estimate:
         """Return the footprints alone, without the traced step."""

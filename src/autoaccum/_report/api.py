@@ -37,7 +37,7 @@ from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
-from autoaccum._estimate.moments import step_memory
+from autoaccum._estimate.moments import condensed
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._oom import let_go
@@ -290,7 +290,7 @@ def _traced(asked: Asked, model: nn.Module, what: Mapping[str, Any], measured: M
     try:
         tensor_float = computes_bf16(measured.device.device)
         traced = trace_step(model, asked.batch, tensor_float=tensor_float, **how, **what)
-        return step_memory(traced.step_of(size))
+        return condensed(traced.step_of(size))
     except Exception as error:  # noqa: BLE001 - it ran for real, and the report does not fail for lack of a picture
         let_go(error)
         return None
