@@ -46,7 +46,7 @@ _modules_kept_out = 0
 _HOOKS = {
     name: getattr(torch.nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward_pre", "forward", "backward_pre", "backward", "module_registration", "parameter_registration")
-}
+} | {"forward with kwargs": torch.nn.modules.module._global_forward_hooks_with_kwargs}
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 # Without a card torch.manual_seed notes for each kind of card who called it, for when there is one.
 _seed = functools.partial(torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed, 0)

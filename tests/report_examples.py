@@ -7,6 +7,7 @@ from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
 from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measured, Pace, Predicted, Subject
 from autoaccum._sizing.footprint import Estimate, Footprint
+from autoaccum._sizing.step_memory import AliveMemory, ModuleMemory, Moment, StepMemory
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -92,6 +93,27 @@ REPORT = Report(
     notes=("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
     remedies=REMEDIES,
 )
+STEP = StepMemory(
+    128,
+    (
+        Moment(0, "before", {"parameters": 43 * MIB}),
+        Moment(4, "forward", {"parameters": 43 * MIB, "activations": 200 * MIB}),
+        Moment(8, "backward", {"parameters": 43 * MIB, "activations": 200 * MIB, "loss": 30 * MIB}),
+        Moment(20, "optimizer", {"parameters": 43 * MIB}),
+    ),
+    2,
+    (
+        ModuleMemory("layer1.conv", {"parameters": 40 * MIB, "activations": 150 * MIB}),
+        ModuleMemory("layer1.norm", {"parameters": 3 * MIB}),
+        ModuleMemory("head", {"activations": 50 * MIB}),
+        ModuleMemory("(loss)", {"loss": 30 * MIB}),
+    ),
+    (
+        AliveMemory("activations", "layer1.conv", "aten.convolution.default", 2, 150 * MIB),
+        AliveMemory("activations", "head", "aten.relu.default", 1, 50 * MIB),
+    ),
+)
+TRACED = replace(REPORT, measured=replace(MEASURED, step_memory=STEP))
 PREDICTED_ONLY = replace(REPORT, measured=None, loader=None, warnings=(), remedies=())
 NOTHING_FITS = replace(
     REPORT,

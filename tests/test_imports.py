@@ -168,7 +168,17 @@ def test_import_touches_neither_devices_nor_the_process(looks):
 
 @pytest.mark.parametrize(
     "heavy",
-    ["transformers", "tensorboard", "torchvision", "sklearn", "lightning", "accelerate", "torchmetrics", "matplotlib"],
+    [
+        "transformers",
+        "tensorboard",
+        "torchvision",
+        "sklearn",
+        "lightning",
+        "accelerate",
+        "torchmetrics",
+        "altair",
+        "vl_convert",
+    ],
 )
 def test_import_brings_nothing_that_only_some_need(heavy, looks):
     assert heavy not in looks[2]

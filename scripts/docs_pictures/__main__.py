@@ -52,13 +52,15 @@ def main() -> int:
     only.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a drawing is out of date")
     asked = parser.parse_args()
     if not (asked.draw or asked.check):
-        import howto  # noqa: PLC0415 - as the next two, only to run
+        import howto  # noqa: PLC0415 - as the next three, only to run
+        import preflight  # noqa: PLC0415
         import timeline  # noqa: PLC0415
         import tutorial  # noqa: PLC0415
 
         tutorial.run()
         timeline.run()
         howto.run()
+        preflight.run()
     old = []
     for name, svg in drawings().items():
         file = ROOT / name

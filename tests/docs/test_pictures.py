@@ -16,6 +16,7 @@ DRAWN += [
     ROOT / "docs" / "images" / f"{name}.svg"
     for name in ("backward", "packages", "ranks", "memory-by-size", "losses", "timeline")
 ]
+DRAWN += [ROOT / "docs" / "images" / f"report-{name}.svg" for name in ("fits", "kinds", "modules", "step", "sizes")]
 SVG = "{http://www.w3.org/2000/svg}"
 
 

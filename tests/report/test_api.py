@@ -188,7 +188,14 @@ def test_parts_that_take_their_time_are_told_beforehand():
 
     report_on(gpus=["l4", "t4"], loader=[batch_of()], on_part=told.append)
 
-    assert [text.split()[0] for text in told] == ["predicting", "predicting", "measuring", "looking", "timing"]
+    assert [text.split()[0] for text in told] == [
+        "predicting",
+        "predicting",
+        "measuring",
+        "tracing",
+        "looking",
+        "timing",
+    ]
 
 
 def test_trials_are_told_on_the_way():
@@ -228,6 +235,40 @@ def test_predicted_and_measured_stand_side_by_side():
 
     assert report.measured.micro_batch == report.micro_batch
     assert report.predicted[0].footprint.parameters_bytes == report.measured.footprint.parameters_bytes
+
+
+def held_by(step):
+    return {one.module: sum(one.bytes_by_kind.values()) for one in step.modules}
+
+
+@pytest.mark.parametrize("kind", ["measured", pytest.param("predicted", marks=pytest.mark.card_fakes)])
+def test_who_holds_memory_at_the_peak_is_traced_for_the_plan(kind):
+    report = report_on(gpus=["l4"], optimizer=torch.optim.Adam)
+
+    one = report.measured if kind == "measured" else report.predicted[0]
+    step = one.step_memory
+    assert step.size == one.plan.micro_batch
+    assert {"0", "1", "2"} <= held_by(step).keys()
+    assert held_by(step)["0"] > 4 * report.subject.parameters  # four numbers for each of most parameters
+    assert {one.phase for one in step.moments} >= {"before", "forward", "backward", "optimizer"}
+    assert sum(held_by(step).values()) == step.at_peak.held_bytes
+
+
+def test_where_nothing_fits_the_trace_is_of_one_sample():
+    measured = report_on("40KiB").measured
+
+    assert measured.plan is None
+    assert measured.step_memory.size == 1
+
+
+def test_a_step_that_runs_only_for_real_is_reported_without_a_trace():
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets) * (1.0 if outputs.sum().item() > 0 else 2.0)
+
+    measured = report_on(loss=loss).measured
+
+    assert measured.plan is not None
+    assert measured.step_memory is None
 
 
 class Branching(nn.Linear):

@@ -23,12 +23,20 @@ def test_the_picture_names_places_plans_and_limits(tmp_path):
 
     drawn = (tmp_path / "memory.svg").read_text()
     for told in (
-        "NVIDIA GeForce RTX 3060, measured",
-        "l4, rtx-3070, predicted",
-        "does not fit",
-        "the plan, 128 at once",
+        "NVIDIA GeForce RTX 3060, measured</text>",
+        "l4, rtx-3070, predicted</text>",
+        "limit rtx-3070: 7.6 GiB</text>",
+        "<title>150 samples do not fit</title>",
+        "<title>NVIDIA GeForce RTX 3060: the plan, 128 at once: 5.2 GiB</title>",
     ):
-        assert f"<!-- {told}" in drawn or told in drawn
+        assert told in drawn
+
+
+@pytest.mark.parametrize(("name", "begins"), [("m.pdf", b"%PDF"), ("m.jpg", b"\xff\xd8")])
+def test_the_suffix_sets_the_format(name, begins, tmp_path):
+    REPORT.plot(tmp_path / name)
+
+    assert (tmp_path / name).read_bytes().startswith(begins)
 
 
 def test_an_unknown_kind_of_file_is_refused_with_those_that_are_known(tmp_path):
@@ -41,10 +49,11 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
         REPORT.plot(tmp_path / "none" / "memory.png")
 
 
-def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path):
+@pytest.mark.parametrize("lacking", ["altair", "vl_convert"])
+def test_without_the_library_it_is_said_how_to_get_it(lacking, tmp_path):
     script = f"""
 import sys
-sys.modules["matplotlib"] = None
+sys.modules["{lacking}"] = None
 sys.path += {sys.path!r}
 from report_examples import REPORT
 try:
@@ -55,4 +64,4 @@ except ValueError as error:
 
     ran = subprocess.run([*warm.python(), "-c", script], capture_output=True, text=True, check=True)
 
-    assert "pip install 'autoaccum[report]'" in ran.stdout
+    assert f"{lacking} is not installed; pip install 'autoaccum[report]'" in ran.stdout

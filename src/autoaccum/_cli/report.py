@@ -33,6 +33,7 @@ from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
 from autoaccum._report.durations import left_by_slurm, seconds_in
 from autoaccum._report.oom_view import read_postmortem, show_postmortem
+from autoaccum._report.plotting import check_plot
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
 from autoaccum._system.exceptions import contextmanager
@@ -344,9 +345,6 @@ def _check_files(html: Path | None, plot: Path | None) -> None:
         if path is not None:
             check_place(path, option)
     if plot is not None:
-        # Here, because matplotlib is slow to import and few need it.
-        from autoaccum._report.plotting import check_plot  # noqa: PLC0415
-
         check_plot(plot)
 
 

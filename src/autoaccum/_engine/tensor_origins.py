@@ -99,6 +99,8 @@ class Places:
         """Stop marking; existing marks stay with their nodes."""
         for handle in self._handles:
             handle.remove()
+            # PyTorch 2.15 forgets this half of the entry, and then warns of every compiled module.
+            hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
         self.forget()
 

@@ -21,6 +21,7 @@ class Category(Enum):
     OPTIMIZER = "optimizer"
     INPUTS = "inputs"
     MADE = "made"
+    LOSS = "loss"
     WORKSPACE = "workspace"
 
 
@@ -32,11 +33,13 @@ class Storage:
         size_bytes: Its size.
         category: What it holds.
         operator: The operator that allocated it; "" if it existed before the step.
+        module: The path of the module that it belongs to, or for which the operator ran; "" if for none.
     """
 
     size_bytes: int
     category: Category
     operator: str = ""
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +145,11 @@ def between(low: Timeline, high: Timeline, size: int, *, bends: bool = False) ->
         elif one.operator != other.operator or one.category is not other.category:
             return None
         elif _proportional(one, other, low.size, high.size):
-            storages.append(Storage(one.size_bytes * size // low.size, one.category, one.operator))
+            storages.append(Storage(one.size_bytes * size // low.size, one.category, one.operator, one.module))
         elif bends and one.category is Category.WORKSPACE:
             rise = (other.size_bytes - one.size_bytes) * (size - low.size)
-            storages.append(Storage(one.size_bytes + rise // (high.size - low.size), one.category, one.operator))
+            size_bytes = one.size_bytes + rise // (high.size - low.size)
+            storages.append(Storage(size_bytes, one.category, one.operator, one.module))
         else:
             return None
     return Timeline(size, storages, high.events, high.phases)

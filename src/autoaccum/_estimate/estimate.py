@@ -110,6 +110,7 @@ def trace_step(
     tensor_float: bool = True,
     split: Split | None = None,
     card: Card | None = None,
+    for_real: bool = True,
 ) -> Traced:
     """Trace a training step at a few sizes, without the device.
 
@@ -136,6 +137,7 @@ def trace_step(
         split: As for `fit`.
         card: With kind="cuda", the card whose capability, name and memory the model is told if it asks; None for any.
             `Traced.holds_for` says for which others the trace holds.
+        for_real: Whether to run two small real steps on the CPU if the model does not run on fake tensors.
 
     Raises:
         InvalidInputError: An argument cannot be used, or the step cannot be traced.
@@ -176,6 +178,8 @@ def trace_step(
         reason = why_stuck(error)
         if reason is None:
             raise
+        if not for_real:
+            raise InvalidInputError(f"the model cannot be traced on fake tensors: {reason}") from error
         if any(parameter.is_meta for parameter in made.parameters()):
             if isinstance(model, nn.Module):
                 raise WithoutValuesError(reason) from error

@@ -95,10 +95,12 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     waiting = _dependencies(list(buffers))
     ready = sorted(_entry(node) for node in buffers if node not in waiting)
     node = follower = None
-    with torch.no_grad(), _known_as_one_pass():
+    with torch.no_grad(), _known_as_one_pass() as at_work:
         while ready:
             node = heapq.heappop(ready)[-1]
+            at_work.append(node)
             edges, outputs = _edges(node), _called(node, buffers.pop(node))
+            at_work.clear()
             node = None
             # In the engine only the receiver of a gradient holds it.
             for (follower, slot), output in zip(edges, _emptied(outputs), strict=False):
@@ -112,18 +114,21 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _known_as_one_pass() -> Iterator[None]:
-    """Report one backward pass as running.
+def _known_as_one_pass() -> Iterator[list[Any]]:
+    """Report one backward pass as running, at the node in the list that is yielded.
 
     A checkpoint recomputes its block once per pass. Outside the engine there is no pass, and it would recompute and
-    keep the block for every tensor needed.
+    keep the block for every tensor needed. The ledger asks for the node (`_estimate/owners.py`).
     """
-    asked, number = torch._C._current_graph_task_id, next(_passes)
+    asked_pass, asked_node = torch._C._current_graph_task_id, torch._C._current_autograd_node
+    number = next(_passes)
+    at_work: list[Any] = []
     torch._C._current_graph_task_id = lambda: number
+    torch._C._current_autograd_node = lambda: at_work[-1] if at_work else None  # type: ignore[assignment,return-value]
     try:
-        yield
+        yield at_work
     finally:
-        torch._C._current_graph_task_id = asked
+        torch._C._current_graph_task_id, torch._C._current_autograd_node = asked_pass, asked_node
 
 
 def _emptied(outputs: list[Tensor | None]) -> Any:

@@ -20,6 +20,7 @@ from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
 from autoaccum._estimate.fake import ValuesAssumed
 from autoaccum._estimate.fake_backward import loosened
+from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.objective import Factors, Objective
 from autoaccum._system.exceptions import contextmanager
@@ -98,6 +99,7 @@ class Rehearsal:
         self._workspace_of = workspace_of
         self._transfers = transfers
         self._answers = answers
+        self._owners = Owners(step.objective.modules)
         self._update: tuple[list[int], list[Storage]] | None = None
         self._trainable = [parameter for parameter in step.parameters if parameter.requires_grad]
         self._make_state()
@@ -120,7 +122,19 @@ class Rehearsal:
         self._make_gradients()
         arrived: set[int] = set()
         watches = [_watched(parameter, arrived) for parameter in self._trainable]
-        ledger = Ledger(size, self._device.type, self._workspace_of, lambda: step.phase)
+        ledger = Ledger(size, self._device.type, self._workspace_of, lambda: step.phase, self._owners)
+        with self._owners.watching():
+            self._run(ledger, batch, size)
+        for watch in watches:
+            watch.remove()
+        step.clear_gradients()
+        return ledger.timeline, arrived
+
+    def _run(self, ledger: Ledger, batch: Any, size: int) -> None:
+        step = self._step
+        for parameter in self._trainable:
+            state = step.optimizer.state.get(parameter, {})
+            self._owners.own(_tensors((parameter.grad, *state.values())), parameter)
         ledger.hold(step.parameters, Category.PARAMETERS)
         ledger.hold((buffer for module in step.objective.modules for buffer in module.buffers()), Category.BUFFERS)
         ledger.hold((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENTS)
@@ -138,10 +152,6 @@ class Rehearsal:
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
             self._make_update(ledger.timeline)
-        for watch in watches:
-            watch.remove()
-        step.clear_gradients()
-        return ledger.timeline, arrived
 
     def _make_gradients(self) -> None:
         for parameter in self._trainable:

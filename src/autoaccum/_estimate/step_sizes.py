@@ -95,7 +95,7 @@ def scaled(low: Timeline, high: Timeline, size: int) -> Timeline:
             size_bytes = max(0, begun + round((size_bytes - begun) * share))
         elif number in before_backward and together[1][_form(storage)] > together[0][_form(storage)]:
             size_bytes = round(size_bytes * max(0, share))
-        storages.append(Storage(size_bytes, storage.category, storage.operator))
+        storages.append(Storage(size_bytes, storage.category, storage.operator, storage.module))
     return Timeline(size, storages, high.events, high.phases)
 
 

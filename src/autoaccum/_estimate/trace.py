@@ -9,6 +9,7 @@ from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.card_properties import properties_of
 from autoaccum._estimate.cuda_allocator import Served, serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
+from autoaccum._estimate.moments import condensed
 from autoaccum._sizing.footprint import Estimate, Footprint
 from autoaccum.errors import InvalidInputError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
+    from autoaccum._sizing.step_memory import StepMemory
 
 # A prediction that is only about right, by the bends of workspaces and by the allocator's fragments, is within this
 # factor, and segments.
@@ -123,6 +125,11 @@ class Replayed(Estimate):
         if self.card is None:
             return step.peak().live_bytes <= room_bytes
         return serve(_with_cublas(step, self.card), room_bytes) is not None
+
+    def step_memory(self, size: int) -> StepMemory:
+        """Return how the memory of a step of this size goes by."""
+        timeline = self.step_of(size)
+        return condensed(timeline if self.card is None else _with_cublas(timeline, self.card))
 
     def record(self) -> Estimate:
         """Return the footprints alone, without the traced step."""

@@ -16,11 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum._estimate import cpu_recurrent
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
+from autoaccum._estimate.owners import is_of_loss
 from autoaccum._memory._storages import StorageMode, key_of, strided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._estimate.owners import Owners
     from autoaccum._estimate.workspace import Workspace
 
 _aten = torch.ops.aten
@@ -48,6 +50,7 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         device_type: Only storages on this type of device count.
         workspace_of: Returns an operator's workspace, given the operator, its arguments and its results.
         phase: Returns the step's current phase.
+        owners: Knows to which modules storages belong; None to leave that open.
 
     Attributes:
         timeline: The timeline so far.
@@ -59,9 +62,11 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         device_type: str,
         workspace_of: Callable[..., Workspace | None] | None = None,
         phase: Callable[[], str] | None = None,
+        owners: Owners | None = None,
     ) -> None:
         super().__init__(device_type)
         self._phase = phase
+        self._owners = owners
         self.timeline = Timeline(size)
         self._workspace_of = workspace_of
 
@@ -130,11 +135,16 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
                 continue
             else:
                 self._close(number)
-            self._track(key, storage, self._open(storage.nbytes(), category, str(func)))
+            owner = None if func or self._owners is None else self._owners.of(tensor)
+            self._track(key, storage, self._open(storage.nbytes(), category, str(func), owner))
 
-    def _open(self, size_bytes: int, category: Category, operator: str) -> int:
+    def _open(self, size_bytes: int, category: Category, operator: str, owner: str | None = None) -> int:
         number = len(self.timeline.storages)
-        self.timeline.storages.append(Storage(size_bytes, category, operator))
+        if owner is None:
+            owner = "" if self._owners is None else self._owners.at_work(self.timeline.phases[-1][1])
+        if category is Category.MADE and is_of_loss(owner, operator):
+            category = Category.LOSS
+        self.timeline.storages.append(Storage(size_bytes, category, operator, owner))
         self.timeline.events.append(number)
         return number
 

@@ -37,8 +37,10 @@ from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
+from autoaccum._estimate.moments import condensed
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
+from autoaccum._oom import let_go
 from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.durations import seconds_in
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Trial
     from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
+    from autoaccum._sizing.step_memory import StepMemory
 
     _Timing = Callable[[Sequence[Remedy]], tuple[Remedy, ...]]
 
@@ -202,8 +205,11 @@ def preflight(
     if measures:
         backend = devices.resolve(device, made, notices)
         putting = {"optimizer": chosen, "precision_name": precision, "clip_grad_norm": None, "notices": notices, **way}
-        put_together = partial(assemble, made, memory=backend, **putting)
-        measured, warnings, timing = _measured(asked, backend, put_together, on_trial, on_part, memory, notices)
+        ways = (
+            partial(assemble, made, memory=backend, **putting),
+            partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, **way}),
+        )
+        measured, warnings, timing = _measured(asked, backend, *ways, on_trial, on_part, memory, notices)
     remedies_on, remedies, of_remedies = _remedies(
         asked, measured, predicted, made, chosen, on_part, {**way, "adapt": adapt}, group.changed(made), timing
     )
@@ -243,6 +249,7 @@ def _measured(
     asked: Asked,
     backend: MemoryBackend,
     put_together: Callable[[], TrainingStep],
+    trace: Callable[[Measured], StepMemory | None],
     on_trial: Callable[[Trial], None],
     on_part: Callable[[str], None],
     memory: str | Sequence[str] | None,
@@ -261,7 +268,32 @@ def _measured(
             return step
 
         measured, warnings = measure_on(asked, backend, saving_memory, on_trial)
+    on_part("tracing a step")
+    measured = replace(measured, step_memory=trace(measured))
     return measured, warnings, partial(timed, asked=asked, backend=backend, put_together=put_together, in_force=names)
+
+
+def _traced(asked: Asked, model: nn.Module, what: Mapping[str, Any], measured: Measured) -> StepMemory | None:
+    """Trace the step that was measured, to see who holds its memory; None if that cannot be done on fake tensors."""
+    kind = measured.device.device.partition(":")[0]
+    # A loss over the whole window runs every micro-batch twice, which a trace does not.
+    if kind not in ("cpu", "cuda") or asked.loss_scope != "micro_batch":
+        return None
+    size = 1 if measured.plan is None else measured.plan.micro_batch
+    how: dict[str, Any] = {
+        "kind": kind,
+        "precision": measured.precision or "fp32",
+        "sizes": [size],
+        "most": size,
+        "for_real": False,
+    }
+    try:
+        tensor_float = computes_bf16(measured.device.device)
+        traced = trace_step(model, asked.batch, tensor_float=tensor_float, **how, **what)
+        return condensed(traced.step_of(size))
+    except Exception as error:  # noqa: BLE001 - it ran for real, and the report does not fail for lack of a picture
+        let_go(error)
+        return None
 
 
 def _at_length(

@@ -158,6 +158,7 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     chosen = _planned(asked, estimate, precision, safe, safe_bytes) or _planned(
         asked, estimate, precision, largest, room
     )
+    size = estimate.footprints[0].size if chosen is None else chosen.micro_batch
     return Predicted(
         card,
         precision,
@@ -165,9 +166,10 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
         room,
         largest,
         chosen,
-        estimate.at(estimate.footprints[0].size if chosen is None else chosen.micro_batch, room),
+        estimate.at(size, room),
         is_capped=largest == asked.most and estimate.fits(largest + 1, room),
         safe_micro_batch=safe,
+        step_memory=estimate.step_memory(size),
     )
 
 

@@ -120,7 +120,7 @@ class Picture:
     @property
     def unit(self) -> tuple[int, str]:
         """The unit of the memory axis: its size in bytes, and its name."""
-        return next(((size, name) for size, name in _UNITS if self.top_bytes >= size), (1, "B"))
+        return unit_of(self.top_bytes)
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -157,6 +157,11 @@ class Picture:
         return room_bytes <= self.top_bytes
 
 
+def unit_of(most_bytes: int) -> tuple[int, str]:
+    """Return the unit of an axis that ends at a size: its own size in bytes, and its name."""
+    return next(((size, name) for size, name in _UNITS if most_bytes >= size), (1, "B"))
+
+
 def apart(heights: Sequence[float], least: float) -> list[float]:
     """Return label heights, highest first, moved to be at least `least` apart and not below 0."""
     lowered: list[float] = []
@@ -170,8 +175,8 @@ def apart(heights: Sequence[float], least: float) -> list[float]:
 
 def picture_of(report: Findings) -> Picture:
     """Return the content of the report's picture."""
-    sizes = [footprint.size for one in report.predicted for footprint in one.estimate.footprints]
-    sizes += [one.micro_batch for one in report.predicted]
+    # Sizes traced beyond what fits would squeeze the rest.
+    sizes = [max(one.micro_batch, one.footprint.size) for one in report.predicted]
     sizes += [] if report.measured is None else [trial.size for trial in report.measured.trials]
     most = max(2, int(max(sizes, default=1) * _BEYOND))
     curves = [] if report.measured is None else [_of_measured(report.measured, most)]
@@ -187,15 +192,15 @@ def _hide(one: Curve, other: Curve, least: float) -> bool:
     if one.is_measured or other.is_measured:
         return False
     sizes = {size for curve in (one, other) for size, _ in curve.line}
-    return all(abs(_height(one, size) - _height(other, size)) < least for size in sizes)
+    return all(abs(_height(one.line, size) - _height(other.line, size)) < least for size in sizes)
 
 
-def _height(curve: Curve, size: int) -> float:
+def _height(line: Sequence[tuple[int, int]], size: int) -> float:
     """Return the height of a line at a size."""
-    for (left, low), (right, high) in pairwise(curve.line):
+    for (left, low), (right, high) in pairwise(line):
         if size <= right:
             return low + (high - low) * (size - left) / (right - left)
-    return curve.line[-1][1]
+    return line[-1][1]
 
 
 def _of_measured(measured: Measured, most: int) -> Curve:
@@ -218,8 +223,9 @@ def _of_measured(measured: Measured, most: int) -> Curve:
 
 def _of_predicted(one: Predicted, most: int) -> Curve:
     estimate = one.estimate
-    known = tuple((footprint.size, footprint.reserved_bytes) for footprint in estimate.footprints)
-    end = (most, estimate.reserved_bytes(most))
+    points = dict(sorted((of.size, of.reserved_bytes) for of in (*estimate.footprints, one.footprint)))
+    traced = tuple(points.items())
+    end = (most, estimate.reserved_bytes(most) if most > traced[-1][0] else int(_height(traced, most)))
+    known = tuple(point for point in traced if point[0] < most)
     chosen = None if one.plan is None else (one.plan.micro_batch, one.footprint.reserved_bytes)
-    line = known if known[-1][0] >= most else (*known, end)
-    return Curve(one.card.name, line, known, (), one.room_bytes, chosen, is_measured=False)
+    return Curve(one.card.name, (*known, end), known, (), one.room_bytes, chosen, is_measured=False)

@@ -13,10 +13,12 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._json import finite, plan_record, trial_record
+from autoaccum._sizing.step_memory import KINDS
 
 if TYPE_CHECKING:
     from autoaccum._records import Plan
     from autoaccum._report.records import Findings, LoaderFacts, Measured, Pace, Predicted
+    from autoaccum._sizing.step_memory import StepMemory
 
 SCHEMA_VERSION = 1
 
@@ -64,6 +66,7 @@ def _measured(measured: Measured) -> dict[str, Any]:
         "bytes_per_sample": measured.bytes_per_sample,
         "activation_bytes_per_sample": measured.activation_bytes_per_sample,
         "footprint": None if measured.footprint is None else asdict(measured.footprint),
+        "step_memory": _step_memory(measured.step_memory),
         "trials": [trial_record(trial) | {"elapsed_s": finite(trial.elapsed_s)} for trial in measured.trials],
         "pace": _numbers(measured.pace),
     }
@@ -87,8 +90,29 @@ def _predicted(predicted: Predicted) -> dict[str, Any]:
         "activation_bytes_per_sample": predicted.activation_bytes_per_sample,
         "footprint": asdict(predicted.footprint),
         "footprints": [asdict(one) for one in estimate.footprints],
+        "step_memory": _step_memory(predicted.step_memory),
         "real_step": estimate.real_step,
         "notes": list(estimate.notes),
+    }
+
+
+def _step_memory(step: StepMemory | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    moments = step.moments
+    kinds = [kind for kind in KINDS if any(kind in one.bytes_by_kind for one in moments)]
+    return {
+        "size": step.size,
+        "peak": step.peak,
+        # By columns: a tenth of the text that a record for each moment would take.
+        "moments": {
+            "event": [one.event for one in moments],
+            "phase": [one.phase for one in moments],
+            "held_bytes": [one.held_bytes for one in moments],
+            "bytes_by_kind": {kind: [one.bytes_by_kind.get(kind, 0) for one in moments] for kind in kinds},
+        },
+        "modules": [asdict(one) for one in step.modules],
+        "alive": [asdict(one) for one in step.alive],
     }
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
     from autoaccum._records import Neighbour, Plan, Trial
     from autoaccum._sizing.footprint import Estimate, Footprint
+    from autoaccum._sizing.step_memory import StepMemory
 
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
@@ -200,6 +201,8 @@ class Measured:
             unknown.
         activation_bytes_per_sample: Memory kept from forward for backward, per sample; None if unknown.
         pace: The speed of training; None if it was not timed.
+        step_memory: How the memory of a step goes by: of the plan's largest micro-batch, or of one sample if nothing
+            fits. It is traced, not measured; None if the step cannot be traced.
     """
 
     device: DeviceFacts
@@ -213,6 +216,7 @@ class Measured:
     footprint: Footprint | None = None
     activation_bytes_per_sample: int | None = None
     pace: Pace | None = None
+    step_memory: StepMemory | None = None
 
     @property
     def is_capped(self) -> bool:
@@ -258,6 +262,7 @@ class Predicted:
         is_capped: Whether larger micro-batches are predicted to fit too.
         safe_micro_batch: The largest that would fit even if it takes more than predicted, by the uncertainty of
             `estimate`; 0 if not even one sample would.
+        step_memory: How the memory of the step in `footprint` goes by; None if it was not traced.
     """
 
     card: Card
@@ -269,6 +274,7 @@ class Predicted:
     footprint: Footprint
     is_capped: bool = False
     safe_micro_batch: int = 0
+    step_memory: StepMemory | None = None
 
     @property
     def verdict(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path
-from autoaccum._report import document, page, table
+from autoaccum._report import document, page, plotting, table
 from autoaccum._report.records import Findings
 from autoaccum._system.user_files import beside
 
@@ -42,7 +42,10 @@ class Report(Findings):
         return document.document_of(self)
 
     def to_html(self) -> str:
-        """Return the report as one self-contained page: tables and a picture, in the reader's light or dark setting."""
+        """Return the report as one self-contained page: pictures and tables, in the reader's light or dark setting.
+
+        Pictures require `pip install 'autoaccum[report]'`; without it, the page has its tables, and says so.
+        """
         return page.page_of(self)
 
     def save_html(self, path: str | PathLike[str]) -> None:
@@ -58,14 +61,11 @@ class Report(Findings):
         """Draw memory against micro-batch size: limits, trials, plan and predictions.
 
         Args:
-            path: The file; its suffix sets the format (.png, .svg, .pdf).
+            path: The file; its suffix sets the format (.png, .svg, .pdf, .jpg).
 
         Raises:
-            InvalidInputError: It is no path, or matplotlib is missing, or does not support the format.
+            InvalidInputError: It is no path, Altair or vl-convert is missing, or the format is unknown.
         """
-        # Here, because matplotlib is slow to import and few need it.
-        from autoaccum._report import plotting  # noqa: PLC0415
-
         plotting.plot(self, check_path("path", path, "file to write"))
 
     def __str__(self) -> str:

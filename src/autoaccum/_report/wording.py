@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._records import Plan
-    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured
+    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured, Pace
     from autoaccum._sizing.footprint import Footprint
 
 MEASURED = "measured"
@@ -47,12 +47,14 @@ class Section:
         header: Names of the columns; empty for rows of a name and its value.
         rows: One text for each column.
         below: For each row, the lines below it, each a name and a text; empty if no row has any.
+        sorts_by: For each row, the numbers of its columns, None where there is none; empty if the order is the point.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     below: tuple[tuple[tuple[str, str], ...], ...] = ()
+    sorts_by: tuple[tuple[float | None, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,41 @@ class Verdict:
     def fits(self) -> bool:
         """Whether it fits, or is predicted to."""
         return self.answer != DOES_NOT_FIT
+
+
+class Place(NamedTuple):
+    """A device or a card, and what was found there.
+
+    Attributes:
+        name: Its name.
+        verdict: Whether the job fits.
+        found: What was measured or predicted.
+        room_bytes: The memory a step may use.
+        is_card: Whether it has memory of its own, counted as an allocator takes it.
+    """
+
+    name: str
+    verdict: Verdict
+    found: Measured | Predicted
+    room_bytes: int
+    is_card: bool
+
+    @property
+    def pace(self) -> Pace | None:
+        """The speed of training; None if it was not timed."""
+        return None if isinstance(self.found, Predicted) else self.found.pace
+
+
+def places_of(report: Findings) -> list[Place]:
+    """Return all places, the measured one first."""
+    verdicts = iter(verdicts_of(report))
+    places = []
+    if (measured := report.measured) is not None:
+        device = measured.device
+        places.append(Place(device.name, next(verdicts), measured, device.room_bytes, device.holds_model))
+    return places + [
+        Place(one.card.name, next(verdicts), one, one.room_bytes, is_card=True) for one in report.predicted
+    ]
 
 
 def title_of(report: Findings) -> str:
@@ -106,6 +143,47 @@ def _prediction(one: Predicted) -> str:
         left = format_bytes(one.headroom_bytes)
         return f"{text}; it may take {one.estimate.uncertainty:.1%} more, and {left} are left"
     return text
+
+
+def headline_of(report: Findings) -> tuple[str, str, str]:
+    """Return the answer for all places together, the same as text, and the largest micro-batch and plan behind it.
+
+    It is that of the worst place.
+    """
+    places = places_of(report)
+    answer = max((one.verdict.answer for one in places), key=[FITS, TIGHT, DOES_NOT_FIT].index)
+    worst = [one for one in places if one.verdict.answer == answer]
+    all_of_them = f"on {'any' if answer == DOES_NOT_FIT else 'all'} of {len(places)} devices"
+    where = all_of_them if len(worst) == len(places) > 1 else f"on {', '.join(one.name for one in worst)}"
+    least = min(worst, key=lambda one: report.counts(one.found) or one.found.micro_batch)
+    text = least.verdict.text
+    if least.found.plan is not None:
+        size = report.counts(least.found) or least.found.micro_batch
+        more = " or more" if least.found.is_capped and size == least.found.micro_batch else ""
+        text = f"largest micro-batch {size}{more}; {text}"
+    if len(worst) > 1:
+        text = f"{least.name} holds least: {text}"
+    return answer, f"{answer[0].upper()}{answer[1:]} {where}", text
+
+
+def alive_of(report: Findings) -> Section:
+    """Return the tensors that are alive at the peak of the step in the pictures."""
+    traced = next((place for place in places_of(report) if place.found.step_memory), None)
+    if traced is None or (step := traced.found.step_memory) is None:
+        return Section("", (), ())
+    whole = max(1, step.at_peak.held_bytes)
+    rows = [
+        (one.kind, one.module or NONE, one.operator or "there before", str(one.tensors), format_bytes(one.held_bytes),
+         f"{one.held_bytes / whole:.0%}")
+        for one in step.alive
+    ]  # fmt: skip
+    rest = whole - sum(one.held_bytes for one in step.alive)
+    if rest > 0:
+        rows.append(("all others", NONE, NONE, NONE, format_bytes(rest), f"{rest / whole:.0%}"))
+    title = f"Alive at the peak on {traced.name}: {format_bytes(step.at_peak.held_bytes)}, in {step.at_peak.phase}"
+    header = ("kind", "module", "made by", "tensors", "bytes", "share")
+    numbers = tuple((None, None, None, one.tensors, one.held_bytes, one.held_bytes) for one in step.alive)
+    return Section(title, header, tuple(rows), sorts_by=numbers if rest <= 0 else (*numbers, (None,) * 6))
 
 
 def sections_of(report: Findings) -> list[Section]:
@@ -352,10 +430,14 @@ def _remedies(report: Findings) -> Section:
         for one in report.remedies
     )
     below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
+    sorts_by = tuple(
+        (None, one.peak_bytes, one.micro_batch, one.safe_micro_batch, *([one.update_s] if is_timed else []))
+        for one in report.remedies
+    )
     where = "" if report.remedies_on is None else f" on {report.remedies_on}"
     # The smallest size traced is one sample, or two where a model refuses one.
     columns = ("", "peak, 1 or 2 samples", "largest", "safe", *(["an update"] if is_timed else []))
-    return Section(f"What would help{where}", columns, rows, below)
+    return Section(f"What would help{where}", columns, rows, below, sorts_by)
 
 
 def _at_most(micro_batch: int | None, most: int) -> str:

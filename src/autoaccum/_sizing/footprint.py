@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autoaccum._sizing.step_memory import StepMemory
 
 # Micro-batches are smaller than two to this power.
 _POWERS = 40
@@ -108,6 +109,10 @@ class Estimate:
         # What the allocator reserves beyond tensors is at least what it did for the largest size.
         reserved_bytes = peak_bytes + max(0, high.reserved_bytes - high.peak_bytes)
         return Footprint(size=size, phase=high.phase, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes, **parts)
+
+    def step_memory(self, size: int) -> StepMemory | None:  # noqa: ARG002 - only a traced step knows
+        """Return how the memory of a step of this size goes by; None if the step was not traced."""
+        return None
 
     def record(self) -> Estimate:
         """Return the footprints alone."""

@@ -22,19 +22,20 @@ _TICKS = 5
 _MOST_POINTS = 600
 
 
-def document_of(title: str, fragment: str) -> str:
-    """Return a complete document with a fragment of `article_of` as its body."""
+def document_of(title: str, fragment: str, policy: str = "") -> str:
+    """Return a complete document with a fragment of `article_of` as its body, under a content security policy."""
+    security = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n' if policy else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n</head>\n<body>\n{fragment}\n</body>\n</html>\n"
+        f"{security}<title>{escape(title)}</title>\n</head>\n<body>\n{fragment}\n</body>\n</html>\n"
     )
 
 
-def article_of(body: str) -> str:
+def article_of(body: str, further_style: str = "") -> str:
     """Return an element with its own style, for notebooks."""
     style = resources.files("autoaccum._system").joinpath("html_page.css").read_text(encoding="utf-8")
-    return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'
+    return f'<style>\n{style}{further_style}</style>\n<article class="autoaccum">\n{body}\n</article>'
 
 
 def header_of(kind: str, title: str) -> str:

@@ -99,7 +99,7 @@ def replacing(
 
     Args:
         path: The file to replace.
-        ending: Suffix of the unfinished file's name, by which matplotlib, for example, chooses the format.
+        ending: Suffix of the unfinished file's name, by which some libraries choose the format.
         mode: Permissions of the file, subject to the umask.
         overwrites: Whether to replace an existing file.
         flushes_rename: Whether to flush the rename to disk, so that it survives a power loss. The block flushes the

@@ -1,0 +1,77 @@
+"""Condenses the timeline of a traced step to what a report shows: some moments, and who holds memory at the peak."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from autoaccum._estimate.allocation_trace import Category
+from autoaccum._sizing.step_memory import KINDS, AliveMemory, ModuleMemory, Moment, StepMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autoaccum._estimate.allocation_trace import Timeline
+
+# More moments than that are not seen apart in a picture.
+_MOMENTS = 160
+# Groups of tensors named at the peak.
+_NAMED = 12
+_KIND_OF: dict[Category, str] = {one: one.value for one in Category if one is not Category.MADE}
+
+
+def condensed(timeline: Timeline) -> StepMemory:
+    """Condense a timeline. Each moment is the one with the most memory among its neighbours, and the peak is one."""
+    kinds = _kinds(timeline)
+    moments = _moments(timeline, kinds)
+    peak = max(range(len(moments)), key=lambda index: moments[index].held_bytes)
+    modules: dict[str, Counter[str]] = {}
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for number in timeline.peak().alive:
+        storage = timeline.storages[number]
+        modules.setdefault(storage.module, Counter())[kinds[number]] += storage.size_bytes
+        groups.setdefault((kinds[number], storage.module, storage.operator), []).append(storage.size_bytes)
+    alive = [AliveMemory(*group, tensors=len(sizes), held_bytes=sum(sizes)) for group, sizes in groups.items()]
+    return StepMemory(
+        timeline.size,
+        tuple(moments),
+        peak,
+        tuple(ModuleMemory(module, _in_order(held)) for module, held in modules.items()),
+        tuple(sorted(alive, key=lambda one: -one.held_bytes)[:_NAMED]),
+    )
+
+
+def _kinds(timeline: Timeline) -> list[str]:
+    """Return the kind of each storage."""
+    kept = timeline.kept_for_backward()
+    return [
+        _KIND_OF.get(storage.category, "activations" if number in kept else "temporary")
+        for number, storage in enumerate(timeline.storages)
+    ]
+
+
+def _moments(timeline: Timeline, kinds: list[str]) -> list[Moment]:
+    begins = timeline.phases[1][0] if len(timeline.phases) > 1 else 0
+    each = max(1, -(-(len(timeline.events) - begins) // _MOMENTS))
+    held: Counter[str] = Counter()
+    live = most = 0
+    moments: list[Moment] = []
+    for index, event in enumerate(timeline.events):
+        number = ~event if event < 0 else event
+        size_bytes = timeline.storages[number].size_bytes * (-1 if event < 0 else 1)
+        held[kinds[number]] += size_bytes
+        live += size_bytes
+        if index + 1 < begins:
+            continue
+        at = index + 1 - begins
+        # The first moment is the one before the step.
+        is_next = at <= 1 or (at - 1) % each == 0
+        if is_next or live > most:
+            most = live
+            one = Moment(at, timeline.phase_at(index), _in_order(held))
+            moments[len(moments) if is_next else -1 :] = [one]
+    return moments or [Moment(0, "before", {})]
+
+
+def _in_order(held: Mapping[str, int]) -> dict[str, int]:
+    return {kind: held[kind] for kind in KINDS if held.get(kind)}
