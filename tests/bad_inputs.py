@@ -185,6 +185,11 @@ def dims(value):
     return type(value) is int and value >= 0
 
 
+def at_least_0(value):
+    """A number from 0."""
+    return type(value) in (int, float) and 0 <= value < 1e300
+
+
 def nothing(_):
     return False
 
@@ -676,6 +681,21 @@ CALLS = {
         },
         [lambda _: {"measure": False}, lambda _: {"length": 7}, lambda _: {"length": {"nope": 3}}],
         says={"gpus": ("gpus", "card")},
+    ),
+    "adamw8bit": Call(
+        autoaccum.adamw8bit,
+        autoaccum.adamw8bit,
+        lambda w: {"parameters": list(w.model.parameters())},
+        {
+            "parameters": nothing,
+            **dict.fromkeys(("lr", "eps", "weight_decay"), at_least_0),
+            "betas": nothing,
+        },
+        {
+            "parameters": [lambda _: [], lambda w: w.model, lambda w: [w.model], lambda _: [{"lr": 1.0}]],
+            "lr": [lambda _: -1e-3, lambda _: NAN, lambda _: INF],
+            "betas": [lambda _: (0.9,), lambda _: (0.9, 1.0), lambda _: (-0.1, 0.9), lambda _: 0.9],
+        },
     ),
     "Simulated": Call(
         autoaccum.Simulated,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,6 @@ from autoaccum._arguments import shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from types import ModuleType
 
     from torch import nn
@@ -33,6 +33,7 @@ _AT_ONCE = {"cpu": 1 << 16}
 _AT_ONCE_ON_CARDS = 1 << 20
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 _SCALE = "_scale"
+_LARGEST = 1e300
 
 
 def adamw8bit(
@@ -61,6 +62,8 @@ def adamw8bit(
     Raises:
         InvalidInputError: Neither package is installed, or an argument is out of its range.
     """
+    parameters = _checked(parameters)
+    _check_settings(lr, betas, eps, weight_decay)
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if _imported("torchao.optim.subclass_8bit") is not None:
         return AdamW8bit(parameters, **settings)
@@ -71,6 +74,42 @@ def adamw8bit(
         "optimizer='adamw8bit' needs torchao or bitsandbytes, and neither can be imported here; "
         "pip install 'autoaccum[low-memory]', or pass optimizer='adamw'"
     )
+
+
+def _checked(parameters: Any) -> list[Any]:
+    """Return what an optimizer is given as a list.
+
+    Raises:
+        InvalidInputError: It is no parameters, nor groups of them.
+    """
+    is_iterable = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | Mapping | str)
+    found = list(parameters) if is_iterable else []
+    if not found or not all(isinstance(one, Tensor) or (isinstance(one, dict) and "params" in one) for one in found):
+        raise InvalidInputError(
+            f"adamw8bit: parameters={shown(parameters)} holds no parameters to update; pass model.parameters(), or a "
+            "list of groups as for torch.optim.AdamW"
+        )
+    return found
+
+
+def _check_settings(lr: object, betas: object, eps: object, weight_decay: object) -> None:
+    """Check the settings of `adamw8bit`.
+
+    Raises:
+        InvalidInputError: One is out of its range.
+    """
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not _is_number(value, _LARGEST):
+            raise InvalidInputError(f"adamw8bit: {name}={shown(value)} must be a number, at least 0")
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2  # noqa: PLR2004 - of two moments
+    if not is_pair or not all(_is_number(one, 1.0) for one in betas):  # type: ignore[attr-defined]
+        raise InvalidInputError(
+            f"adamw8bit: betas={shown(betas)} must be two numbers, each at least 0 and below 1, as (0.9, 0.999)"
+        )
+
+
+def _is_number(value: object, below: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < below
 
 
 def _imported(name: str) -> ModuleType | None:
@@ -108,16 +147,6 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
     ) -> None:
-        for name, value, most in (
-            ("lr", lr, None),
-            ("eps", eps, None),
-            ("weight_decay", weight_decay, None),
-            ("betas[0]", betas[0], 1.0),
-            ("betas[1]", betas[1], 1.0),
-        ):
-            if not (value >= 0.0 and (most is None or value < most)):
-                known = "at least 0" if most is None else "at least 0 and below 1"
-                raise InvalidInputError(f"adamw8bit: {name}={shown(value)} must be {known}")
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
