@@ -1,7 +1,7 @@
 """AdamW with its two moments in 8 bits, by torchao's numbers, or bitsandbytes' optimizer where torchao is missing.
 
 Both are extras, imported when such an optimizer is made. torchao's own class compiles its step, which takes a compiler
-inside the memory limit, minutes for the first step on a CPU, and a failure inside it cannot be told from a success. So
+inside the memory limit and long for the first step, and a failure inside it cannot be told from a success. So
 `AdamW8bit` calls the function that torchao compiles, on slices: temporary memory is bounded, state consists of plain
 tensors, and each operator may fail.
 """
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 # As in torchao and bitsandbytes: numbers that share a scale, and the fewest that are worth 8 bits.
 BLOCK = 256
 LEAST = 4096
-# Elements of a parameter that are updated at once; a step on them takes some 100 bytes each for a moment. On one CPU
-# thread 2**16 took 0.42 us an element, 2**14 0.60 and 2**20 0.72 (AMD EPYC, torch 2.15); a card needs larger kernels.
+# Elements of a parameter that are updated at once, which bounds temporary memory; a card needs larger kernels.
 _AT_ONCE = {"cpu": 1 << 16}
 _AT_ONCE_ON_CARDS = 1 << 20
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
