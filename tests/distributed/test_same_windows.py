@@ -28,3 +28,15 @@ def test_another_order_and_other_targets_stand_for_another_window():
 
     assert len({note(first, second), note(second, first), note(first.flip(0), second), note({"y": first}, second)}) >= 3
     assert note(first, second) == note(first.clone(), second.clone())
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "input_ids"])
+def test_order_shows_in_mappings_too(name):
+    def noted(rows):
+        gone = GoneThrough(None, Notices(silent=True))
+        gone.begin(Window([{"images": torch.zeros(4, 2), name: rows}]))
+        return gone.note
+
+    rows = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1]])
+    assert noted(rows) == noted(rows.clone())
+    assert noted(rows) != noted(rows.flip(0))

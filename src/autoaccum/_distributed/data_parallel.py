@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._distributed.buckets import Buckets
+from autoaccum._distributed.joint_questions import JointQuestions
 from autoaccum._distributed.overlap import SHARED, Overlap
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.forward_backward import TrainingStep
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.peers import BeforeUpdate, Work
+    from autoaccum._loss.reduction_inference import Knowledge
     from autoaccum._loss.reported import Slot
     from autoaccum._loss.weighting import Weighting
     from autoaccum._sizing.sizing import Sizing
@@ -67,6 +69,7 @@ class Part:
         note: Number of windows in this epoch that its loader has reached.
         has_sent: Whether its gradients, as they are now, have already been sent.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
+        open: What `Objective.open_shares` returns for it.
         spread: The variance and the degrees of freedom of its gradients, if noise was measured.
     """
 
@@ -81,6 +84,7 @@ class Part:
     has_sent: bool = False
     larger: int | None = None
     spread: tuple[float, int] | None = None
+    open: bytes | None = None
 
     def packed(self) -> tuple[Any, ...]:
         """Return only the values, which are short to send."""
@@ -149,6 +153,7 @@ class DataParallel:
         self._known_before = b""
         self._begun: Window | None = None
         self._weighed: tuple[bytes, float] | None = None  # the current part's weight, by knowledge of the losses
+        self._questions = JointQuestions(ranks, step)
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
         ranks.add_up(self._norm)
 
@@ -193,6 +198,7 @@ class DataParallel:
         if self._begun is window:
             return self.share  # a second attempt of this rank alone
         self._begun, self._weighed = window, None
+        self._questions.begin_window()
         self._known_before = self._known()
         self.share = self._share_of(window)
         if self.overlap is not None:
@@ -296,17 +302,22 @@ class DataParallel:
             note=self._note(),
             has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
             spread=None if given.spread is None else (given.spread.variance, given.spread.freedom),
+            open=self._open_shares(window),
         )
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         agree = len({part.known for part in self.parts}) == 1
+        asks = agree and self._questions.are_to_be_asked([part.open for part in self.parts if part.samples])
+        agree = agree and not asks
         was_shared, is_shared = self.share is not None, objective.common_weight is None
         goes_on = agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before)
         self._look_what_is_on_its_way(goes_on=goes_on)
         self._look([part.note for part in self.parts])
         if goes_on:
             return True
+        if asks:
+            self._questions.ask(window, [rank for rank, part in enumerate(self.parts) if part.samples])
         if not agree:
             self._learn_from_others()
         self._known_before = self._known()
@@ -479,21 +490,25 @@ class DataParallel:
         """Return a digest of everything known about the losses, equal wherever that is equal."""
         self._slots = sorted({*self._slots, *(slots or ())})
         known = self._step.objective.knowledge
-        text = [(name, _spelled(how)) for name, (how, _) in sorted(known.items())]
+        text = [(name, _spelled(one.how)) for name, one in sorted(known.items())]
         return hashlib.blake2b(repr((text, self._slots)).encode(), digest_size=8).digest()
+
+    def _open_shares(self, window: Window) -> bytes | None:
+        return self._step.objective.open_shares(window)
 
     def _learn_from_others(self) -> None:
         """For each loss, adopt the knowledge of the rank that has ruled out most; the first of equal ranks."""
         said = self.ranks.exchange("losses", (self._step.objective.knowledge, self._slots))
         self._slots = sorted({slot for _, slots in said for slot in slots})
-        best: dict[str, tuple[Weighting, int]] = {}
+        self._questions.learn([known for known, _ in said])
+        best: dict[str, Knowledge] = {}
         for known, _ in said:
-            for name, (how, ruled_out) in known.items():
-                if name not in best or ruled_out > best[name][1]:
-                    best[name] = (how, ruled_out)
+            for name, one in known.items():
+                if name not in best or one.ruled_out > best[name].ruled_out:
+                    best[name] = one
         own = self._step.objective.knowledge
         self._step.objective.adopt(
-            {name: how for name, (how, _) in best.items() if name not in own or _spelled(own[name][0]) != _spelled(how)}
+            {name: one for name, one in best.items() if name not in own or _spelled(own[name].how) != _spelled(one.how)}
         )
 
     # --- adding up ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from autoaccum._data.batches import Window
-from autoaccum._data.nesting import copied
 from autoaccum._distributed.data_parallel import (
     DataParallel,
     Outcome,
@@ -24,6 +22,7 @@ from autoaccum._distributed.data_parallel import (
     nothing_counts,
     pairs_weigh_nothing,
 )
+from autoaccum._distributed.joint_questions import samples_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
@@ -39,8 +38,9 @@ from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Given
@@ -284,6 +284,9 @@ class ShardedDataParallel(DataParallel):
 
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
+    def _open_shares(self, window: Window) -> None:
+        """Return nothing, since all ranks ask about the same samples before a window."""
+
     def _ask(self, window: Window) -> None:
         """Determine, from the same samples on all ranks, what the losses run over."""
         if self._windows >= _WINDOWS_TO_ASK:
@@ -292,17 +295,18 @@ class ShardedDataParallel(DataParallel):
         counts = self.ranks.exchange("samples", window.samples)
         sources = [rank for rank, count in enumerate(counts) if count]
         # Other samples than in the window before, since one rank's samples may all be alike.
-        for number in range(min(len(sources), _RANKS_TO_ASK)):
-            self._ask_about(window, sources[(self._windows + number) % len(sources)])
+        turn = self._windows % max(len(sources), 1)
+        chosen = [*sources[turn:], *sources[:turn]][:_RANKS_TO_ASK]
+        for source in chosen:
+            self._ask_about(window, [source], _SAMPLES_TO_ASK)
             if not self._step.objective.has_questions:
                 return
+        if len(chosen) > 1:  # each rank may have a single sample, or samples that are alike
+            self._ask_about(window, chosen, _SAMPLES_TO_ASK // _RANKS_TO_ASK)
 
-    def _ask_about(self, window: Window, source: int) -> None:
-        """Ask about the samples of one rank."""
-        mine = None
-        if source == self.ranks.rank:
-            mine = copied(window.part(0, min(_SAMPLES_TO_ASK, window.groups()[0])).raw())
-        asked = Window(self.ranks.tell(mine, source), self._step.objective.split)
+    def _ask_about(self, window: Window, sources: Sequence[int], most: int) -> None:
+        """Ask about samples of some ranks, at most `most` of each."""
+        asked = samples_of(self.ranks, window, sources, most, self._step.objective.split)
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         # At least two parts, since uncut it makes no difference; at most half the samples run at once.
         sizes = balanced(asked.samples, min(self._sizing.plan.micro_batch, math.ceil(asked.samples / 2)))

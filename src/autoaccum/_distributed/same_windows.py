@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._loss.counting import is_pair, target_tensors
+from autoaccum._loss.counting import target_tensors
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class GoneThrough:
             self._notices.say(
                 f"shard=True: the targets of a window differ between rank 0 and ranks {others}. Every rank's loader "
                 "has to give the same samples in the same order; if it shuffles, seed it alike on all ranks, or some "
-                "samples are used twice and others never",
+                "samples are used twice and others never (targets that a transform draws, such as masked tokens, do no "
+                "harm)",
                 key="other targets",
             )
 
@@ -74,7 +75,7 @@ def _stands_for(window: Window) -> int:
     found = 0
     for batch, samples in window.parts(0, window.samples):
         # Targets need not be tensors: there may be none at all, texts, or one number for all.
-        for tensor in target_tensors(batch).values() if is_pair(batch) else ():
+        for tensor in target_tensors(batch).values():
             if len(tensor) == samples and not tensor.is_floating_point() and not tensor.is_complex():
                 each = tensor.reshape(samples, tensor.numel() // samples).sum(1, dtype=torch.int64)
                 found = found * 31 + int((each * torch.arange(1, samples + 1, device=each.device)).sum())

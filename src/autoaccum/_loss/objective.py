@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._loss.whole_batch import call_with
 from autoaccum._snapshot import Modes, RandomState, evaluation_mode
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.numbers import Path
     from autoaccum._data.pieces import Split
+    from autoaccum._loss.reduction_inference import Knowledge
     from autoaccum._loss.weighting import Tally
     from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
@@ -409,15 +411,23 @@ class Objective:
         return self._settler.has_questions
 
     @property
-    def knowledge(self) -> dict[str, tuple[Weighting, int]]:
-        """The weighting of each loss as far as known, with the number of alternatives ruled out."""
+    def knowledge(self) -> dict[str, Knowledge]:
+        """What is known of each loss's reduction."""
         return self._settler.knowledge
 
-    def adopt(self, known: Mapping[str, Weighting]) -> None:
-        """Adopt the weightings known to another process of the same training."""
-        known = {name: how for name, how in known.items() if not self._entries.is_reported(name)}
-        self._settler.known = {**self._settler.known, **known}
-        self._settler.is_settled = False
+    def adopt(self, known: Mapping[str, Knowledge]) -> None:
+        """Adopt what another process of the same training knows."""
+        self._settler.adopt({name: how for name, how in known.items() if not self._entries.is_reported(name)})
+
+    def open_shares(self, window: Window) -> bytes | None:
+        """Return how much this part of a window would weigh, for each weighting of a loss that is still possible.
+
+        Returns:
+            A digest, equal on all ranks if it does not matter which weighting is right; b"" if it matters whatever the
+            other parts weigh, and None if nothing is open.
+        """
+        with _random_kept(window):
+            return self._settler.open_shares(window)
 
     def mixes_pairs(self) -> bool:
         """Whether one of several losses is known to be a (sum, weight) pair."""
@@ -452,14 +462,8 @@ class Objective:
         if settler.is_settled and (len(sizes) == 1 or (settler.has_compared and not settler.compares_again)):
             return
         self._modes = Modes(self.modules)
-        random = RandomState(torch.device("cpu"))
-        if not window.is_nested:
-            random.take()
-        try:
+        with _random_kept(window):
             self._settler.settle(window, sizes, Run(self, place, mark, autocast))
-        finally:
-            if not window.is_nested:
-                random.put_back()  # looking at targets collates samples, which may draw
         self._modes = None
 
     def put_back_modes(self) -> None:
@@ -682,6 +686,20 @@ def _own_loss(outputs: Any) -> Any:
         for name, value in outputs.items()
         if name == TOTAL or (isinstance(value, Tensor) and value.dim() == 0)
     }
+
+
+@contextmanager
+def _random_kept(window: Window) -> Iterator[None]:
+    """Restore the random state after a block that looks at targets: samples may be collated for that, and draw."""
+    if window.is_nested:
+        yield
+        return
+    random = RandomState(torch.device("cpu"))
+    random.take()
+    try:
+        yield
+    finally:
+        random.put_back()
 
 
 def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ _ROWS = 2
 _IDENTIFIERS = 8
 # Possible padding matters only from this difference on: a rounded loss cannot distinguish a single value among a
 # thousand targets, which may as well be a class.
-_MATTERS = 1e-3
+_MATTERS, _DIGITS = 1e-3, 3
 # The fewest samples in a split, and the difference in a part's share beyond which a larger one is no better.
 _LEAST = 3
 _FAR_APART = 0.1
@@ -232,9 +232,37 @@ class Question:
             return True
         if len(window.groups()) == 1:
             # The usual case, and far cheaper: ignoring a value that does not occur leaves all samples the same weight.
-            unlike = [how for how in apart if how.target is not None and self._watched[how.target].may_hold(how)]
+            unlike = [how for how in apart if self._may_hold(how)]
             apart = unlike + [how for how in apart if how not in unlike][:1]
         return len(apart) > 1 and _differ(apart, window, sizes)
+
+    def ratios(self, window: Window) -> list[tuple[Any, ...]] | None:
+        """Return what a window, which must have been watched, weighs for each candidate, beside the first of them.
+
+        If these are the same for several windows, these have the same shares of their sum for every candidate.
+
+        Returns:
+            The candidates of another weight, with its ratio; None if one is a sum, which gives other shares than means.
+        """
+        if Over.SUM in [how.over for how in self.candidates]:
+            return None
+        first, *others = self._weights_of(window)
+        found = [(how, weight / first[1] if first[1] else math.inf) for how, weight in others]
+        # Of values that are hardly ever ignored, differences that a rounded loss hides do not matter.
+        found = [(how, round(ratio, _DIGITS) if _is_special(how) else ratio) for how, ratio in found]
+        return [(how.over.name, how.target, how.ignore_index, how.nor, ratio) for how, ratio in found if ratio != 1.0]
+
+    def _weights_of(self, window: Window) -> list[tuple[Weighting, float]]:
+        """Return what a window weighs for each candidate but those that ignore a value which does not occur."""
+        weights = []
+        for how in self.candidates:
+            if how.over is Over.SUMMED or not (_is_special(how) and not self._may_hold(how)):
+                (tally,) = tallies_of(how, window, (window.samples,), in_full=True)
+                weights.append((how, float(tally)))
+        return weights
+
+    def _may_hold(self, how: Weighting) -> bool:
+        return how.target is not None and self._watched[how.target].may_hold(how)
 
     def fits(self, split: Split) -> bool:
         """Whether a candidate reproduces these losses."""

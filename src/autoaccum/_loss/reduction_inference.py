@@ -6,9 +6,10 @@ and loss in evaluation mode and without gradients. `reduction_candidates` evalua
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ from autoaccum._loss.weighting import Over, Weighting
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -68,6 +69,20 @@ _EXACT = "a torch.nn loss, a (sum, weight) pair or loss_reduction="
 _BY_SAMPLES = f"micro-batches are weighted by their samples. Use {_EXACT} for exact weights"
 
 
+class Knowledge(NamedTuple):
+    """What is known of the reduction of a loss.
+
+    Attributes:
+        how: Its weighting.
+        ruled_out: The number of weightings that were ruled out.
+        is_open: Whether others are still possible.
+    """
+
+    how: Weighting
+    ruled_out: int
+    is_open: bool
+
+
 class Settler:
     """Infers and keeps the reductions of an objective's losses.
 
@@ -106,14 +121,47 @@ class Settler:
         self._contradicted: set[str] = set()  # losses that a later window has contradicted, which is said once
 
     @property
-    def knowledge(self) -> dict[str, tuple[Weighting, int]]:
-        """The weighting of each loss as far as known, with the number of weightings ruled out for it."""
-        return {name: (how, self._ruled_out.get(name, 0)) for name, how in self.known.items()}
+    def knowledge(self) -> dict[str, Knowledge]:
+        """What is known of each loss."""
+        return {
+            name: Knowledge(how, self._ruled_out.get(name, 0), name in self._questions)
+            for name, how in self.known.items()
+        }
 
     @property
     def has_questions(self) -> bool:
         """Whether anything is still to be inferred."""
         return bool(self._questions or self._unchecked or not self.known)
+
+    def adopt(self, known: Mapping[str, Knowledge]) -> None:
+        """Adopt what another process of the same training has found; a question open there is open here too."""
+        for name, (_, _, is_open) in known.items():
+            if is_open and self._said is None:
+                self._questions.setdefault(name, Question())
+        self.known = {**self.known, **{name: how for name, (how, *_) in known.items()}}
+        self.is_settled = False
+
+    def open_shares(self, window: Window) -> bytes | None:
+        """Return how much a part of a window would weigh, for each weighting of a loss that is still possible.
+
+        If these are the same on all ranks, the ranks' shares of the window are the same for every weighting.
+
+        Returns:
+            A digest; b"" if it matters whatever the other parts weigh, and None if nothing is open.
+        """
+        if self._said is not None or not self._ways or not (self.has_questions and window.samples):
+            return None
+        if not self.known:
+            return b""
+        pieces = [target_tensors(part) for part in window]
+        found: list[tuple[str, Any]] = []
+        for name, question in sorted(self._questions.items()):
+            question.watch(pieces)
+            if len(question.candidates) > 1:
+                found.append((name, question.ratios(window)))
+        if any(ratios is None for _, ratios in found):
+            return b""
+        return hashlib.blake2b(repr(found).encode(), digest_size=8).digest() if found else None
 
     def forget(self, name: str) -> None:
         """Forget a loss that turned out to be a metric."""
@@ -198,7 +246,9 @@ class Settler:
             before = len(question.candidates)
             last = self._ask(question, window, window.fits_any(sizes), run, chance)
             in_vain += len(question.candidates) == before
-        if chance is not None:
+        if max(window.groups()) == 1 < window.samples:
+            self._say_what_cannot_be_joined(window, sizes)
+        elif chance is not None:
             # Pieces of other lengths cannot be joined with these, and later windows may have no others.
             is_stuck = in_vain >= _AT_ONCE and len(window.groups()) > 1
             self._say_what_cannot_be_told(window if is_stuck else None, sizes)
@@ -343,13 +393,7 @@ class Settler:
             if path is not None:
                 self._ruled_out[name] += 1
                 how = Weighting(Over.DIVIDED, divisor=path)
-        if how.over is Over.OPAQUE:
-            if not attempt.can_be_split:
-                self._notices.say(
-                    f"loss {name!r}: no two samples of a window can be batched together, so its reduction is not known "
-                    f"yet; {_BY_SAMPLES}"
-                )
-        elif len(question.candidates) == 1 or how.divisor is not None:
+        if how.over is not Over.OPAQUE and (len(question.candidates) == 1 or how.divisor is not None):
             self._notices.say(f"loss {name!r} is {how.description} (inferred from a few samples)")
         if question.is_closed:
             del self._questions[name]
@@ -430,6 +474,21 @@ class Settler:
     def _doubt(self, text: str) -> None:
         self.doubts.append(text)
         self._notices.say(text)
+
+    def _say_what_cannot_be_joined(self, window: Window, sizes: Sequence[int]) -> None:
+        pieces = [target_tensors(part) for part in window]
+        for name, question in self._questions.items():
+            question.watch(pieces)
+            if self._said is None and question.matters(window, sizes):
+                what = (
+                    _BY_SAMPLES
+                    if question.is_untouched
+                    else f"assumed to be {self.known[name].description}. Use {_EXACT} for exact weights"
+                )
+                self._notices.say(
+                    f"loss {name!r}: no two samples of a window can be batched together, so its reduction is not known "
+                    f"yet; {what}"
+                )
 
     def _say_what_cannot_be_told(self, stuck: Window | None, sizes: Sequence[int]) -> None:
         for name, question in list(self._questions.items()):

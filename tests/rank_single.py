@@ -1,0 +1,149 @@
+"""Trainings of ranks that have a single sample of each window, or samples that are all alike, for tests of ranks."""
+
+import contextlib
+import io
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+import autoaccum
+from autoaccum._distributed.process_group import Ranks
+from ragged import VOCABULARY, Causal, padded, texts
+
+CLASSES = 3
+
+
+def over_tokens(logits, batch):
+    """The mean over the tokens that count: a function of which nothing says so."""
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def plain(outputs, targets):
+    return functional.cross_entropy(outputs, targets)
+
+
+def summed(logits, batch):
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def by_samples(logits, batch):
+    each = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    counts = batch["labels"] != -100
+    return ((each.reshape(counts.shape) * counts).sum(1) / counts.sum(1)).mean()
+
+
+LOSSES = {"tokens": over_tokens, "sum": summed, "samples": by_samples}
+
+
+class Logits(nn.Module):
+    """Scores for each token, in double precision."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, 8).double()
+        self.head = nn.Linear(8, VOCABULARY).double()
+
+    def forward(self, batch):
+        return self.head(self.tokens(batch["input_ids"]))
+
+
+def batches(lengths, size, each, *, wide=True):
+    """Lists of batches, one for each rank, that take turns; all of them as wide as the longest text if `wide`."""
+    width = max(lengths) if wide else None
+    given = texts(*lengths)
+    cut = [padded(given[at : at + each], width) for at in range(0, len(given), each)]
+    return [cut[rank::size] for rank in range(size)]
+
+
+def train(rank, size, lengths, loss="tokens", each=1, *, wide=True, **options):
+    """Train on this rank's own samples; return parameters, what was said, and how often samples were sent."""
+    loader = batches(lengths, size, each, wide=wide)[rank]
+    asked = Asked(lacks=rank == options.pop("lacking", None))
+    with _counted() as sent, contextlib.redirect_stderr(io.StringIO()) as said:
+        _, model = run(loader, loss, target_batch=each * size, progress="lines", forward=asked, **options)
+    return {"parameters": flat(model), "said": said.getvalue(), "sent": len(sent), "rank": rank}
+
+
+def share(rank, size, loader):
+    """Train on this rank's part of a loader's windows of one sample a rank."""
+    _, model = run(loader, "own", target_batch=size, shard=True)
+    return flat(model)
+
+
+def classify(rank, size):
+    """Train a classifier, whose loss never shows whether it runs over samples or targets, nor does it matter."""
+    chance = torch.Generator().manual_seed(rank)
+    inputs, targets = torch.rand(20, 4, generator=chance), torch.randint(CLASSES, (20,), generator=chance)
+    model = nn.Linear(4, CLASSES)
+    with _counted() as sent, contextlib.redirect_stderr(io.StringIO()) as said:
+        autoaccum.fit(
+            model,
+            [(inputs[row : row + 1], targets[row : row + 1]) for row in range(20)],
+            size,
+            loss=plain,
+            device="cpu",
+            precision="fp32",
+            shard=False,
+            progress="lines",
+        )
+    return {"said": said.getvalue(), "sent": len(sent), "rank": rank}
+
+
+def train_sharded(rank, size, lengths, loss="tokens", each=1, **options):
+    """Train a model of which each rank holds a shard; return all of its parameters."""
+    loader = batches(lengths, size, each)[rank]
+    model = fully_shard(Logits() if loss != "own" else Causal())
+    run(loader, loss, target_batch=each * size, model=model, **options)
+    return torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])
+
+
+@contextlib.contextmanager
+def _counted():
+    """Count how often ranks send samples."""
+    sent, tell = [], Ranks.tell
+
+    def counted(ranks, value, source):
+        sent.append(source)
+        return tell(ranks, value, source)
+
+    Ranks.tell = counted
+    try:
+        yield sent
+    finally:
+        Ranks.tell = tell
+
+
+class Asked:
+    """Calls the model, and may lack memory when it is asked what its loss runs over."""
+
+    def __init__(self, *, lacks=False):
+        self.lacks = lacks
+
+    def __call__(self, model, batch):
+        if not torch.is_grad_enabled() and self.lacks:
+            raise torch.OutOfMemoryError("CUDA out of memory: asked")
+        return model(batch)
+
+
+def run(loader, loss="tokens", *, target_batch, forward=None, model=None, **options):
+    """Train; return the result and the model."""
+    model = model or (Causal() if loss == "own" else Logits())
+    own = {} if loss == "own" else {"loss": LOSSES[loss], "forward": forward or Asked()}
+    result = autoaccum.fit(
+        model,
+        loader,
+        target_batch,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device="cpu",
+        precision="fp32",
+        **own,
+        **{"progress": False, "shard": False} | options,
+    )
+    return result, model
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
