@@ -8,6 +8,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.errors import CheckpointError, DoesNotFitError, InvalidInputError
+from helpers import assert_bitwise, state_of
 from long_runs import Run, stopped_at
 from rank_training import far
 
@@ -118,15 +119,35 @@ class _Own(torch.optim.SGD):
     """An optimizer of which nobody knows whether it looks at all parameters together."""
 
 
+def fails_in_the_first_window(*_):
+    raise ZeroDivisionError
+
+
 @needs_grad_dtype
-def test_fit_that_fails_before_an_update_leaves_weights_with_a_master_as_they_were():
+@pytest.mark.parametrize("probe", ["off", "before"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_fit_that_fails_before_an_update_leaves_weights_and_optimizer_bit_for_bit(weights, probe):
     model = network()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.register_step_pre_hook(fails_in_the_first_window)  # which trials leave out
+    before = state_of(model)
+    settings = [{**group} for group in optimizer.param_groups]
 
     with pytest.raises(ZeroDivisionError):
-        fit(model, weights="bf16-master", loss=lambda outputs, targets: 1 / 0)
+        fit(
+            model,
+            weights=weights,
+            optimizer=optimizer,
+            probe=probe,
+            micro_batch="auto",
+            lr_scaling="linear",
+            base_batch=4,
+        )
 
-    assert all(torch.equal(mine, one) for mine, one in zip(model.parameters(), before, strict=True))
+    assert_bitwise(state_of(model), before)
+    assert [{**group} for group in optimizer.param_groups] == settings
+    assert not optimizer.state
+    assert [one.grad_dtype for one in model.parameters()] == [torch.float32] * 4
 
 
 @needs_grad_dtype

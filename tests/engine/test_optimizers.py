@@ -118,7 +118,12 @@ def test_nothing_to_train_is_refused_with_the_remedy(modules, text, notices):
         resolve(None, modules, notices)
 
 
-@pytest.mark.parametrize("wrong", ["adam", 1e-3, [], ["adam"], lambda parameters: None, lambda parameters: parameters])
+def test_unknown_name_is_refused_with_those_there_are(model, notices):
+    with pytest.raises(InvalidInputError, match="optimizer='adam' is unknown; choose 'adamw' or 'adamw8bit'"):
+        resolve("adam", [model], notices)
+
+
+@pytest.mark.parametrize("wrong", [1e-3, [], ["adam"], lambda parameters: None, lambda parameters: parameters])
 def test_what_is_no_optimizer_is_refused(wrong, model, notices):
     with pytest.raises(InvalidInputError, match=r"neither a torch\.optim\.Optimizer, nor a list"):
         resolve(wrong, [model], notices)

@@ -140,6 +140,7 @@ def probe(
     with devices.failures_told(host, "the copy of all that a search puts back"):
         snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler)
     step.clear_gradients()
+    made = step.updates.made
     with devices.failures_told(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
@@ -148,6 +149,7 @@ def probe(
             with signals.held():
                 step.abandon()
                 snapshot.put_back()
+                step.updates.made = made
 
 
 def _search(
