@@ -144,6 +144,10 @@ def positive(value):
     return (isinstance(value, float) and value > 0) or (type(value) is int and 0 < value < 10**300)
 
 
+def from_0(value):
+    return (isinstance(value, float) and 0 <= value < float("inf")) or (type(value) is int and 0 <= value < 10**300)
+
+
 def path(value):
     try:
         return isinstance(value, str | Path) and bool(str(value)) and "\0" not in str(value) and bool(Path(value))
@@ -676,6 +680,23 @@ CALLS = {
         },
         [lambda _: {"measure": False}, lambda _: {"length": 7}, lambda _: {"length": {"nope": 3}}],
         says={"gpus": ("gpus", "card")},
+    ),
+    "adamw8bit": Call(
+        autoaccum.adamw8bit,
+        autoaccum.adamw8bit,
+        lambda w: {"parameters": list(w.model.parameters())},
+        {
+            "parameters": nothing,
+            "lr": from_0,
+            "betas": nothing,
+            "eps": from_0,
+            "weight_decay": from_0,
+        },
+        {
+            "parameters": [lambda _: [{"params": 3}], lambda _: [{"lr": 0.1}], lambda w: w.model],
+            "lr": [lambda _: float("nan"), lambda _: float("inf"), lambda _: True],
+            "betas": [lambda _: (0.9, 1.0), lambda _: (0.9,), lambda _: ("0.9", 0.99), lambda _: 0.9],
+        },
     ),
     "Simulated": Call(
         autoaccum.Simulated,

@@ -9,6 +9,7 @@ tensors, and each operator may fail.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from autoaccum._arguments import shown
+from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from types import ModuleType
 
     from torch import nn
@@ -62,11 +64,31 @@ def adamw8bit(
         InvalidInputError: Neither package is installed, or an argument is out of its range.
     """
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    _check(settings)
+    kind = _kind()
+    try:
+        made: torch.optim.Optimizer = kind(parameters, **settings)
+    except InvalidInputError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise InvalidInputError(
+            f"parameters={shown(parameters)} cannot be optimized ({first_line(error)}); pass model.parameters(), or "
+            "groups of them"
+        ) from error
+    return made
+
+
+def _kind() -> Callable[..., Any]:
+    """Return the class of the optimizers.
+
+    Raises:
+        InvalidInputError: No package for it is installed.
+    """
     if _imported("torchao.optim.subclass_8bit") is not None:
-        return AdamW8bit(parameters, **settings)
+        return AdamW8bit
     if (found := _imported("bitsandbytes")) is not None:
-        made: torch.optim.Optimizer = found.optim.AdamW8bit(parameters, **settings)
-        return made
+        kind: Callable[..., Any] = found.optim.AdamW8bit
+        return kind
     raise InvalidInputError(
         "optimizer='adamw8bit' needs torchao or bitsandbytes, and neither can be imported here; "
         "pip install 'autoaccum[low-memory]', or pass optimizer='adamw'"
@@ -81,6 +103,27 @@ def _imported(name: str) -> ModuleType | None:
             return importlib.import_module(name)
     except (ImportError, OSError):
         return None
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    """Check what an optimizer is told.
+
+    Raises:
+        InvalidInputError: A setting is no number, or out of its range.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        if not (_is_number(settings[name]) and 0.0 <= settings[name] <= sys.float_info.max):
+            raise InvalidInputError(f"adamw8bit: {name}={shown(settings[name])} must be a number of at least 0")
+    betas = settings["betas"]
+    is_pair = isinstance(betas, tuple | list) and len(betas) == len(_SIGNED)
+    if not (is_pair and all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in betas)):
+        raise InvalidInputError(
+            f"adamw8bit: betas={shown(betas)} must be two numbers of at least 0 and below 1, such as (0.9, 0.999)"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -108,24 +151,16 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
     ) -> None:
-        for name, value, most in (
-            ("lr", lr, None),
-            ("eps", eps, None),
-            ("weight_decay", weight_decay, None),
-            ("betas[0]", betas[0], 1.0),
-            ("betas[1]", betas[1], 1.0),
-        ):
-            if not (value >= 0.0 and (most is None or value < most)):
-                known = "at least 0" if most is None else "at least 0 and below 1"
-                raise InvalidInputError(f"adamw8bit: {name}={shown(value)} must be {known}")
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as any optimizer does.
 
         Raises:
-            InvalidInputError: One of them is complex.
+            InvalidInputError: One of them is complex, or a setting of theirs is out of its range.
         """
+        if isinstance(param_group, dict):  # the base refuses others
+            _check(self.defaults | param_group)
         super().add_param_group(param_group)
         if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
             del self.param_groups[-1]
