@@ -201,7 +201,7 @@ class Bf16Weights:
                         values.copy_(result)
                         continue
                     if generator is None:
-                        generator = torch.Generator(device=values.device).manual_seed(seed)
+                        generator = self.generator(values.device, seed)
                     round_stochastically(result, values, generator)
             if self.name == BF16_MASTER:
                 masters = wide
@@ -210,6 +210,10 @@ class Bf16Weights:
                 parameter.data = values
                 if master is not None:
                     optimizer.state[parameter][MASTER] = master
+
+    def generator(self, device: torch.device, seed: int) -> torch.Generator:
+        """Return what rounding on a device draws from."""
+        return torch.Generator(device=device).manual_seed(seed)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if self.name == BF16 and not all(map(_goes_by_parameter, _parts_of(optimizer))):

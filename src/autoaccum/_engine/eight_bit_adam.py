@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum._arguments import shown
 from autoaccum._oom import first_line
@@ -234,7 +235,8 @@ class _Codes:
         module = importlib.import_module("torchao.optim.subclass_8bit")
         self.update = importlib.import_module("torchao.optim.adam").single_param_adam
         self._kind = module.OptimState8bit
-        meanings = {True: module.get_qmap_signed(), False: module.get_qmap_unsigned()}
+        with _disable_current_modes():  # torchao computes these lists with tensors once, and under fakes it could not
+            meanings = {True: module.get_qmap_signed(), False: module.get_qmap_unsigned()}
         self._numbers = {signed: torch.tensor(each, device=device) for signed, each in meanings.items()}
 
     def moment(self, state: dict[str, Tensor], name: str, begin: int, end: int) -> Tensor:
