@@ -9,9 +9,9 @@ import autoaccum
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from helpers import CPU, assert_bitwise, state_of
+from helpers import CPU, assert_bitwise, needs_grad_dtype, state_of
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+pytestmark = needs_grad_dtype
 
 WEIGHTS = ("bf16", "bf16-master")
 SAMPLES = 16

@@ -14,9 +14,9 @@ from autoaccum._system.notices import Notices
 from fault_cases import Case
 from fault_sweep import Budget, Sweep
 from faults import FailAt
-from helpers import CPU, a_few_of, assert_bitwise
+from helpers import CPU, a_few_of, assert_bitwise, needs_grad_dtype
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+pytestmark = needs_grad_dtype
 
 IN, HIDDEN, CLASSES, SAMPLES = 12, 32, 5, 24
 
