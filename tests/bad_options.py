@@ -48,6 +48,7 @@ BAD = {
         "ranks": COUNTS[:4],
         "memory_limit": LIMITS,
         "memory": ["nope", "", "chunked_loss:", "chunked_loss:no_layer", "checkpoint:0", "auto:2"],
+        "weights": ["nope", ""],
         "device": ["gpu", "cuda:99"],
         "precision": ["fp8"],
         "strategy": ["best"],

@@ -41,6 +41,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
     if hasattr(signal, _name) and signal.getsignal(getattr(signal, _name)) == signal.SIG_IGN:
         signal.signal(getattr(signal, _name), _handler)
+# The compiler would keep threads that compile in the background for as long as the process lives.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 _modules_kept_out = 0
 # Hooks on all modules, by when they are called.
 _HOOKS = {
@@ -87,7 +89,14 @@ def process_state():
         "autocast": torch.is_autocast_enabled("cpu"),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "hooks on all modules": {name: list(hooks) for name, hooks in _HOOKS.items()},
+        "stance of the compiler": _stance(),
     }
+
+
+def _stance():
+    """Whether compiled functions run compiled; the compiler is not imported for it."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if compiler is None else compiler._stance.stance
 
 
 def put_back(state):
@@ -106,6 +115,8 @@ def put_back(state):
     for name, hooks in _HOOKS.items():
         for key in set(hooks) - set(state["hooks on all modules"][name]):
             del hooks[key]
+    if _stance() != state["stance of the compiler"]:
+        torch.compiler.set_stance(state["stance of the compiler"])
 
 
 @pytest.fixture(scope="session", autouse=True)

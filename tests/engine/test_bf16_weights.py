@@ -1,5 +1,7 @@
 """Weights in bf16: gradients are added and updates are made in float32, and rounding favours no side."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,10 @@ from autoaccum._engine.bf16_weights import MASTER, round_stochastically
 from autoaccum._system.notices import Notices
 from fault_cases import Case
 from fault_sweep import Budget, Sweep
-from helpers import CPU, a_few_of, assert_bitwise
+from faults import FailAt
+from helpers import CPU, a_few_of, assert_bitwise, needs_grad_dtype
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+pytestmark = needs_grad_dtype
 
 IN, HIDDEN, CLASSES, SAMPLES = 12, 32, 5, 24
 
@@ -95,6 +98,39 @@ def test_not_a_number_stays_none():
     round_stochastically(torch.full((1000,), float("nan")), rounded, drawn_generator())
 
     assert rounded.isnan().all()
+
+
+def of_bits(bits):
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        of_bits(torch.randint(-(2**31), 2**31, (100_000,), generator=drawn_generator())),
+        of_bits((torch.arange(-(2**15), 2**15) << 16) | 2**15),  # as near to one bf16 number as to another
+        torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
+    ],
+    ids=["any", "between two", "channels last"],
+)
+def test_rounding_to_the_nearest_can_be_undone_bit_for_bit(numbers):
+    numbers = torch.where(numbers.isnan(), torch.ones_like(numbers), numbers)
+
+    narrow, lost = bf16_weights.rounded(numbers)
+
+    assert_bitwise(bf16_weights.unrounded(narrow, lost), numbers)
+    off, least = (each.double() - numbers.double() for each in (narrow, numbers.bfloat16()))
+    is_finite = numbers.bfloat16().isfinite()
+    assert torch.equal(off[is_finite].abs(), least[is_finite].abs())
+
+
+def test_number_that_is_none_stays_none_when_rounding_is_undone():
+    nothing = of_bits(torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1]))
+
+    narrow, lost = bf16_weights.rounded(nothing)
+
+    assert narrow.isnan().all()
+    assert bf16_weights.unrounded(narrow, lost).isnan().all()
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -285,3 +321,23 @@ def test_fault_at_any_operator_changes_nothing_but_the_cut(model, weights, optim
 
     assert tally.mismatches == []
     assert tally.survived > 4
+
+
+def test_weights_are_their_masters_rounded_wherever_memory_runs_out_in_the_first_step():
+    window, places = batch(), set()
+    for point in itertools.count(1, 5):
+        model = network()
+        runner = runner_of(model, "bf16-master", size=SAMPLES)
+
+        with FailAt(point) as fault:
+            runner.step(window)
+
+        halved = [one for one in model.parameters() if one.dim() > 1]
+        assert_bitwise(
+            [one.detach() for one in halved], [runner.optimizer.state[one][MASTER].bfloat16() for one in halved]
+        )
+        assert [state["step"].item() for state in runner.optimizer.state.values()] == [1] * 6
+        if not fault.hits:
+            break
+        places.add(fault.where)
+    assert len(places) > 5

@@ -1,5 +1,7 @@
 """What an unknown loss runs over is found out on a few samples, without a trace, and what cannot be is said once."""
 
+import importlib
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -10,10 +12,12 @@ from torch.nn import functional
 import autoaccum
 from autoaccum._data.batches import as_window
 from autoaccum._loss.objective import Objective
+from autoaccum._loss.observation import Run
 from autoaccum._loss.weighting import Over
 from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
+from faults import InterruptAtLine
 from helpers import CPU
 
 
@@ -579,3 +583,24 @@ def test_what_is_no_loss_is_said_once_by_the_error_alone(capsys, loss, found):
         autoaccum.fit(nn.Linear(3, 1), batches, 8, loss=loss, micro_batch=4, device="cpu")
 
     assert "loss_reduction=" not in capsys.readouterr().err
+
+
+def test_interrupt_between_any_two_lines_leaves_the_compiler_as_it_was():
+    """A compiler that was told to run eagerly, and never told otherwise, would not compile from then on."""
+    importlib.import_module("torch._dynamo")
+    asked = Asked(nn.Linear(4, 3), plain)
+    run, interrupted = Run(asked.objective, unmoved, asked.mark, nullcontext), []
+
+    for package in ("_loss", "_system"):
+        for point in itertools.count(1):
+            try:
+                with InterruptAtLine(package, point) as interrupt, run.without_trace():
+                    pass
+            except KeyboardInterrupt as error:
+                interrupted.append(error)  # its traceback keeps every block alive that was not left
+            asked.objective.put_back_modes()
+            assert torch._dynamo.eval_frame._stance.stance == "default", interrupt.where
+            if not interrupt.hits:
+                break
+
+    assert len(interrupted) > 40

@@ -89,12 +89,24 @@ class Bf16Weights:
         self._converted = _chosen(modules, name)
         self._check(optimizer)
         self._widths = [parameter.dtype for parameter in self._converted]
-        narrow = [parameter.detach().bfloat16() for parameter in self._converted]
+        narrow, lost = self._narrowed()
+        self._lost: list[Tensor | None] | None = lost
         originals = [parameter.detach() for parameter in self._converted]
         for parameter, values in zip(self._converted, narrow, strict=True):
             parameter.data = values
             parameter.grad_dtype = torch.float32
         self.begin(optimizer, dict(zip(self._converted, originals, strict=True)))
+
+    def _narrowed(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the parameters in bf16, and what that loses of each; None where a master keeps it."""
+        narrow: list[Tensor] = []
+        lost: list[Tensor | None] = []
+        for parameter in self._converted:
+            is_kept = self.name == BF16_MASTER or parameter.dtype is torch.bfloat16
+            values, lower = (parameter.detach().bfloat16(), None) if is_kept else rounded(parameter.detach())
+            narrow.append(values)
+            lost.append(lower)
+        return narrow, lost
 
     def begin(self, optimizer: torch.optim.Optimizer, originals: dict[nn.Parameter, Tensor] | None = None) -> None:
         """Prepare an optimizer.
@@ -122,13 +134,23 @@ class Bf16Weights:
             parameter.grad_dtype = parameter.dtype
 
     def widen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo the conversion where no update was made; what was rounded without a master stays so."""
-        for parameter, width in zip(self._converted, self._widths, strict=True):
+        """Undo the conversion, bit for bit, where no update was made."""
+        lost = self._lost or [None] * len(self._converted)
+        for parameter, width, lower in zip(self._converted, self._widths, lost, strict=True):
             master = optimizer.state[parameter].pop(MASTER, None) if parameter in optimizer.state else None
-            parameter.data = parameter.detach().to(width) if master is None else master.to(width)
+            if master is not None:
+                parameter.data = master.to(width)
+            else:
+                parameter.data = parameter.detach().to(width) if lower is None else unrounded(parameter.detach(), lower)
             if parameter in optimizer.state and not optimizer.state[parameter]:
                 del optimizer.state[parameter]
+        if not optimizer.param_groups[0].get(UPDATES, 1):
+            del optimizer.param_groups[0][UPDATES]
         self.end()
+
+    def forget_originals(self) -> None:
+        """Let go of what `widen` needs, once an update is made."""
+        self._lost = None
 
     def has_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer has state of its own, beside masters."""
@@ -179,7 +201,7 @@ class Bf16Weights:
                         values.copy_(result)
                         continue
                     if generator is None:
-                        generator = torch.Generator(device=values.device).manual_seed(seed)
+                        generator = self.generator(values.device, seed)
                     round_stochastically(result, values, generator)
             if self.name == BF16_MASTER:
                 masters = wide
@@ -188,6 +210,10 @@ class Bf16Weights:
                 parameter.data = values
                 if master is not None:
                     optimizer.state[parameter][MASTER] = master
+
+    def generator(self, device: torch.device, seed: int) -> torch.Generator:
+        """Return what rounding on a device draws from."""
+        return torch.Generator(device=device).manual_seed(seed)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if self.name == BF16 and not all(map(_goes_by_parameter, _parts_of(optimizer))):
@@ -211,6 +237,31 @@ def round_stochastically(wide: Tensor, into: Tensor, generator: torch.Generator)
         drawn = torch.empty_like(part).random_(0, _LOWER_HALF, generator=generator)
         part.add_(drawn).bitwise_and_(-_LOWER_HALF)
     into.copy_(wide)
+
+
+def rounded(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 numbers rounded to the nearest bf16 numbers, and their lower halves, in host memory.
+
+    Two bf16 numbers may be as near; the one nearer to 0 is taken, so that `unrounded` knows which it was.
+    """
+    values, bits = wide.bfloat16(), wide.view(torch.int32)
+    lower = bits.bitwise_and(_LOWER_HALF - 1)
+    values.view(torch.int16).copy_(
+        torch.where(lower == _LOWER_HALF // 2, bits.bitwise_right_shift(16).to(torch.int16), values.view(torch.int16))
+    )
+    return values, (lower - _LOWER_HALF // 2).to(torch.int16).cpu()
+
+
+def unrounded(values: Tensor, lost: Tensor) -> Tensor:
+    """Return the numbers that `rounded` rounded; NaN of a payload is NaN.
+
+    Args:
+        values: The bf16 numbers.
+        lost: The lower halves.
+    """
+    lower = lost.to(values.device, torch.int32)  # above 0 is above the middle, which was rounded away from 0
+    upper = values.view(torch.int16).to(torch.int32) - (lower > 0).to(torch.int32)
+    return (upper.bitwise_left_shift(16) + lower + _LOWER_HALF // 2).view(torch.float32)
 
 
 class _Narrowed:

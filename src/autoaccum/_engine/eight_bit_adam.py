@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum._arguments import shown
 from autoaccum.errors import InvalidInputError
@@ -152,8 +153,11 @@ class AdamW8bit(torch.optim.Optimizer):
         """Add parameters, as any optimizer does.
 
         Raises:
-            InvalidInputError: One of them is complex.
+            InvalidInputError: One of them is complex, or a setting of theirs is out of its range.
         """
+        if isinstance(param_group, dict):  # the base refuses others
+            settings = self.defaults | param_group
+            _check_settings(settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"])
         super().add_param_group(param_group)
         if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
             del self.param_groups[-1]
@@ -227,7 +231,8 @@ class _Codes:
         module = importlib.import_module("torchao.optim.subclass_8bit")
         self.update = importlib.import_module("torchao.optim.adam").single_param_adam
         self._kind = module.OptimState8bit
-        meanings = {True: module.get_qmap_signed(), False: module.get_qmap_unsigned()}
+        with _disable_current_modes():  # torchao computes these lists with tensors once, and under fakes it could not
+            meanings = {True: module.get_qmap_signed(), False: module.get_qmap_unsigned()}
         self._numbers = {signed: torch.tensor(each, device=device) for signed, each in meanings.items()}
 
     def moment(self, state: dict[str, Tensor], name: str, begin: int, end: int) -> Tensor:

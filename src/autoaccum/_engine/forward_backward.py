@@ -32,10 +32,11 @@ from autoaccum._loss.terms import describe
 from autoaccum._loss.weighting import Over
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._data.pieces import Split
     from autoaccum._engine.precision import Precision
@@ -339,6 +340,27 @@ class TrainingStep(GradientStep):
         if name is not None:
             with devices.failures_told(self.memory, "the weights in bf16"):
                 self.updates.weights = Bf16Weights(name, self.objective.modules, self.optimizer)
+
+    @contextmanager
+    def using_weights(self, name: str | None) -> Iterator[None]:
+        """Keep weights as `fit` is asked to while entered; afterwards weights and gradients are as before, bit for bit.
+
+        Raises:
+            InvalidInputError: As for `use_weights`.
+            DoesNotFitError: As for `use_weights`.
+        """
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters] if name is not None else []
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            self.use_weights(name)
+            yield
+        finally:
+            if self.updates.weights is not None:
+                self.updates.weights.widen(self.optimizer)
+                self.updates.weights = None
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with another optimizer from now on."""

@@ -54,6 +54,7 @@ def find_micro_batch(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     split: Split | None = None,
     loss_scope: str = "micro_batch",
+    weights: str | None = None,
 ) -> ProbeResult:
     """Find the largest micro-batch with which a whole training step fits.
 
@@ -73,6 +74,7 @@ def find_micro_batch(
         forward: As for `fit`.
         split: As for `fit`.
         loss_scope: As for `fit`. With "window", the loss is computed over a window of `max_micro_batch` samples.
+        weights: As for `fit`, while sizes are tried.
 
     Returns:
         The largest size that was tried and fits, and every trial.
@@ -100,8 +102,10 @@ def find_micro_batch(
         clip_grad_norm=None,
         notices=notices,
         split=split,
+        weights=weights,
     )
-    return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
+    with step.using_weights(weights):
+        return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
 
 
 def probe(
@@ -140,6 +144,7 @@ def probe(
     with devices.failures_told(host, "the copy of all that a search puts back"):
         snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler)
     step.clear_gradients()
+    made = step.updates.made
     with devices.failures_told(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
@@ -148,6 +153,7 @@ def probe(
             with signals.held():
                 step.abandon()
                 snapshot.put_back()
+                step.updates.made = made
 
 
 def _search(

@@ -350,6 +350,8 @@ class WindowRunner:
         self._state.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():
             update = self._peers.commit(reduced)
+            if (weights := self._step.updates.weights) is not None:
+                weights.forget_originals()
             self._events.windows = self._state.number
             self._step.clear_gradients()
             self._moves.update_made(skipped=update.skipped)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
+from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -215,6 +216,8 @@ def _collect(buffers: _Buffers, node: Any, slot: int, gradient: Tensor) -> None:
         gradient = gradient.sum_to_size(about.shape)
     declared = getattr(node, "_gradient_types", None)
     dtype = about.dtype if declared is None else declared[slot]
+    if hasattr(node, "variable"):
+        dtype = gradient_type(node.variable)
     if dtype is not None and gradient.dtype != dtype:
         gradient = gradient.to(dtype)
     buffer = buffers.setdefault(node, [None] * len(metadata))

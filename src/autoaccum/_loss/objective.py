@@ -28,7 +28,7 @@ from autoaccum._loss import divisor, weighting
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.counting import is_pair, tallies_of, target_tensors
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.observation import Run
+from autoaccum._loss.observation import Run, eager
 from autoaccum._loss.reduction_inference import Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
@@ -467,10 +467,11 @@ class Objective:
         self._modes = None
 
     def put_back_modes(self) -> None:
-        """Restore the modes of the modules if something was tried in evaluation mode and never ended.
+        """Restore the modules' modes and the compiler if something was tried in evaluation mode and never ended.
 
         An interrupt can come between a block's end and the code that restores what the block changed.
         """
+        eager.put_back()
         if self._modes is not None:
             self._modes.put_back()
             self._modes = None

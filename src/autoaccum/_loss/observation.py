@@ -297,12 +297,14 @@ class Run:
         self._mark.take()
         attributes = PlainAttributes(self.objective.modules)
         try:
-            with self._modes(), uncompiled():
+            eager.take()
+            with self._modes():
                 yield attributes
         finally:
             with signals.held(), ExitStack() as restoring:
                 restoring.callback(_restore, self._mark.put_back)  # last: it knows how metrics write their states
                 restoring.callback(_restore, attributes.put_back)
+                restoring.callback(eager.put_back)
 
     def seed(self, seed: int) -> None:
         """Seed every generator that is restored afterwards."""
@@ -393,8 +395,27 @@ def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, dtype)) if tensor.is_floating_point() else tensor
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled modules and functions eagerly: a size that occurs once is not worth a graph."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()  # nothing is compiled, and importing the compiler takes seconds
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+class Eager:
+    """Lets compiled modules and functions run eagerly: a size that occurs once is not worth a graph.
+
+    There is one for the process: after an interrupt, a block may end while a later one runs, or never.
+    """
+
+    def __init__(self) -> None:
+        self._stance: AbstractContextManager[None] | None = None
+
+    def take(self) -> None:
+        """Run everything eagerly from now on, unless the compiler was never imported, which would take seconds."""
+        if self._stance is None and "torch._dynamo" in sys.modules:
+            with signals.held():  # the stance holds from when the object is made
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def put_back(self) -> None:
+        """Run compiled code as before, if that was not done already."""
+        with signals.held():
+            stance, self._stance = self._stance, None
+            if stance is not None:
+                stance.__exit__(None, None, None)
+
+
+eager = Eager()

@@ -6,7 +6,7 @@ bit for bit as before; only the model's device may change, if something is measu
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.splits import check_split, is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
+from autoaccum._engine.bf16_weights import check_weights
 from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble, check_shapes
 from autoaccum._engine.optimizer_list import name_of
@@ -53,6 +54,7 @@ from autoaccum._report.savings import names_in, saving, together
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.wording import format_seconds
 from autoaccum._sizing.planner import check_finding
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 
@@ -88,6 +90,7 @@ def preflight(
     precision: str = "auto",
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
+    weights: str | None = None,
     max_micro_batch: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     loss_reduction: str | None = None,
@@ -126,6 +129,7 @@ def preflight(
         precision: As for `fit`.
         memory_limit: As for `fit`; also applies to the cards in `gpus`, unless something is measured on the CPU.
         memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
+        weights: As for `fit`.
         max_micro_batch: The largest size of interest; None means `target_batch`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -166,7 +170,7 @@ def preflight(
     check_batchnorm(batchnorm)
     group = ManyRanks(ranks, target_batch, fsdp, overlap)
     most = group.share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
-    check_choice("precision", precision, PRECISIONS)
+    _check_precision(precision, weights, fsdp=fsdp)
     _check_ways(measure, loader, split, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
     batch, lengths = _at_length(batch, loader, length, split)
@@ -174,10 +178,9 @@ def preflight(
     measures = _measures(measure, cards, device)
     notices = Notices(silent=True)
     limits_cards = not (measures and _is_host(device))
-    for note in (*_about_room(cards, memory_limit, display, limits_cards=limits_cards), *group.notes):
+    about_cards = _about_room(cards, memory_limit, display, limits_cards=limits_cards)
+    for note in (*about_cards, *group.notes, *_about_options(strategy, weights)):
         notices.say(note)
-    if strategy == "fastest":
-        notices.say("strategy='fastest': planned as 'balanced', with which fit starts; fit then times other cuts")
     adapt = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, group.share, most, strategy or "balanced", memory_limit, loss_scope)
@@ -186,9 +189,9 @@ def preflight(
 
     def predicted_for(made: nn.Module) -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
         objective = Objective(made, notices=notices, **way)
-        chosen = optimizers.resolve(optimizer, objective.modules, notices)
+        chosen = _optimizer_of(optimizer, objective.modules, notices, fsdp=fsdp)
         of_cards = asked if limits_cards else replace(asked, memory_limit=None)
-        tracing = {"optimizer": chosen, "adapt": adapt, **way}
+        tracing = {"optimizer": chosen, "adapt": adapt, "weights": weights, **way}
         predicted = _predicted(of_cards, cards, made, precision, on_part, group.changed(made), **tracing)
         return objective, chosen, predicted
 
@@ -206,12 +209,20 @@ def preflight(
         backend = devices.resolve(device, made, notices)
         putting = {"optimizer": chosen, "precision_name": precision, "clip_grad_norm": None, "notices": notices, **way}
         ways = (
-            partial(assemble, made, memory=backend, **putting),
-            partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, **way}),
+            partial(_put_together, made, memory=backend, weights=weights, **putting),
+            partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, "weights": weights, **way}),
         )
         measured, warnings, timing = _measured(asked, backend, *ways, on_trial, on_part, memory, notices)
     remedies_on, remedies, of_remedies = _remedies(
-        asked, measured, predicted, made, chosen, on_part, {**way, "adapt": adapt}, group.changed(made), timing
+        asked,
+        measured,
+        predicted,
+        made,
+        chosen,
+        on_part,
+        {**way, "adapt": adapt, "weights": weights},
+        group.changed(made),
+        timing,
     )
     facts = None
     if measured is not None:
@@ -245,10 +256,56 @@ def preflight(
     )
 
 
+@contextmanager
+def _put_together(model: nn.Module, *, weights: str | None, **putting: Any) -> Iterator[TrainingStep]:
+    """Yield the step, whose weights are as asked meanwhile."""
+    step = assemble(model, weights=weights, **putting)
+    with step.using_weights(weights):
+        yield step
+
+
+def _optimizer_of(asked: Any, modules: Sequence[nn.Module], notices: Notices, *, fsdp: bool) -> torch.optim.Optimizer:
+    """Return the optimizer.
+
+    Raises:
+        InvalidInputError: It cannot be used, or does not go with sharding.
+    """
+    chosen = optimizers.resolve(asked, modules, notices)
+    if fsdp and optimizers.is_8bit(chosen):
+        raise InvalidInputError(
+            "optimizer='adamw8bit' does not go with fully_shard, whose shards its blocks do not divide; pass "
+            "optimizer='adamw', or leave fsdp=True out"
+        )
+    return chosen
+
+
+def _check_precision(precision: str, weights: str | None, *, fsdp: bool) -> None:
+    """Check the arguments `precision` and `weights`.
+
+    Raises:
+        InvalidInputError: One of them cannot be used, or weights do not go with sharding.
+    """
+    check_choice("precision", precision, PRECISIONS)
+    check_weights(weights, precision)
+    if fsdp and weights is not None:
+        raise InvalidInputError(
+            f"weights={weights!r} does not go with fully_shard, whose own mixed precision has bf16 weights beside "
+            "shards in float32; leave one of weights= and fsdp=True out"
+        )
+
+
+def _about_options(strategy: str | None, weights: str | None) -> Iterator[str]:
+    """Yield what is taken for options."""
+    if strategy == "fastest":
+        yield "strategy='fastest': planned as 'balanced', with which fit starts; fit then times other cuts"
+    if weights is not None:
+        yield f"weights={weights!r}: weights of two or more dimensions are in bf16, and gradients in float32"
+
+
 def _measured(
     asked: Asked,
     backend: MemoryBackend,
-    put_together: Callable[[], TrainingStep],
+    put_together: Callable[[], AbstractContextManager[TrainingStep]],
     trace: Callable[[Measured], StepMemory | None],
     on_trial: Callable[[Trial], None],
     on_part: Callable[[str], None],
@@ -262,7 +319,7 @@ def _measured(
     with ExitStack() as saved:
 
         def saving_memory() -> TrainingStep:
-            step = put_together()
+            step = saved.enter_context(put_together())
             kept = StepSavings(step.objective.modules, names, backend, notices)
             saved.enter_context(kept.in_force())
             return step
@@ -416,7 +473,7 @@ def _predicted(
     traced: dict[tuple[str, bool], list[Traced]] = {}
     predicted = []
     for card in cards:
-        name = _precision_on(card, model, precision)
+        name = _precision_on(card, model, precision, what.get("weights"))
         on_part(f"predicting for {card.name} in {name}")
         known = traced.setdefault((name, card.tensor_float), [])
         fitting = next((one for one in known if one.holds_for(card)), None)
@@ -481,7 +538,7 @@ def _remedies(
         return step if place.card is None else step.changed(on_rank)
 
     cards = [one.card for one in predicted]
-    remedies = Remedies(asked, place, trace, model, optimizer, cards).all()
+    remedies = Remedies(asked, place, trace, model, optimizer, cards, weights=way["weights"]).all()
     if place.card is None:
         on_part("timing remedies")
         remedies = timing(remedies)
@@ -496,7 +553,9 @@ def _remedies(
     return name, remedies, tuple(warnings)
 
 
-def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
+def _precision_on(card: Card, model: nn.Module, asked: str, weights: str | None) -> str:
+    if weights is not None:
+        return "bf16"
     own = own_half_type(model)
     if own is not None or asked != "auto":
         return own or asked

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
+from autoaccum._engine.bf16_weights import BF16_MASTER
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.chunked_recipe import CHUNKED
 from autoaccum._engine.offloading import offloaded
@@ -137,6 +138,7 @@ class Remedies:
         model: The model, only inspected.
         optimizer: The optimizer, only inspected.
         cards: The cards that were asked about; a larger card is looked for among them first.
+        weights: As for `fit`; `trace` knows of it.
     """
 
     def __init__(
@@ -147,8 +149,11 @@ class Remedies:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         cards: Sequence[Card] = (),
+        *,
+        weights: str | None = None,
     ) -> None:
         self._asked = asked
+        self._weights = weights
         self._cards = cards
         self._place = place
         self._trace = trace
@@ -207,7 +212,7 @@ class Remedies:
             options = {name: value for lever in levers for name, value in lever.options.items()}
             if (adapt := together([lever.options.get("adapt") for lever in levers])) is not None:
                 options["adapt"] = adapt
-            weights: torch.dtype = options.get("weights") or next(self._model.parameters()).dtype
+            weights: torch.dtype = options.get("weights") or next(self._model.parameters()).dtype  # of the state
             # The model may fail with the change: an input, or a tensor that it makes, may not match the rest.
             with suppress(Exception):
                 traced = self._traced(**options)
@@ -253,7 +258,11 @@ class Remedies:
         return _Change("bf16", "precision='bf16'", cost, self._estimate(precision="bf16"))
 
     def _half_weights(self) -> _Lever | None:
-        if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
+        if (
+            self._weights is not None
+            or not self._place.half
+            or any(one.dtype is not torch.float32 for one in self._model.parameters())
+        ):
             return None
         if any(one.is_complex() for one in self._model.buffers()):
             return None  # they would lose their imaginary part
@@ -289,8 +298,8 @@ class Remedies:
         return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, options, memory=(CHUNKED,))
 
     def _bits8(self) -> _Lever | None:
-        if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
-            return None
+        if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS) or self._weights == BF16_MASTER:
+            return None  # a master's bytes would be counted as the optimizer's
         how = "optimizer=autoaccum.adamw8bit, with lr= and betas= of its own (pip install 'autoaccum[low-memory]')"
         return _Lever("8-bit optimizer", "8-bit", how, "its state is rounded to 8 bits", {}, _in_8_bits)
 

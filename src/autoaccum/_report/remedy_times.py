@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._memory.base import MemoryBackend
@@ -25,7 +27,7 @@ def timed(
     remedies: Sequence[Remedy],
     asked: Asked,
     backend: MemoryBackend,
-    put_together: Callable[[], TrainingStep],
+    put_together: Callable[[], AbstractContextManager[TrainingStep]],
     in_force: Sequence[str],
 ) -> tuple[Remedy, ...]:
     """Return the remedies with the seconds of an update, as far as they can be measured.
@@ -34,7 +36,7 @@ def timed(
         remedies: The remedies.
         asked: The question about the job.
         backend: The device.
-        put_together: Makes the training step.
+        put_together: A context that makes the training step.
         in_force: What saves memory already, by names of `memory`.
     """
     return tuple(
@@ -47,7 +49,7 @@ def _seconds(
     remedy: Remedy,
     asked: Asked,
     backend: MemoryBackend,
-    put_together: Callable[[], TrainingStep],
+    put_together: Callable[[], AbstractContextManager[TrainingStep]],
     in_force: Sequence[str],
 ) -> float | None:
     """Return what an update takes; None if it turns out not to fit."""
@@ -56,8 +58,10 @@ def _seconds(
         return None
     names = (*in_force, *(name for name in remedy.memory if name not in in_force))
     try:
-        step = put_together()
-        with StepSavings(step.objective.modules, names, backend, Notices(silent=True)).in_force():
+        with ExitStack() as changed:
+            step = changed.enter_context(put_together())
+            savings = StepSavings(step.objective.modules, names, backend, Notices(silent=True))
+            changed.enter_context(savings.in_force())
             plan = asked.plan(size, step.precision.name)
             seen = rehearse(step, asked.batch, plan, parse_limit(asked.memory_limit, backend))
     except (DoesNotFitError, InvalidInputError) as error:

@@ -323,6 +323,8 @@ class Contents:
                 undo.callback(load_state_rollback.remember_module(module))
                 _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
             undo.pop_all()
+        if (weights := self._step.updates.weights) is not None:
+            weights.forget_originals()  # the model is the checkpoint's now
         # Files from before it was measured lack it, and a run may begin to measure it.
         if self._noise is not None and content.get("noise_scale") is not None:
             self._noise.load_state_dict(content["noise_scale"])

@@ -95,7 +95,7 @@ class Finding:
         """
         if self._cache is None or not self._is_auto:
             return None
-        largest = first.largest()
+        largest, weights = first.largest(), self._step.updates.weights
         self._key = key_of(
             self._step.objective.modules,
             largest.cut(0, largest.samples),
@@ -106,7 +106,7 @@ class Finding:
             limit_bytes=self._limit_bytes,
             loss_scope=self._loss_scope,
             cap=self._cap,
-            saves=self._saves,
+            saves=self._saves if weights is None else (*self._saves, f"weights={weights.name}"),
             counts=self._counts,
         )
         self._entry = CacheEntry(self._step.memory, self._cache, self._key)
