@@ -245,8 +245,8 @@ def fit(
         noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from the
             micro-batches of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
-        target_tokens: Number of tokens per optimizer update, in place of `target_batch`: an update is made from as many
-            whole samples as come nearest to it, in one process. Tokens are labels that are not -100, else what is no
+        target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
+            made from as many whole samples as come nearest to it. Tokens are labels that are not -100, else what is no
             padding. Samples are taken by length, and plans and `micro_batch` count tokens with padding
             (docs/tokens.md).
         tokens: A function of a batch that returns the tokens of each of its samples, for `target_tokens`.
