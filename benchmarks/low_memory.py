@@ -113,10 +113,14 @@ def main():
     for way in WAYS:
         losses, bytes_each = zip(*(trained(way, options.updates, seed) for seed in range(options.seeds)), strict=True)
         weights, state = bytes_each[0]
-        more = [loss - other for loss, other in zip(losses, results.get(first, {"losses": losses})["losses"], strict=True)]
+        more = [
+            loss - other for loss, other in zip(losses, results.get(first, {"losses": losses})["losses"], strict=True)
+        ]
         results[way] = {"losses": losses, "more": more, "weights": weights, "state": state}
         print(f"{way}: {losses}", flush=True)
-    print(f"\n| {options.updates} updates | weights | optimizer's state | held-out loss | more than the first (range) |")
+    print(
+        f"\n| {options.updates} updates | weights | optimizer's state | held-out loss | more than the first (range) |"
+    )
     print("|---|---|---|---|---|")
     for way, found in results.items():
         mean, more = statistics.mean(found["losses"]), found["more"]

@@ -34,7 +34,11 @@ def by_samples(logits, batch):
     return ((each.reshape(counts.shape) * counts).sum(1) / counts.sum(1)).mean()
 
 
-LOSSES = {"tokens": over_tokens, "sum": summed, "samples": by_samples}
+def several(logits, batch):
+    return {"tokens": over_tokens(logits, batch), "samples": by_samples(logits, batch)}
+
+
+LOSSES = {"tokens": over_tokens, "sum": summed, "samples": by_samples, "several": several}
 
 
 class Logits(nn.Module):
@@ -61,6 +65,8 @@ def batches(lengths, size, each, *, wide=True):
 def train(rank, size, lengths, loss="tokens", each=1, *, wide=True, **options):
     """Train on this rank's own samples; return parameters, what was said, and how often samples were sent."""
     loader = batches(lengths, size, each, wide=wide)[rank]
+    if options.pop("held", False):
+        loader = [batch | {"held": lambda: None} for batch in loader]  # which no other process can be sent
     asked = Asked(lacks=rank == options.pop("lacking", None))
     with _counted() as sent, contextlib.redirect_stderr(io.StringIO()) as said:
         _, model = run(loader, loss, target_batch=each * size, progress="lines", forward=asked, **options)

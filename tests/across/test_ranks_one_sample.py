@@ -64,6 +64,28 @@ def test_samples_that_no_batch_can_hold_together_are_told(crew):
     assert "no two samples" not in second["said"]  # the first rank speaks for all
 
 
+def test_samples_that_cannot_be_sent_are_told(crew):
+    first, second = crew.run("rank_single:train", LENGTHS, held=True, size=2)
+
+    assert torch.equal(first["parameters"], second["parameters"])
+    assert "the samples of this loader cannot be sent to other ranks" in first["said"]
+
+
+@pytest.mark.parametrize("loss", ["tokens", "own"])
+def test_gradients_that_are_on_their_way_wait_for_the_answer(crew, loss):
+    expected = alone(LENGTHS, 2, loss=loss)
+
+    for found in crew.run("rank_single:train", LENGTHS, loss, size=2, overlap=True):
+        torch.testing.assert_close(found["parameters"], expected, **EXACT)
+
+
+def test_each_of_several_losses_is_asked(crew):
+    expected = alone(LENGTHS, 2, loss="several")
+
+    for found in crew.run("rank_single:train", LENGTHS, "several", size=2):
+        torch.testing.assert_close(found["parameters"], expected, **EXACT)
+
+
 def test_samples_are_sent_only_until_it_is_known_or_cannot_matter(crew):
     for found in crew.run("rank_single:classify", size=2):
         assert found["sent"] <= 2 * 4  # of 20 windows, two samples each

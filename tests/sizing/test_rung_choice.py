@@ -108,3 +108,16 @@ def test_settled_rung_is_left_only_where_it_does_not_fit(is_measured):
     assert choice.rung == ("chunked_loss", "checkpoint:2")
     assert choice.does_not_fit(choice.rung)
     assert choice.rung == ("chunked_loss", "checkpoint")
+
+
+@pytest.mark.parametrize("disturbed", [1, 2])
+def test_other_work_on_the_machine_while_the_lowest_was_timed_does_not_decide(disturbed):
+    choice = RungChoice(("checkpoint",), measures=True)
+    slow = iter([3.0] * disturbed)
+
+    while not choice.is_settled:
+        choice.found([2 if choice.rung == () else 4], is_whole=False)
+        seconds = next(slow, 1.0) if choice.rung == () else 1.3
+        choice.note(seconds, None)
+
+    assert choice.rung == ()

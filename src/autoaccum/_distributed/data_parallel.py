@@ -103,7 +103,7 @@ class DataParallel:
             alike.
         is_timed: Whether device time matters, which requires waiting for the device.
         room: Buckets in which all gradients can be in flight at once; None to send them after all ranks have worked.
-        say: Reports to the user what became of that.
+        say: Reports to the user what became of that, and what cannot be inferred.
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
@@ -153,7 +153,7 @@ class DataParallel:
         self._known_before = b""
         self._begun: Window | None = None
         self._weighed: tuple[bytes, float] | None = None  # the current part's weight, by knowledge of the losses
-        self._questions = JointQuestions(ranks, step)
+        self._questions = JointQuestions(ranks, step, say)
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
         ranks.add_up(self._norm)
 

@@ -307,6 +307,10 @@ class ShardedDataParallel(DataParallel):
     def _ask_about(self, window: Window, sources: Sequence[int], most: int) -> None:
         """Ask about samples of some ranks, at most `most` of each."""
         asked = samples_of(self.ranks, window, sources, most, self._step.objective.split)
+        if asked is None:
+            raise InvalidInputError(
+                "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"
+            )
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         # At least two parts, since uncut it makes no difference; at most half the samples run at once.
         sizes = balanced(asked.samples, min(self._sizing.plan.micro_batch, math.ceil(asked.samples / 2)))

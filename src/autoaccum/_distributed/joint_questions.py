@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import io
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from autoaccum import _oom
 from autoaccum._data.batches import Window
@@ -11,7 +14,7 @@ from autoaccum._engine.phases import Phase
 from autoaccum._snapshot import Mark
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
@@ -33,10 +36,12 @@ class JointQuestions:
     Args:
         ranks: All ranks.
         step: This rank's step.
+        say: Tells the user what cannot be asked.
     """
 
-    def __init__(self, ranks: Ranks, step: GradientStep) -> None:
+    def __init__(self, ranks: Ranks, step: GradientStep, say: Callable[[str], None]) -> None:
         self._ranks = ranks
+        self._say = say
         self._step = step
         self._in_vain = self._asked = self._ruled_out = 0
         self._has_asked = False
@@ -69,6 +74,13 @@ class JointQuestions:
         step, phase = self._step, self._step.stage.phase
         turned = [*sources[first:], *sources[:first]]
         asked = samples_of(self._ranks, window, turned[:_RANKS], _SAMPLES, step.objective.split)
+        if asked is None:
+            self._say(
+                "the samples of this loader cannot be sent to other ranks, so each rank infers from its own what the "
+                "loss runs over, and ranks count alike where these do not tell; return a (sum, weight) pair or pass "
+                "loss_reduction= for exact weights"
+            )
+            return
         step.stage.phase = Phase.WEIGH
         mark = Mark(step.objective.modules, step.memory.device)
         try:
@@ -87,7 +99,7 @@ class JointQuestions:
             self._ruled_out, self._in_vain = ruled_out, 0
 
 
-def samples_of(ranks: Ranks, window: Window, sources: Sequence[int], most: int, split: Split) -> Window:
+def samples_of(ranks: Ranks, window: Window, sources: Sequence[int], most: int, split: Split) -> Window | None:
     """Return samples of several ranks, on the host; the same ones on every rank.
 
     Args:
@@ -96,11 +108,21 @@ def samples_of(ranks: Ranks, window: Window, sources: Sequence[int], most: int, 
         sources: The ranks whose samples are wanted.
         most: The most samples of each.
         split: Counts, cuts and joins the samples.
+
+    Returns:
+        A window of them; None if they cannot be sent.
     """
     found: list[Any] = []
     for source in sources:
-        mine = None
-        if source == ranks.rank:
-            mine = copied(window.part(0, min(most, window.groups()[0])).raw())
-        found += ranks.tell(mine, source)
-    return Window(found, split)
+        found += ranks.tell(_sendable(window, most) if source == ranks.rank else None, source)
+    return Window(found, split) if found else None
+
+
+def _sendable(window: Window, most: int) -> list[Any]:
+    """Return the first samples of a window, as the loader would yield them; nothing if they cannot be pickled."""
+    try:
+        found = copied(window.part(0, min(most, window.groups()[0])).raw())
+        torch.save(found, io.BytesIO())
+    except Exception:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
+        return []
+    return cast("list[Any]", found)

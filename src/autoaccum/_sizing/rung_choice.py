@@ -2,14 +2,14 @@
 
 A *rung* is what is in force together: a tuple of names as `fit` takes them in `memory`. The first is the empty one. The
 ladder is climbed as long as a rung lets a window be cut into fewer micro-batches; a loss in chunks stays in force above
-its own rung only if windows were faster with it, or do not fit without. The few fastest are then run again, so that a
-machine that became faster or slower meanwhile does not decide.
+its own rung only if windows were faster with it, or do not fit without. The few fastest, and the lowest, are then run
+again, so that other work on the machine does not decide: it only makes windows slower, so the faster half counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Rung = tuple[str, ...]
 # A rung's windows are timed from the second one on: the first may allocate and compile.
 WINDOWS_TO_JUDGE = 2
 WINDOWS_AGAIN = 2
-# Rungs within this factor of the fastest are run again.
+# Rungs within this factor of the fastest are run again, as is the lowest, which computes the least.
 CLOSE = 1.1
 # Of two equally fast rungs, the lower one is chosen.
 EQUALLY_FAST = 1.02
@@ -46,8 +46,8 @@ class Judged:
 
     @property
     def pace(self) -> float:
-        """The median of its seconds."""
-        return median(self.seconds)
+        """The mean of the faster half of its seconds."""
+        return mean(sorted(self.seconds)[: (len(self.seconds) + 1) // 2])
 
 
 class RungChoice:
@@ -182,7 +182,8 @@ class RungChoice:
             self.is_settled = True
             return
         best = min(one.pace for one in timed.values())
-        close = [rung for rung, one in timed.items() if one.pace <= best * CLOSE]
+        lowest = next(iter(timed))
+        close = [rung for rung, one in timed.items() if rung == lowest or one.pace <= best * CLOSE]
         self._again = [rung for rung in close if len(timed[rung].seconds) < WINDOWS_TO_JUDGE + WINDOWS_AGAIN]
         if len(close) > 1 and self._again:
             self._go_to(self._again[0])

@@ -169,7 +169,7 @@ class Accumulator:
             step,
             Events([Outside(callback, backend) for callback in callbacks], notices),
             notices,
-            peers=None if ranks is None else lambda: DataParallel(ranks, step),
+            peers=None if ranks is None else lambda: DataParallel(ranks, step, say=notices.say),
             micro_batch=micro_batch,
             strategy=strategy,
             loss_scope=loss_scope,
