@@ -5,7 +5,9 @@ rung by name, and with "auto". Each training has a process of its own. Once each
 chosen), they make a window in turn, and wait for each other. Prints and writes samples per second against the training
 that saves nothing, by the median of the turns with their quartiles, the largest micro-batch, and what "auto" took.
 
-    python benchmarks/rungs.py [--turns 9] [--out benchmarks/results/rungs.json]
+    python benchmarks/rungs.py [--turns 9] [--models gpt2 llama vit] [--out benchmarks/results/rungs.json]
+
+A file that is there already keeps the results of models that are not measured.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ def llama():
 def vit():
     from torchvision.models import VisionTransformer  # noqa: PLC0415 - takes seconds
 
-    model = VisionTransformer(image_size=64, patch_size=8, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=768)
+    model = VisionTransformer(image_size=96, patch_size=8, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=768)
     chance = torch.Generator().manual_seed(1)
-    return model, (torch.randn(TARGET, 3, 64, 64, generator=chance), torch.randint(1000, (TARGET,), generator=chance))
+    return model, (torch.randn(TARGET, 3, 96, 96, generator=chance), torch.randint(1000, (TARGET,), generator=chance))
 
 
 def of_tokens(vocabulary, length):
@@ -62,12 +64,12 @@ def of_tokens(vocabulary, length):
     return {"input_ids": tokens, "labels": tokens}
 
 
-# Each with its limit, in which about two samples fit with nothing saved, and its rungs.
+# Each with its limit, in which a few samples fit with nothing saved, and its rungs.
 TEXT = ("none", "chunked_loss", "checkpoint", "chunked_loss+checkpoint", "auto")
 MODELS = {
     "GPT-2, 4 layers, 32,000 classes, 256 tokens": (gpt2, "280MiB", TEXT),
     "Llama, 4 layers, 128,000 classes, 128 tokens": (llama, "600MiB", TEXT),
-    "ViT, 6 layers, 65 patches": (vit, "30MiB", ("none", "checkpoint:3", "checkpoint", "auto")),
+    "ViT, 6 layers, 145 patches": (vit, "60MiB", ("none", "checkpoint:3", "checkpoint", "auto")),
 }
 
 
@@ -205,14 +207,19 @@ def written(one):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=9)
+    every = [make.__name__ for make, *_ in MODELS.values()]
+    parser.add_argument("--models", nargs="+", choices=every, default=every)
     parser.add_argument("--train", nargs=2, metavar=("MODEL", "RUNG"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     if options.train:
         train(*options.train)
         return
-    results = {}
-    for name, (_, limit, rungs) in MODELS.items():
+    is_there = options.out is not None and options.out.exists()
+    results = json.loads(options.out.read_text())["results"] if is_there else {}
+    for name, (make, limit, rungs) in MODELS.items():
+        if make.__name__ not in options.models:
+            continue
         trainings, seconds = measured(name, rungs, options.turns)
         results[name] = [row(rung, training, seconds) for rung, training in trainings.items()]
         print(f"\n{name}, limit {limit}, {TARGET} samples an update\n")
