@@ -161,8 +161,7 @@ def headline_of(report: Findings) -> tuple[str, str, str]:
         size = report.counts(least.found) or least.found.micro_batch
         more = " or more" if least.found.is_capped and size == least.found.micro_batch else ""
         text = f"largest micro-batch {size}{more}; {text}"
-    if len(worst) > 1:
-        text = f"{least.name} holds least: {text}"
+    text = f"{least.name} holds least: {text}" if len(worst) > 1 else f"{text[0].upper()}{text[1:]}"
     return answer, f"{answer[0].upper()}{answer[1:]} {where}", text
 
 
