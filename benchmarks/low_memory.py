@@ -123,7 +123,7 @@ def main():
     print("|---|---|---|---|---|")
     for way, found in results.items():
         mean, more = statistics.mean(found["losses"]), found["more"]
-        gap = "" if way == first else f"{statistics.mean(more):+.3f} ({min(more):+.3f} to {max(more):+.3f})"
+        gap = "" if way == first else f"{statistics.mean(more):+.4f} ({min(more):+.4f} to {max(more):+.4f})"
         print(f"| {way} | {found['weights']:.2f} | {found['state']:.2f} | {mean:.3f} | {gap} |")
     machine = processor()
     print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {options.seeds} seeds")
