@@ -3,7 +3,7 @@
 Liger's kernel on a CUDA card where it is installed, else PyTorch's `linear_cross_entropy` (from 2.15 on). Both compute
 gradients in the forward pass already, so logits are computed once and not twice. They are left alone
 
-- on the CPU, where PyTorch's takes longer than chunks (`benchmarks/chunked_loss.py`);
+- on the CPU, where PyTorch's takes about as long as chunks (`benchmarks/chunked_loss.py`);
 - in float16, since those gradients come before the loss is scaled, and vanish;
 - PyTorch's in bfloat16, in which it would return the loss, with three digits.
 """
