@@ -426,7 +426,9 @@ class Sizing:
         self._begin_with(self._plan_of(learning.largest))
         self._fits = learning.largest
         if learning.has_failed and line is not None:
-            self._hope(self._plan_of(line.largest_within(self._free_beside_gradients())))
+            predicted = line.largest_within(self._free_beside_gradients())
+            if predicted > learning.largest:
+                self._hope(self._plan_of(predicted))
         self._watcher.planned(self.plan, self.probe, is_proven=self.plan.micro_batches == tuple(sizes))
 
     def _hope(self, larger: Plan) -> None:
