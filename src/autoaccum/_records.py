@@ -353,6 +353,8 @@ class TimeSpent:
         data_s: Waiting for the loader.
         evaluation_s: Evaluations.
         checkpoint_s: Writing checkpoints.
+        start_s: From the call to the first window, without search and data: PyTorch imports its compiler with the first
+            optimizer, and a resumed run reads its checkpoint.
     """
 
     search_s: float = 0.0
@@ -360,6 +362,7 @@ class TimeSpent:
     data_s: float = 0.0
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,17 @@ def test_second_run_of_the_same_job_confirms_what_the_first_has_found_with_one_t
     assert {report.micro_batches for report in told.reports} == {first.plan.micro_batches}
 
 
+def test_second_run_says_that_it_begins_with_what_the_first_has_found(capsys):
+    fit("4MiB", cache=True, progress="lines")
+    before = capsys.readouterr().err
+
+    fit("4MiB", cache=True, progress="lines")
+
+    said = "plan cache: a micro-batch of"
+    assert said not in before
+    assert capsys.readouterr().err.count(said) == 1
+
+
 @pytest.mark.parametrize("capacity", ["2.5MiB", "3MiB", "4MiB", "6MiB", "64MiB"])
 def test_answer_of_the_first_windows_is_among_the_trials_that_were_told(capacity):
     _, told, _ = fit(capacity)

@@ -318,6 +318,14 @@ def test_lines_end_with_a_summary(lines):
     )
 
 
+def test_the_summary_of_a_resumed_run_says_what_this_call_did(lines):
+    shown, file = lines
+
+    shown.on_fit_end(dataclasses.replace(fit_result(), resumed_from=1))
+
+    assert "done: 2 steps, 200 samples; the last 1 step in 12.5 s" in file.getvalue()
+
+
 @pytest.mark.parametrize("shown", [LineProgress(), RichProgress(Console(stderr=True, force_terminal=True))])
 def test_after_an_error_no_summary_is_written_and_no_loss_is_read(shown, capsys):
     loss = CountingScalar(0.5)

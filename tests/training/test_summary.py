@@ -48,6 +48,7 @@ def test_fit_tells_what_it_waited_for(tmp_path):
     assert found.evaluation_s >= 24 * 0.005
     assert found.checkpoint_s > 0
     assert found.search_s > 0
+    assert found.start_s > 0
     assert found.recomputation_s == 0
     assert sum(dataclasses.astuple(found)) <= result.elapsed_s
 

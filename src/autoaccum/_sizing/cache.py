@@ -108,7 +108,7 @@ class PlanCache:
     """Stores the results of searches in a folder that all processes of a user share.
 
     Args:
-        notices: Reports an unusable folder or file, once each.
+        notices: Reports what is found, and an unusable folder or file, once each.
         folder: The folder, created by the first `keep`; None for the one named by AUTOACCUM_CACHE_DIR, or else
             autoaccum's folder in the user's cache directory.
     """
@@ -134,6 +134,14 @@ class PlanCache:
                 os.utime(path)  # so that `_tidy` keeps it
             return remembered
         return None
+
+    def tell(self, remembered: Remembered) -> None:
+        """Say that a search begins with the result of an earlier one."""
+        self._notices.say(
+            f"plan cache: a micro-batch of {remembered.micro_batch} fitted in an earlier run of this job, so the search "
+            "begins there (cache=False: anew)",
+            key="plan cache found",
+        )
 
     def keep(self, key: Key, remembered: Remembered) -> None:
         """Store a result, replacing an earlier one, and delete files that have not been used for long."""

@@ -39,7 +39,11 @@ class CacheEntry:
         self._cache = cache
         self._key = key
         self._followed: tuple[ProbeResult | None, Plan | None] = None, None
-        self.found = None if cache is None or key is None or saves is not None else cache.find(key)
+        self.found: Remembered | None = None
+        if cache is not None and key is not None and saves is None:
+            self.found = cache.find(key)
+            if self.found is not None:
+                cache.tell(self.found)
 
     @property
     def experience(self) -> dict[str, Any]:

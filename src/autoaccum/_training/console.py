@@ -532,7 +532,11 @@ def _summary_text(result: FitResult) -> str:
     )
     saved = "" if result.checkpoint is None else f", checkpoint {result.checkpoint}"
     stopped = "" if result.stopped is None else f", stopped: {result.stopped}"
+    of_call = ""
+    if result.resumed_from is not None:
+        of_call = f"; the last {_counted(result.steps - result.resumed_from, 'step')}"
     return (
-        f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')} in {result.elapsed_s:.1f} s, "
+        f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}{of_call} in "
+        f"{result.elapsed_s:.1f} s, "
         f"cut {format_cut(result.plan.micro_batches)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
     )

@@ -161,7 +161,7 @@ class Training:
         self._evaluations: list[tuple[int, int, Evaluation]] = []  # with their epochs and steps
         self._resumed_from: int | None = None
         # Seconds of this call, also of windows that were trained again.
-        self._search_s = self._recomputation_s = self._data_s = self._evaluation_s = 0.0
+        self._start_s = self._search_s = self._recomputation_s = self._data_s = self._evaluation_s = 0.0
 
     @property
     def windows(self) -> int:
@@ -196,6 +196,7 @@ class Training:
                         self._checkpoints.check()
                         self._finiteness.begin()
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
+                    self._start_s = time.perf_counter() - started - self._search_s - self._data_s
                     self._interrupts.run(self._train, self._went_back)
                 if self._noise is not None and self._resumed_from != self._progress.moment.windows:
                     own = name_of(self._step.optimizer)
@@ -277,6 +278,7 @@ class Training:
                 self._data_s,
                 self._evaluation_s,
                 0.0 if self._checkpoints is None else self._checkpoints.spent_s,
+                self._start_s,
             ),
         )
 

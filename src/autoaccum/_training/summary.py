@@ -50,6 +50,7 @@ def _shares(result: FitResult) -> Iterator[tuple[str, float, float]]:
     """Yield where a call's time went besides its updates, if it shows: a name, seconds, and a share."""
     spent = result.time_spent
     named = {
+        "start": spent.start_s,
         "search": spent.search_s,
         "computing again": spent.recomputation_s,
         "waiting for data": spent.data_s,
