@@ -41,13 +41,30 @@ def test_a_step_is_stacked_by_kind_as_traced_or_as_counted(drawings):
     assert any(text.startswith("l4: reserved, unused 20.0 MiB") for text in seen)
 
 
+def test_a_kind_that_has_no_room_in_its_bar_is_named_below_it(drawings):
+    below = {text for text in words(drawings[BY_KIND]) if text and "MiB" in text}
+
+    assert {"activations 200.0 MiB", "inputs 256.0 MiB", "optimizer 86.0 MiB · inputs 128.0 MiB"} <= below
+
+
+def test_each_plan_is_named_beside_its_point(drawings):
+    shown = words(drawings[BY_SIZE])
+
+    assert "plan 128, NVIDIA GeForce RTX 3060" in shown
+    assert "plan 256, l4" in shown
+
+
+def test_a_kind_that_is_too_narrow_for_its_name_has_it_beside(drawings):
+    assert words(drawings[OVER_STEP]).count("loss") == 2  # the other is the legend's
+
+
 def test_modules_are_drawn_as_a_tree(drawings):
     assert told(drawings[BY_MODULE])[:3] == [
         "(model): 243.0 MiB, 89% (parameters 43.0 MiB, activations 200.0 MiB)",
         "layer1: 193.0 MiB, 71% (parameters 43.0 MiB, activations 150.0 MiB)",
         "layer1.conv: 190.0 MiB, 70% (parameters 40.0 MiB, activations 150.0 MiB)",
     ]
-    assert "head 50.0 MiB" in words(drawings[BY_MODULE])
+    assert "head: 50.0 MiB" in words(drawings[BY_MODULE])
 
 
 def test_the_peak_of_the_step_is_marked_and_each_moment_told(drawings):

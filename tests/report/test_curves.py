@@ -45,10 +45,7 @@ def test_plans_of_a_line_are_told_by_their_sizes():
 
     (line,) = picture_of(replace(PREDICTED_ONLY, predicted=cards)).lines
 
-    assert [(name, size) for name, (size, _) in line.plans] == [
-        ("a, c: the plan, 256 at once", 256),
-        ("b: the plan, 128 at once", 128),
-    ]
+    assert [(names, size) for names, (size, _) in line.plans] == [(("a", "c"), 256), (("b",), 128)]
 
 
 def test_trials_are_points_and_those_that_failed_are_told_apart():

@@ -91,7 +91,10 @@ def test_the_headline_has_the_verdict_the_largest_micro_batch_and_the_plan():
     page = REPORT.to_html()
 
     assert '<p class="headline fits"><b>Fits on all of 3 devices.</b>' in page
-    assert "holds least: largest micro-batch 145; 256 in 2 micro-batches, 128+128, measured</p>" in page
+    assert (
+        "holds least: largest micro-batch 145, below which the plan cuts evenly: 256 in 2 micro-batches, 128+128, "
+        "measured</p>"
+    ) in page
 
 
 def test_a_headline_is_that_of_the_worst_place():

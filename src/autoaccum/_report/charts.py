@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import altair as alt
 
 from autoaccum._memory.limits import format_bytes
-from autoaccum._report.curves import apart, picture_of, unit_of
+from autoaccum._report.curves import apart, picture_of, some_of, unit_of
 from autoaccum._report.drawing import KIND_COLOURS, LIGHT, LINES, ON_KIND, clean, drawn, said
 from autoaccum._report.module_tree import cells_of
 from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
@@ -33,10 +33,14 @@ _WIDTH, _ROW, _HEIGHT, _LINE = 620, 46, 300, 16
 _BAR = 480
 _TREE_HEIGHT, _SMALL = 440, 11
 _LETTER = 6.5
+# Of a bar: less is named nowhere but in the legend, and where the pointer rests.
+_SHOWS = 0.01
 # Bars end there: what takes more of a device's memory is not shown to scale.
 _MOST_USED = 1.5
 _NAMES = alt.Axis(ticks=False, domain=False, grid=False, labelColor=LIGHT["text"], labelPadding=8)
 _UNUSED = "reserved, unused"
+# Of a picture's width: what is named on its right begins before there.
+_FROM_THE_LEFT = 0.8
 # Words that may cover a line.
 _HALO: dict[str, Any] = {"stroke": LIGHT["ground"], "strokeWidth": 3}
 _ANSWERS = {FITS: "good", TIGHT: "care", DOES_NOT_FIT: "bad"}
@@ -134,10 +138,19 @@ def _line(number: int, line: Line, picture: Picture, x: alt.X, y: alt.Y) -> Iter
     yield _chart(failed).mark_point(
         shape="M-1,-1L1,1M1,-1L-1,1", color=colour, size=80, strokeWidth=2, opacity=1
     ).encode(x, y, description="told:N")  # fmt: skip
-    plans = [at(*point, f"{name}: {format_bytes(point[1])}") for name, point in line.plans]
+    plans = [
+        at(size, held, f"{', '.join(names)}: the plan, {size} at once: {format_bytes(held)}")
+        | {"label": clean(f"plan {size}" + (f", {some_of(names, 1)}" if len(picture.curves) > 1 else ""))}
+        for names, (size, held) in line.plans
+    ]
     yield _chart(plans).mark_point(
         shape="diamond", color=colour, size=260 if curve.is_measured else 170, strokeWidth=2, opacity=1
     ).encode(x, y, description="told:N")  # fmt: skip
+    # Lines rise, so there is room below them on the right, and above them on the left.
+    low = [plan for plan in plans if plan["size"] <= picture.most * _FROM_THE_LEFT]
+    high = [plan for plan in plans if plan not in low]
+    yield _words(low, colour, dx=10, dy=12, **_HALO).encode(x, y)
+    yield _words(high, colour, align="right", dx=-10, dy=-10, **_HALO).encode(x, y)
 
 
 def _fitting(places: Sequence[Place]) -> Drawing:
@@ -224,8 +237,9 @@ def _by_kind(held: Sequence[tuple[Place, Mapping[str, int]]]) -> Drawing:
     boxes: list[dict[str, Any]] = []
     words: list[dict[str, Any]] = []
     totals: list[dict[str, Any]] = []
+    rest: list[dict[str, Any]] = []
     for row, (place, kinds) in zip(rows, held, strict=True):
-        start, whole = 0, sum(kinds.values())
+        start, whole, further = 0, sum(kinds.values()), []
         for kind in KIND_COLOURS:
             if not (size := kinds.get(kind, 0)):
                 continue
@@ -235,18 +249,22 @@ def _by_kind(held: Sequence[tuple[Place, Mapping[str, int]]]) -> Drawing:
             wide = size / unit / top * (_BAR)
             label = next((text for text in (f"{kind} {format_bytes(size)}", kind) if len(text) * _LETTER < wide), "")
             words.append({"place": row, "middle": (start + size / 2) / unit, "label": label, "colour": ON_KIND[kind]})
+            if format_bytes(size) not in label and size >= whole * _SHOWS:
+                further.append(f"{kind} {format_bytes(size)}")
             start += size
+        rest.append({"place": row, "middle": 0, "label": " · ".join(further)})
         totals.append({"place": row, "middle": start / unit, "label": f"{format_bytes(start)}"})
     y = alt.Y("place:N", title=None, sort=None, axis=_NAMES)
     x = alt.X("start:Q", title=f"held at the peak of a step ({unit_name})", scale=_scale(top))
     chart = alt.layer(
+        _words(rest, LIGHT["quiet"], dy=14, **_HALO).encode(alt.X("middle:Q"), y),
         _chart(boxes)
-        .mark_bar(stroke=LIGHT["ground"], strokeWidth=1, height=26)
+        .mark_bar(stroke=LIGHT["ground"], strokeWidth=1, height=24, yOffset=-7)
         .encode(x, y, x2="end:Q", color=_colour_of_kinds({box["kind"] for box in boxes}), description="told:N"),
-        _words(words, LIGHT["text"], align="center").encode(
+        _words(words, LIGHT["text"], align="center", dy=-7).encode(
             alt.X("middle:Q"), y, color=alt.Color("colour:N", scale=None)
         ),
-        _words(totals, LIGHT["text"], dx=6, fontWeight=600).encode(alt.X("middle:Q"), y),
+        _words(totals, LIGHT["text"], dx=6, dy=-7, fontWeight=600).encode(alt.X("middle:Q"), y),
     )
     described = "; ".join(
         f"{place.name}: " + ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
@@ -278,7 +296,7 @@ def _by_module(place: Place, step: StepMemory) -> Drawing:
         if size * _TREE_HEIGHT >= _SMALL:
             words.append({
                 "left": cell.level, "low": start + size / 2, "colour": ON_KIND[cell.main_kind],
-                "label": clean(f"{cell.label} {format_bytes(cell.held_bytes)}"),
+                "label": clean(f"{cell.label}: {format_bytes(cell.held_bytes)}"),
             })  # fmt: skip
     x = alt.X("left:Q", axis=None, scale=_scale(levels))
     y = alt.Y("low:Q", axis=None, scale=alt.Scale(domain=[1, 0], nice=False))
@@ -326,6 +344,7 @@ def _over_the_step(place: Place, step: StepMemory) -> Drawing:
     y = alt.Y("held:Q", title=f"held by tensors ({unit_name})", scale=_scale(top))
     spans = _spans(moments, last)
     right = peak.event < last / 2
+    labels = list(_labels(moments, kinds, unit, top, last))
     chart = alt.layer(
         _chart(areas)
         .mark_area(interpolate="step-after", stroke=LIGHT["ground"], strokeWidth=0.5)
@@ -335,10 +354,15 @@ def _over_the_step(place: Place, step: StepMemory) -> Drawing:
         .encode(x),
         _words(
             [{"event": (start + end) / 2, "held": top, "label": name} for start, end, name in spans],
-            LIGHT["quiet"], align="center", baseline="top",
+            LIGHT["quiet"], align="center", baseline="top", **_HALO,
         ).encode(x, y),
-        _words(list(_labels(moments, kinds, unit, top, last)), LIGHT["text"], align="center").encode(
+        _words([label for label in labels if not label["side"]], LIGHT["text"], align="center").encode(
             x, y, color=alt.Color("colour:N", scale=None)
+        ),
+        *(
+            _words([label for label in labels if label["side"] == side], LIGHT["text"], dx=4 * dx, align=side, **_HALO)
+            .encode(x, y)
+            for side, dx in (("left", 1), ("right", -1))
         ),
         _chart([{"event": peak.event}]).mark_rule(color=LIGHT["text"], strokeWidth=1.5).encode(x),
         _chart([{"event": peak.event, "held": peak.held_bytes / unit}])
@@ -387,11 +411,14 @@ def _spans(moments: Sequence[Moment], last: int) -> list[tuple[int, int, str]]:
 def _labels(
     moments: Sequence[Moment], kinds: Sequence[str], unit: int, top: float, last: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield each kind's name where it is thickest, if it fits there."""
+    """Yield each kind's name where it is thickest: in it, or else beside it, away from the peak."""
     peak = max(moments, key=lambda one: one.held_bytes).event
+    thin = _LINE / _HEIGHT * top * unit
     for kind in kinds:
         held = [one.bytes_by_kind.get(kind, 0) for one in moments]
-        least = max(_LINE / _HEIGHT * top * unit, max(held) / 2)
+        if max(held) < thin:
+            continue
+        least = max(thin, max(held) / 2)
         runs: list[list[int]] = [[]]
         for index, size in enumerate(held):
             # The rule at the peak would go through a name.
@@ -400,15 +427,17 @@ def _labels(
             else:
                 runs[-1].append(index)
         widest = max(runs, key=lambda run: moments[run[-1]].event - moments[run[0]].event if run else -1)
-        if not widest:
-            continue
-        start, end = moments[widest[0]].event, moments[widest[-1]].event
+        start, end = (moments[widest[0]].event, moments[widest[-1]].event) if widest else (peak, peak)
         if (end - start) / last * _WIDTH < len(kind) * _LETTER + 8:
-            continue
-        at = min((moments[index] for index in widest), key=lambda one: abs(one.event - (start + end) / 2))
+            index = max(range(len(held)), key=held.__getitem__)
+            at, side = moments[index], "right" if moments[index].event < peak else "left"
+            ends = at.event if side == "right" else moments[min(index + 1, len(moments) - 1)].event
+        else:
+            at = min((moments[index] for index in widest), key=lambda one: abs(one.event - (start + end) / 2))
+            ends, side = at.event, ""
         below = sum(at.bytes_by_kind.get(other, 0) for other in kinds[: kinds.index(kind)])
         middle = (below + at.bytes_by_kind[kind] / 2) / unit
-        yield {"event": at.event, "held": middle, "label": kind, "colour": ON_KIND[kind]}
+        yield {"event": ends, "held": middle, "label": kind, "colour": ON_KIND[kind], "side": side}
 
 
 def _one(place: Place, step: StepMemory) -> str:

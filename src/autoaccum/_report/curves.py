@@ -68,15 +68,15 @@ class Line:
         return f"{names}, {'measured' if self.first.is_measured else 'predicted'}"
 
     @property
-    def plans(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """The name and the point of each plan; plans of the same size are merged."""
+    def plans(self) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
+        """The places and the point of each plan; plans of the same size are merged."""
         same: dict[int, list[Curve]] = {}
         for curve in self.curves:
             if curve.chosen is not None:
                 same.setdefault(curve.chosen[0], []).append(curve)
         return tuple(
-            (f"{', '.join(dict.fromkeys(curve.name for curve in those))}: the plan, {size} at once", point)
-            for size, those in same.items()
+            (tuple(dict.fromkeys(curve.name for curve in those)), point)
+            for those in same.values()
             if (point := those[0].chosen) is not None
         )
 
@@ -98,9 +98,7 @@ class Limit:
     @property
     def label(self) -> str:
         """The places and the limit."""
-        named = ", ".join(self.names[:_NAMED])
-        further = len(self.names) - _NAMED
-        return f"{named}{f' and {further} more' if further > 0 else ''}: {format_bytes(self.room_bytes)}"
+        return f"{some_of(self.names, _NAMED)}: {format_bytes(self.room_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +153,12 @@ class Picture:
     def shows(self, room_bytes: int) -> bool:
         """Whether a limit is low enough to show."""
         return room_bytes <= self.top_bytes
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """Return the first names, and how many more there are."""
+    further = len(names) - most
+    return f"{', '.join(names[:most])}{f' and {further} more' if further > 0 else ''}"
 
 
 def unit_of(most_bytes: int) -> tuple[int, str]:

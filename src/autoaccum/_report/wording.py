@@ -33,8 +33,9 @@ _PARTS = (
     ("gradients", "gradients_bytes"),
     ("optimizer state", "optimizer_bytes"),
     ("inputs", "inputs_bytes"),
-    ("activations", "activations_bytes"),
-    ("temporary", "temporary_bytes"),
+    # Of these, some are gone by the peak in a backward pass, which the pictures by kind show.
+    ("kept by forward", "activations_bytes"),
+    ("more at the peak", "temporary_bytes"),
 )
 
 
@@ -154,13 +155,15 @@ def headline_of(report: Findings) -> tuple[str, str, str]:
     answer = max((one.verdict.answer for one in places), key=[FITS, TIGHT, DOES_NOT_FIT].index)
     worst = [one for one in places if one.verdict.answer == answer]
     all_of_them = f"on {'any' if answer == DOES_NOT_FIT else 'all'} of {len(places)} devices"
-    where = all_of_them if len(worst) == len(places) > 1 else f"on {', '.join(one.name for one in worst)}"
+    on = "on" if worst[0].is_card else "in"  # host memory
+    where = all_of_them if len(worst) == len(places) > 1 else f"{on} {', '.join(one.name for one in worst)}"
     least = min(worst, key=lambda one: report.counts(one.found) or one.found.micro_batch)
     text = least.verdict.text
     if least.found.plan is not None:
         size = report.counts(least.found) or least.found.micro_batch
         more = " or more" if least.found.is_capped and size == least.found.micro_batch else ""
-        text = f"largest micro-batch {size}{more}; {text}"
+        below = "; " if size == least.found.plan.micro_batch or more else ", below which the plan cuts evenly: "
+        text = f"largest micro-batch {size}{more}{below}{text}"
     text = f"{least.name} holds least: {text}" if len(worst) > 1 else f"{text[0].upper()}{text[1:]}"
     return answer, f"{answer[0].upper()}{answer[1:]} {where}", text
 
