@@ -193,7 +193,16 @@ def markdown(results):
     lines += [f"| {goal} | {met} of {of} | {'; '.join(missed) or '-'} |" for goal, met, of, missed in goals(results)]
     lines.append("")
     if "finders" in results:
-        lines += ["### Finders", "", "![Answers and seconds of the finders](images/bench-finders.svg)", ""]
+        lines += [
+            "### Finders",
+            "",
+            (
+                "![For each workload a group of bars, one for each finder. Above, the answer as a share of the largest "
+                "micro-batch that fits; below, the seconds it took. The tables below have the numbers.]"
+                "(images/bench-finders.svg)"
+            ),
+            "",
+        ]
         lines += finder_tables(results["finders"])
     if "throughput" in results:
         lines += ["### Updates a second", "", "Those of `fit` over those of the other, quartiles in brackets.", ""]
@@ -211,6 +220,9 @@ def write_into(page: Path, text: str):
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
+OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7")
+
+
 def plot(found, path: Path):
     import matplotlib as mpl  # noqa: PLC0415 - tables need none
 
@@ -221,22 +233,27 @@ def plot(found, path: Path):
     names = [of["workload"] for of in found]
     figure, (answers, seconds) = plt.subplots(2, 1, figsize=(9, 6.5), sharex=True, layout="constrained")
     width = 0.8 / len(FINDERS)
-    for number, (finder, title) in enumerate(FINDERS.items()):
+    # Colours of Okabe and Ito, and a pattern for each, so that nothing is said by colour alone.
+    looks = zip(FINDERS.items(), OKABE_ITO, ("", "//", "..", "xx", "\\\\"), strict=True)
+    for number, ((finder, title), colour, hatch) in enumerate(looks):
+        look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
         rows = {of["workload"]: row for of in found for row in of["rows"] if row["finder"] == finder}
         at = [place + (number - (len(FINDERS) - 1) / 2) * width for place in range(len(names))]
         shares = [(rows.get(name) or {}).get("share") or 0 for name in names]
         took = [statistics.median((rows.get(name) or {}).get("seconds_of_each") or [0]) for name in names]
-        answers.bar(at, shares, width, label=title)
-        seconds.bar(at, took, width)
+        answers.bar(at, shares, width, label=title, **look)
+        seconds.bar(at, took, width, **look)
         for place, name in zip(at, names, strict=True):
             if name in rows and rows[name]["answer"] is None:
                 for axes in (answers, seconds):
                     axes.plot(place, 0.02, "x", transform=axes.get_xaxis_transform(), color="black", markersize=5)
     answers.axhline(1, color="black", linewidth=0.8)
+    answers.set_title("Largest micro-batch found, as a share of the largest that fits", fontsize=10)
+    seconds.set_title("Seconds until the answer", fontsize=10)
     answers.set_ylabel("answer / its truth")
     seconds.set_ylabel("seconds")
     seconds.set_xticks(range(len(names)), names)
-    answers.legend(ncols=3, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False)
+    answers.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.12), frameon=False)
     seconds.set_xlabel("x: no answer")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})

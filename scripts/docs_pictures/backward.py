@@ -21,10 +21,10 @@ NOTES = ("1 and 2 are done", "in its backward pass, at layer 3", "and the window
 ROWS = (
     ("BatchNorm, random state", (("plain", "moved twice"), ("red", "moved three times"), ("green", "as at the start"))),
     ("activations", (("plain", "none"), ("red", "kept by the exception"), ("green", "released"))),
-    ("parameters, optimizer", (("plain", "update n"), ("plain", "update n"), ("plain", "update n"))),
+    ("parameters, optimizer", (("plain", "of the last update"), ("plain", "the same"), ("plain", "the same"))),
 )
 GRADIENTS = (("plain",) * 5, ("plain",) * 3 + ("red",) * 2, ("empty",) * 5)
-HELD = {"plain": "1+2", "red": "+3", "empty": ""}
+HELD = {"plain": "1+2", "red": "+3", "empty": "none"}
 
 
 def picture() -> str:

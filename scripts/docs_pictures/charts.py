@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import altair as alt
 import vl_convert
 from svg import DARK, FONT, LIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MIB = 2**20
 PLAIN_FONT = FONT.replace('"', "")
@@ -24,9 +27,11 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     points = [
         {"size": t["size"], "peak": t["peak_bytes"] / MIB, "what": "fits", "label": str(t["size"])} for t in fitting
     ]
+    # Where memory ran out: at the limit, before their peak.
     points += [
-        {"size": size, "peak": (fixed + per_sample * size) / MIB, "what": "does not fit", "label": str(size)}
-        for size in (t["size"] for t in measured["trials"] if not t["fits"])
+        {"size": t["size"], "peak": limit, "what": "does not fit", "label": str(t["size"])}
+        for t in measured["trials"]
+        if not t["fits"]
     ]
     line = [{"size": size, "peak": (fixed + per_sample * size) / MIB} for size in (0, longest)]
     x = alt.X(
@@ -43,6 +48,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     chart = alt.layer(
         alt.Chart(alt.Data(values=line)).mark_line(color=LIGHT["quiet"], strokeDash=[5, 4]).encode(x, y),
         alt.Chart(alt.Data(values=[{"peak": limit}])).mark_rule(color=LIGHT["red"], strokeWidth=2).encode(y="peak:Q"),
+        _label(26, 10, "line through those that fit", LIGHT["quiet"], x="size", y="peak"),
         _label(2, limit, f"limit {limit:.0f} MiB", LIGHT["red"], dy=-8),
         alt.Chart(alt.Data(values=[{"size": cut}]))
         .mark_rule(color=LIGHT["green"], strokeDash=[2, 3])
@@ -58,7 +64,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
             trials.transform_filter(f"datum.what == '{what}' && datum.size >= 20")
             .mark_text(dx=side * 8, dy=side * 14, align=align, fontSize=13, color=LIGHT["text"])
             .encode(x, y, text="label:N")
-            for what, side, align in (("fits", 1, "left"), ("does not fit", -1, "right"))
+            for what, side, align in (("fits", -1, "right"), ("does not fit", 1, "left"))
         ),
     )  # fmt: skip
     return _drawn(
@@ -87,8 +93,11 @@ def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]
         for name, steps in zip(names, attempts, strict=True)
         for step in steps
     ]
+    # The process died after an update, before it was logged.
+    kept, killed = attempts[1][0]["step"] - 1, attempts[0][-1]["step"] + 1
+    highest = 1.15 * max(step["loss"] for step in undisturbed)
     x = alt.X("step:Q", title="update", axis=alt.Axis(tickMinStep=1, format="d"))
-    y = alt.Y("loss:Q", title="loss of the window")
+    y = alt.Y("loss:Q", title="loss of the window", scale=alt.Scale(domain=[0, highest], nice=False))
     scale = alt.Scale(domain=list(names), range=[LIGHT["red"], LIGHT["blue"]])
     shapes = alt.Scale(domain=list(names), range=["square", "circle"])
     chart = alt.layer(
@@ -101,27 +110,39 @@ def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]
             color=alt.Color("what:N", scale=scale, title=None, sort=None),
             shape=alt.Shape("what:N", scale=shapes, title=None, sort=None),
         ),
-        _label(1.2, 0.15 * undisturbed[0]["loss"], "the line is a run that nobody killed", LIGHT["quiet"]),
+        _label(1.2, 0.15 * undisturbed[0]["loss"], "line: a run that nobody killed", LIGHT["quiet"]),
+        alt.Chart(alt.Data(values=[{"step": kept}, {"step": killed}]))
+        .mark_rule(color=LIGHT["quiet"], strokeDash=[2, 3])
+        .encode(x="step:Q"),
+        _label(kept, highest, "checkpoint", LIGHT["text"], align="right", dx=-6, dy=8),
+        _label(killed, highest, "killed", LIGHT["red"], dx=6, dy=8),
     )
     return _drawn(
         chart.properties(width=560, height=240),
         "Killed, and resumed",
         f"The loss by update. The undisturbed run is a line from {undisturbed[0]['loss']:.2f} to "
         f"{undisturbed[-1]['loss']:.2f}. The killed run's updates 1 to {attempts[0][-1]['step']} and the resumed run's "
-        f"updates {attempts[1][0]['step']} to {attempts[1][-1]['step']} lie on it.",
+        f"updates {attempts[1][0]['step']} to {attempts[1][-1]['step']}, after the checkpoint of update {kept}, lie on "
+        "it.",
     )
 
 
 def timeline(trace: dict[str, Any]) -> str:
     """Return the picture of the memory that tensors take during one update."""
-    spans = trace["spans"]
+    spans, cut, last = trace["spans"], trace["cut"], trace["points"][-1]["ms"]
     peak = max(trace["points"], key=lambda point: point["mib"])
     colours = alt.Scale(
         domain=["forward", "backward", "optimizer step"], range=[LIGHT["blue"], LIGHT["red"], LIGHT["green"]]
     )
-    top = peak["mib"] * 1.25
-    x = alt.X("ms:Q", title="milliseconds", scale=alt.Scale(domain=[0, trace["points"][-1]["ms"]], nice=False))
+    top = peak["mib"] * 1.45
+    x = alt.X("ms:Q", title="milliseconds", scale=alt.Scale(domain=[0, last], nice=False))
     y = alt.Y("mib:Q", title="held by tensors (MiB)", scale=alt.Scale(domain=[0, top], nice=False))
+    passes, step = spans[:-1], spans[-1]
+    middle = [{"ms": (span["start"] + span["end"]) / 2, "mib": top, "label": span["what"]} for span in passes]
+    over = [
+        {"ms": (first["start"] + second["end"]) / 2, "mib": top, "label": f"{size} samples"}
+        for first, second, size in zip(passes[::2], passes[1::2], cut, strict=True)
+    ]
     chart = alt.layer(
         alt.Chart(alt.Data(values=[span | {"top": top, "bottom": 0} for span in spans]))
         .mark_rect(opacity=0.16)
@@ -130,18 +151,28 @@ def timeline(trace: dict[str, Any]) -> str:
             x2="end:Q",
             y=alt.Y("bottom:Q", title="held by tensors (MiB)"),
             y2="top:Q",
-            color=alt.Color("what:N", scale=colours, title=None, sort=None),
+            color=alt.Color("what:N", scale=colours, legend=None),
         ),
         alt.Chart(alt.Data(values=trace["points"]))
         .mark_area(interpolate="step-after", line={"color": LIGHT["data"]}, color=LIGHT["data"], opacity=0.45)
         .encode(x, y),
+        *(
+            alt.Chart(alt.Data(values=rows))
+            .mark_text(fontSize=12, fontWeight=weight, color=LIGHT["text"], dy=dy)
+            .encode(x, y, text="label:N")
+            for rows, weight, dy in ((over, 600, 12), (middle, 400, 30))
+        ),
+        _label(
+            step["end"], top, "optimizer step \u25b8", LIGHT["green"],
+            x="ms", y="mib", align="right", dx=-2, dy=48, fontSize=12,
+        ),
         alt.Chart(alt.Data(values=[peak])).mark_point(color=LIGHT["text"], size=90, strokeWidth=2).encode(x, y),
-        _label(peak["ms"], peak["mib"], f"peak {peak['mib']:.0f} MiB", LIGHT["text"], dy=-14, x="ms", y="mib"),
-    )
+        _label(peak["ms"], peak["mib"], f"peak {peak['mib']:.0f} MiB", LIGHT["text"], dx=8, dy=-12, x="ms", y="mib"),
+    )  # fmt: skip
     return _drawn(
         chart.properties(width=560, height=240),
         "The memory of one update",
-        f"Memory that tensors hold, over time, in one update of {len(spans) // 2} micro-batches of {trace['size']} "
+        f"Memory that tensors hold, over time, in one update of micro-batches of {_listed_sizes(cut)} "
         f"samples. It rises in each forward pass as activations are kept, peaks at {peak['mib']:.0f} MiB in the "
         "backward pass, and falls to almost nothing before the next one. The optimizer's step takes little.",
     )
@@ -151,16 +182,20 @@ def _label(x_at: float, y_at: float, words: str, colour: str, x: str = "", y: st
     axes = {x or ("size" if "limit" in words or "plan" in words else "step"): x_at}
     axes[y or ("peak" if "limit" in words or "plan" in words else "loss")] = y_at
     across, up = axes
-    mark = {"align": "left"} | mark
+    mark = {"align": "left", "fontSize": 14} | mark
     return (
         alt.Chart(alt.Data(values=[axes | {"label": words}]))
-        .mark_text(color=colour, fontSize=14, fontWeight=600, **mark)
+        .mark_text(color=colour, fontWeight=600, **mark)
         .encode(alt.X(f"{across}:Q"), alt.Y(f"{up}:Q"), text="label:N")
     )
 
 
 def _listed(trials: list[dict[str, Any]]) -> str:
-    sizes = [str(size) for size in sorted({trial["size"] for trial in trials})]
+    return _listed_sizes(sorted({trial["size"] for trial in trials}))
+
+
+def _listed_sizes(numbers: Iterable[int]) -> str:
+    sizes = [str(number) for number in numbers]
     return " and ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1])))
 
 

@@ -11,7 +11,7 @@ DESCRIPTION = (
     "wait. Then each says that it is done, gradients are added up in buckets, each says whether it holds the sum, and "
     "all make the same optimizer step. Until the second answer every rank can return to the start of the window."
 )
-WIDTH, HEIGHT = 880, 348
+WIDTH, HEIGHT = 880, 368
 LEFT, TOP, LANE, BAR = 110, 76, 58, 38
 DONE, SUMMED = 500, 690  # where the two questions stand
 UNIT = 2.2  # pixels for a sample
@@ -44,9 +44,10 @@ def picture() -> str:
     for number in range(len(WORK)):
         parts += box(SUMMED + 16, TOP + number * LANE, 140, BAR, "data", "optimizer step")
     parts += [
-        text(20, bottom + 46, "Every sample has the same weight, whoever computed it.", "quiet"),
+        text(20, bottom + 46, "A bar is as wide as its time: ranks 1 and 2 need twice as long for a sample.", "quiet"),
+        text(20, bottom + 66, "Every sample has the same weight, whoever computed it.", "quiet"),
         text(
-            20, bottom + 66, "If one rank cannot hold the sum, all repeat the window: parameters stay equal.", "quiet"
+            20, bottom + 86, "If one rank cannot hold the sum, all repeat the window: parameters stay equal.", "quiet"
         ),
     ]
     return framed(WIDTH, HEIGHT, TITLE, DESCRIPTION, parts)

@@ -432,7 +432,9 @@ class FitResult:
 
     @property
     def _title(self) -> str:
-        return f"{self.steps} steps, {self.samples} samples" + (f", stopped: {self.stopped}" if self.stopped else "")
+        of_call = "" if self.resumed_from is None else f"; the last {self.steps - self.resumed_from} steps here"
+        stopped = f", stopped: {self.stopped}" if self.stopped else ""
+        return f"{self.steps} steps, {self.samples} samples{of_call}{stopped}"
 
     def _repr_html_(self) -> str:
         losses = [(float(report.step), report.loss) for report in self.history]

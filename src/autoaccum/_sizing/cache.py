@@ -138,8 +138,8 @@ class PlanCache:
     def tell(self, remembered: Remembered) -> None:
         """Say that a search begins with the result of an earlier one."""
         self._notices.say(
-            f"plan cache: a micro-batch of {remembered.micro_batch} fitted in an earlier run of this job, so the search "
-            "begins there (cache=False: anew)",
+            f"plan cache: a micro-batch of {remembered.micro_batch} fitted in an earlier run of this job, so the "
+            "search begins there (cache=False: anew)",
             key="plan cache found",
         )
 
