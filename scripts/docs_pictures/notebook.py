@@ -27,6 +27,7 @@ def notebook() -> str:
         page,
         flags=re.DOTALL,
     )
+    page = re.sub(r'<div class="unbuilt".*?</div>\n\n', "", page, flags=re.DOTALL)
     # A notebook shows no screenshots of its own files.
     page = re.sub(
         r"`(?:run|report)\.html` is the [^!]*?\n\n!\[[^\]]*\]\([^)]*\.png\)\{[^}]*\}\n\n", "", page, flags=re.DOTALL
@@ -36,7 +37,8 @@ def notebook() -> str:
         filter(None, (_FILE.search(page), _PRINTED.search(page))), key=lambda hit: hit.start(), default=None
     ):
         cells += _told(page[: found.start()])
-        cells.append(_code(_file(found) if found.re is _FILE else _command(found["path"])))
+        source, printed = _file(found) if found.re is _FILE else _command(found["path"])
+        cells.append(_code(source, printed, 1 + sum(cell["cell_type"] == "code" for cell in cells)))
         page = page[found.end() :]
     cells += _told(page)
     for number, cell in enumerate(cells):
@@ -46,14 +48,17 @@ def notebook() -> str:
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
-def _file(found: re.Match[str]) -> str:
-    return f"%%writefile {found['name']}\n" + (ROOT / found["path"]).read_text(encoding="utf-8").rstrip()
+def _file(found: re.Match[str]) -> tuple[str, str]:
+    """Return a cell that writes a file, and what it prints."""
+    content = (ROOT / found["path"]).read_text(encoding="utf-8").rstrip()
+    return f"%%writefile {found['name']}\n{content}", f"Writing {found['name']}\n"
 
 
-def _command(path: str) -> str:
-    """Return the command whose output the page shows, by this kernel's own Python and without a progress bar."""
-    typed = (ROOT / path).read_text(encoding="utf-8").splitlines()[0].removeprefix("$ python ")
-    return f"import sys\n\n!{{sys.executable}} {typed} 2>&1 | cat"
+def _command(path: str) -> tuple[str, str]:
+    """Return the command whose output the page shows, by this kernel's own Python without a progress bar, and it."""
+    typed, _, printed = (ROOT / path).read_text(encoding="utf-8").partition("\n")
+    command = typed.removeprefix("$ python ")
+    return f"import sys\n\n!{{sys.executable}} {command} 2>&1 | cat", printed.removesuffix("Killed\n")
 
 
 def _told(words: str) -> list[dict[str, Any]]:
@@ -74,5 +79,6 @@ def _told(words: str) -> list[dict[str, Any]]:
     return [cell | {"attachments": attached} if attached else cell]
 
 
-def _code(source: str) -> dict[str, Any]:
-    return {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": source}
+def _code(source: str, printed: str, number: int) -> dict[str, Any]:
+    shown = {"name": "stdout", "output_type": "stream", "text": printed}
+    return {"cell_type": "code", "execution_count": number, "metadata": {}, "outputs": [shown], "source": source}

@@ -552,6 +552,31 @@ def test_batch_is_repeated_to_any_size(samples, expected):
     assert rows(repeated((numbered(3), torch.zeros(3)), samples)) == expected
 
 
+def test_millions_of_samples_are_joined_from_few_parts():
+    samples, parts = 3 * 1_000_000 + 2, []
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            if function is torch.ops.aten.cat.default:
+                parts.append(len(arguments[0]))
+            return function(*arguments, **(options or {}))
+
+    with Counting():
+        many = repeated((torch.arange(3.0), [0, 1, 2]), samples)
+
+    assert torch.equal(many[0], torch.arange(samples) % 3)
+    assert many[1][-5:] == [0, 1, 2, 0, 1]
+    assert max(parts) <= 1002
+
+
+def test_a_window_of_unlike_batches_is_repeated_in_its_order():
+    window = Window([torch.arange(2.0), torch.arange(2.0, 5.0)])
+
+    many = repeated(window, 5 * 4000 + 3)
+
+    assert torch.equal(many, torch.arange(5 * 4000 + 3) % 5)
+
+
 def test_nothing_cannot_be_repeated():
     with pytest.raises(InvalidInputError, match=r"0 samples \(batch: \(0, 2\)\)"):
         repeated(torch.zeros(0, 2), 4)

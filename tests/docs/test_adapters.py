@@ -12,7 +12,7 @@ import autoaccum
 from folders import ROOT
 
 PAGE = (ROOT / "docs" / "adapters.md").read_text()
-TABS = dict(re.findall(r'=== "([^"]+)"\n\n    ```diff\n(.*?)    ```', PAGE, flags=re.DOTALL))
+TABS = dict(re.findall(r"## (\w+)\n\n```diff\n(.*?)```", PAGE, flags=re.DOTALL))
 MOST_LINES = 5
 
 pytestmark = [

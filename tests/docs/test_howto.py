@@ -102,7 +102,7 @@ def test_four_cards_are_foreseen_without_a_card(capsys):
 
     out = capsys.readouterr().out
     assert out.startswith("6 updates; ")
-    assert re.findall(r"^(\S+): fits, up to 64 at once$", out, re.MULTILINE) == [
+    assert re.findall(r"^(\S+): fits, up to \d\d,\d{3},\d{3} at once$", out, re.MULTILINE) == [
         "rtx-3090",
         "l4",
         "a100-40gb",

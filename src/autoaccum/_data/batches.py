@@ -8,6 +8,7 @@ cut with it; anything else (a temperature, a flag) is passed on whole. A `Split`
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 LAST_WINDOW = ("step", "drop")
 
 _PAIR = 2
+_MANY_SPANS = 4096
 
 
 class Window(Sequence[Any]):
@@ -406,7 +408,14 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
     Raises:
         InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
     """
-    return repeating(batch, samples, split).cut(0, samples)
+    window = repeating(batch, samples, split)
+    if len(window.spans) > _MANY_SPANS and not window.holds_counts():
+        # Millions of samples from a few: joined in two steps, each of some thousand parts.
+        period = batch.samples if isinstance(batch, Window) else window.spans[0].samples
+        several = window.part(0, period * math.isqrt(samples // period)).joined()
+        if not isinstance(several, Window):
+            window = repeating(several, samples, split)
+    return window.cut(0, samples)
 
 
 def chosen(batch: Any, indices: Sequence[int], split: Split | None = None) -> Any:
