@@ -438,9 +438,19 @@ class FitResult:
 
     def _repr_html_(self) -> str:
         losses = [(float(report.step), report.loss) for report in self.history]
+        # Here, because Altair is slow to import and few need it.
+        try:
+            from autoaccum._system import curve, drawing  # noqa: PLC0415
+        except ImportError:
+            picture, style = html_page.lacking_of("") if losses else "", ""
+        else:
+            drawn = curve.curve_of("loss", losses, "step")
+            picture, style = (
+                ("", "") if drawn is None else (html_page.figure_of(drawn), drawing.style_of(".autoaccum svg"))
+            )
         parts = [
             html_page.header_of("autoaccum.fit", self._title),
-            html_page.curve_of("loss", losses, "step"),
+            picture,
             html_page.table_of("Run", list(self._facts())),
         ]
         if self.evaluations:
@@ -450,7 +460,7 @@ class FitResult:
                 for number, one in enumerate(self.evaluations, 1)
             ]
             parts.append(html_page.table_of("Evaluations", rows, ["", "loss", *names]))
-        return html_page.article_of("\n".join(parts))
+        return html_page.article_of("\n".join(parts), style)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         sizes = self.plan.micro_batches

@@ -1,11 +1,13 @@
 """Pages of HTML: well formed, escaped, and with curves that stay small however long a training was."""
 
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
 
 from autoaccum._system import html_page
+from autoaccum._system.curve import curve_of
 from autoaccum.errors import InvalidInputError
 from record_examples import EVALUATION, fit_result, step_report
 
@@ -37,12 +39,6 @@ def read(page):
     return parser.texts
 
 
-def points_of(figure):
-    return [
-        tuple(map(float, point.split(","))) for point in re.findall(r'measured.*?points="([^"]*)"', figure)[0].split()
-    ]
-
-
 def test_result_is_a_page_with_its_numbers_and_a_curve():
     history = [step_report(step, loss=1.0 / step) for step in range(1, 11)]
     result = fit_result(history)
@@ -53,7 +49,8 @@ def test_result_is_a_page_with_its_numbers_and_a_curve():
     assert "100 in 3 micro-batches of at most 34" in texts
     assert "512.0 MiB" in texts
     assert {f"{EVALUATION.loss:.4g}", "accuracy", "0.9375"} <= set(texts)
-    assert len(points_of(result._repr_html_())) == 10
+    assert len(re.findall("<title>step [0-9]+: loss [0-9.]+</title>", result._repr_html_())) == 10
+    assert 'aria-label="Loss by step. loss by step: 1 at 1, 0.1 at 10."' in result._repr_html_()
 
 
 def test_notebook_shows_a_fragment_and_a_file_holds_the_whole_page(tmp_path):
@@ -80,39 +77,47 @@ def test_result_without_windows_and_evaluations_has_no_curve():
 
 def test_texts_are_escaped():
     table = html_page.table_of(NASTY, [(NASTY, NASTY)], [NASTY, NASTY])
-    figure = html_page.curve_of(NASTY, [(0, 0), (1, 1)], NASTY)
+    figure = html_page.figure_of(curve_of(NASTY, [(0, 0), (1, 1)], NASTY)) + html_page.lacking_of(NASTY)
     page = html_page.document_of(NASTY, html_page.article_of(html_page.header_of(NASTY, NASTY) + table + figure))
 
     read(page)
     assert "<script" not in page
 
 
-def test_curve_goes_from_corner_to_corner_and_leaves_out_what_is_not_finite():
-    figure = html_page.curve_of("loss", [(1, 4.0), (2, float("nan")), (3, float("inf")), (4, 2.0)], "step")
+def test_without_the_library_that_draws_the_page_has_its_tables_and_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "autoaccum._system.curve", None)
+    monkeypatch.delattr("autoaccum._system.curve")
 
-    (left, high), (right, low) = points_of(figure)
-    assert left < right
-    assert high < low  # y downwards
+    page = fit_result([step_report(step, loss=1.0 / step) for step in range(1, 11)]).to_html()
+
+    read(page)
+    assert "<svg" not in page
+    assert "pip install &#x27;autoaccum[report]&#x27;." in page
+    assert "<h2>Run</h2>" in page
+
+
+def test_curve_leaves_out_what_is_not_finite():
+    drawing = curve_of("loss", [(1, 4.0), (2, float("nan")), (3, float("inf")), (4, 2.0)], "step")
+
+    assert re.findall("<title>([^<]*)</title>", drawing.svg) == ["step 1: loss 4", "step 4: loss 2"]
 
 
 def test_curve_of_a_long_training_has_few_points_and_keeps_its_level():
-    figure = html_page.curve_of("loss", [(step, float(step % 2)) for step in range(100_000)], "step")
+    drawing = curve_of("loss", [(step, float(step % 2)) for step in range(100_000)], "step")
 
-    assert len(points_of(figure)) <= 600
+    levels = re.findall("loss ([0-9.]+)</title>", drawing.svg)
+    assert 300 <= len(levels) <= 600
+    assert all(float(level) == pytest.approx(0.5, abs=0.01) for level in levels)
+    assert "mean of" in drawing.caption
 
 
 @pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, float("nan")), (2, float("nan"))]])
 def test_curve_without_two_points_is_left_out(points):
-    assert html_page.curve_of("loss", points, "step") == ""
+    assert curve_of("loss", points, "step") is None
 
 
-@pytest.mark.parametrize("level", [0.0, 3.0, -2.0, 1e-30])
-def test_curve_that_stays_level_is_drawn_in_the_middle(level):
-    heights = {y for _, y in points_of(html_page.curve_of("loss", [(1, level), (2, level)], "step"))}
+@pytest.mark.parametrize("level", [0.0, 3.0, -2.0, 1e-30, 1e30])
+def test_curve_that_stays_level_is_drawn(level):
+    drawing = curve_of("loss", [(1, level), (2, level)], "step")
 
-    assert len(heights) == 1
-
-
-@pytest.mark.parametrize(("low", "high", "marks"), [(0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]), (7.0, 33.0, [10, 20, 30])])
-def test_grid_is_at_round_numbers(low, high, marks):
-    assert html_page._round_numbers(low, high) == marks
+    assert "NaN" not in drawing.svg

@@ -23,21 +23,17 @@ from autoaccum._report.wording import (
     title_of,
     verdicts_of,
 )
-from autoaccum._system.html_page import article_of, document_of, header_of
+from autoaccum._system.html_page import article_of, document_of, figure_of, header_of, lacking_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum._report.drawing import Drawing
     from autoaccum._report.records import Findings
     from autoaccum._report.wording import Section
+    from autoaccum._system.drawing import Drawing
 
 # A class of the style, and the answer as text.
 _ANSWERS = {FITS: ("fits", "fits"), TIGHT: ("tight", "is tight"), DOES_NOT_FIT: ("fails", "does not fit")}
-_NO_PICTURES = (
-    "Pictures of the memory are drawn by Altair and vl-convert, which are not installed here: "
-    "pip install 'autoaccum[report]'. The tables below have the same numbers."
-)
 
 
 def page_of(report: Findings) -> str:
@@ -66,10 +62,9 @@ def _body(report: Findings, drawings: Sequence[Drawing] | None) -> Iterator[str]
         yield "</ul>"
     yield from _list("Warnings", "warnings", report.warnings)
     if drawings is None:
-        yield f'<p class="lacking">{escape(_NO_PICTURES)}</p>'
+        yield lacking_of("The tables below have the same numbers.")
     for drawing in drawings or ():
-        yield f'<figure><h2>{escape(drawing.title)}</h2><div class="wide">\n{drawing.svg}\n</div>'
-        yield f"<figcaption>{escape(drawing.caption)}</figcaption></figure>"
+        yield figure_of(drawing)
     for section in (alive_of(report), *sections_of(report)):
         yield from _section(section)
     for title, notes in notes_of(report):
@@ -82,7 +77,8 @@ def _drawings(report: Findings) -> tuple[list[Drawing] | None, str]:
     """Return the pictures and their style; None where the extra is not installed."""
     # Here, because Altair is slow to import and few need it.
     try:
-        from autoaccum._report import charts, drawing  # noqa: PLC0415
+        from autoaccum._report import charts  # noqa: PLC0415
+        from autoaccum._system import drawing  # noqa: PLC0415
     except ImportError:
         return None, ""
     return list(charts.charts_of(report)), drawing.style_of(".autoaccum svg")

@@ -5,21 +5,14 @@ They follow the reader's light or dark setting (`html_page.css`). Every text is 
 
 from __future__ import annotations
 
-import math
 from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-# In the picture's own units, with y downwards.
-_WIDTH, _HEIGHT = 720, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 24, 44
-# Approximate number of grid lines, at round numbers.
-_TICKS = 5
-# More points than that are not seen apart.
-_MOST_POINTS = 600
+    from autoaccum._system.drawing import Drawing
 
 
 def document_of(title: str, fragment: str, policy: str = "") -> str:
@@ -59,61 +52,19 @@ def table_of(title: str, rows: Sequence[Sequence[str]], header: Sequence[str] = 
     )
 
 
-def curve_of(name: str, points: Sequence[tuple[float, float]], of_x: str) -> str:
-    """Return a figure with a curve through points, in the order of x; empty if fewer than two of them are finite.
+def figure_of(drawing: Drawing) -> str:
+    """Return a picture with its title and caption."""
+    caption = f"<figcaption>{escape(drawing.caption)}</figcaption>" if drawing.caption else ""
+    return f'<figure><h2>{escape(drawing.title)}</h2><div class="wide">\n{drawing.svg}\n</div>{caption}</figure>'
 
-    Args:
-        name: What the curve shows.
-        points: Its points.
-        of_x: What the horizontal axis shows.
-    """
-    finite = [point for point in points if all(map(math.isfinite, point))]
-    if len(finite) < 2:  # noqa: PLR2004 - the ends of a line
-        return ""
-    # Of neighbours that are drawn at one place, the mean.
-    each = math.ceil(len(finite) / _MOST_POINTS)
-    groups = [finite[at : at + each] for at in range(0, len(finite), each)]
-    drawn = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
-    if len(drawn) < 2:  # noqa: PLR2004
-        drawn = finite
-    elements = "\n".join(_elements(name, drawn, of_x))
-    return (
-        f'<figure><div class="wide">\n<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(name)} by '
-        f'{escape(of_x)}">\n{elements}\n</svg>\n</div></figure>'
+
+def lacking_of(what: str) -> str:
+    """Return what stands in the place of pictures where the library that draws them is not installed."""
+    told = (
+        f"Pictures are drawn by Altair and vl-convert, which are not installed: pip install 'autoaccum[report]'. {what}"
     )
+    return f'<p class="lacking">{escape(told.strip())}</p>'
 
 
 def _number(place: int) -> str:
     return ' class="number"' if place else ""
-
-
-def _elements(name: str, points: Sequence[tuple[float, float]], of_x: str) -> Iterator[str]:
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    low, high = min(ys), max(ys)
-    if low == high:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-
-    def left(x: float) -> float:
-        return round(_LEFT + (x - xs[0]) / ((xs[-1] - xs[0]) or 1.0) * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def top(y: float) -> float:
-        return round(_HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-    for value in _round_numbers(low, high):
-        yield f'<polyline class="grid" points="{_LEFT},{top(value)} {_WIDTH - _RIGHT},{top(value)}"></polyline>'
-        yield f'<text x="{_LEFT - 8}" y="{top(value) + 4}" text-anchor="end">{value:g}</text>'
-    for value in (xs[0], xs[-1]):
-        yield f'<text x="{left(value)}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>'
-    yield f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(of_x)}</text>'
-    yield f'<text x="{_LEFT}" y="{_TOP - 8}">{escape(name)}</text>'
-    line = " ".join(f"{left(x)},{top(y)}" for x, y in points)
-    yield f'<polyline class="measured" style="--c: var(--c0)" points="{line}"></polyline>'
-
-
-def _round_numbers(low: float, high: float) -> list[float]:
-    """Return about five round numbers from `low` to `high`."""
-    rough = (high - low) / _TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    first = math.ceil(low / step)
-    return [float(f"{index * step:.12g}") for index in range(first, math.floor(high / step) + 1)]
