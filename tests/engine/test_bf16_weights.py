@@ -304,6 +304,31 @@ def test_small_and_recurrent_weights_stay_in_float32():
     assert halved == {"words.weight", "head.weight"}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw8bit", lambda parameters: torch.optim.AdamW(parameters, lr=0.01)])
+def test_master_of_weights_that_were_bf16_before_is_float32(optimizer):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 32).bfloat16(), nn.Linear(32, 3)
+
+        def forward(self, inputs):
+            return self.head(self.body(inputs.to(self.body.weight.dtype)).float())
+
+    model = Mixed()
+    chosen = []
+
+    def make(parameters):
+        chosen.append(autoaccum.adamw8bit(parameters) if optimizer == "adamw8bit" else optimizer(parameters))
+        return chosen[0]
+
+    batches = [(torch.randn(4, 8), torch.arange(4) % 3)] * 3
+    autoaccum.fit(model, batches, 4, weights="bf16-master", optimizer=make, device="cpu", progress=False)
+
+    masters = [state["master"] for state in chosen[0].state.values() if "master" in state]
+    assert len(masters) == 3  # of both weights, and of the bias that is in bf16
+    assert {master.dtype for master in masters} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("model", "weights", "optimizer"),
     a_few_of(

@@ -91,7 +91,7 @@ class Bf16Weights:
         self._widths = [parameter.dtype for parameter in self._converted]
         narrow, lost = self._narrowed()
         self._lost: list[Tensor | None] | None = lost
-        originals = [parameter.detach() for parameter in self._converted]
+        originals = [parameter.detach().float() for parameter in self._converted]
         for parameter, values in zip(self._converted, narrow, strict=True):
             parameter.data = values
             parameter.grad_dtype = torch.float32

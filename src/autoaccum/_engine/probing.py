@@ -226,7 +226,9 @@ def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str 
     found = f" ({message})" if message else ""
     remedies = [] if step.precision.name != "fp32" else ["precision='bf16'"]
     if not remedies and _UNSUPPORTED in message:
-        remedies.append(f"precision='fp32', since this processor may have no such operator in {step.precision.name}")
+        halved = isinstance(step, TrainingStep) and step.updates.weights is not None
+        instead = "float32 weights (weights=None)" if halved else "precision='fp32'"
+        remedies.append(f"{instead}, since this processor may have no such operator in {step.precision.name}")
     remedies += ways_left(step.objective.modules, step.memory)
     remedies.append("shorter or smaller inputs")
     if isinstance(step, TrainingStep) and _keeps_two_numbers(step.optimizer):
