@@ -15,7 +15,7 @@ from autoaccum._data.batches import Window
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._snapshot import Mark
 from faults import FailAt, differences, state_of
-from helpers import training_step
+from helpers import needs_grad_dtype, training_step
 
 
 class Hungry(nn.Module):
@@ -339,3 +339,19 @@ def test_operator_that_the_processor_may_not_have_is_named(precision, advised):
 
     said = "precision='fp32', since this processor may have no such operator in bf16"
     assert (said in str(caught.value)) == advised
+
+
+@needs_grad_dtype
+def test_with_bf16_weights_such_an_operator_is_not_answered_by_a_precision_that_they_refuse():
+    class Refuses(nn.Linear):
+        def forward(self, inputs):
+            raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
+
+    with pytest.raises(
+        autoaccum.DoesNotFitError, match=r"float32 weights \(weights=None\), since this processor"
+    ) as caught:
+        autoaccum.fit(
+            Refuses(3, 1), [(torch.ones(2, 3), torch.ones(2, 1))], 2, device="cpu", weights="bf16", progress=False
+        )
+
+    assert "precision=" not in str(caught.value)
