@@ -69,14 +69,20 @@ $(VENV)-published-5.13.1/.made: OF_THE_TIME := 'peft==0.20.0'
 TEST_OPTIONS ?=
 # As many workers as there are cores, but four at the most. tests/sharing_out.py says which files each gets.
 WORKERS := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+QUICK := -m 'not slow and not sweep'
 
 .PHONY: test
-test: $(VENV)/.for-development  ## run every test but the slow ones
-	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
+test: $(VENV)/.for-development  ## run every test but the slow ones and the sweeps
+	$(BIN)/python -m pytest $(WORKERS) $(QUICK) $(TEST_OPTIONS)
 
 .PHONY: test-slow
-test-slow: $(VENV)/.for-development  ## run the slow tests: larger sweeps, and what waits for real processes
-	$(BIN)/python -m pytest $(WORKERS) -m slow $(TEST_OPTIONS)
+test-slow: $(VENV)/.for-development  ## run the slow tests, most of which wait for real processes
+	$(BIN)/python -m pytest $(WORKERS) -m 'slow and not sweep' $(TEST_OPTIONS)
+
+# Before a release, and after a change of what they go through.
+.PHONY: test-sweeps
+test-sweeps: $(VENV)/.for-development  ## run the sweeps: more faults, kills and combinations than the tests above sample
+	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)
 
 # Ray and ultralytics are large, and only these tests need them; without them, test-slow skips them.
 $(VENV)/.for-ray $(VENV)/.for-ultralytics: $(VENV)/.for-%: $(VENV)/.for-development
@@ -134,7 +140,7 @@ wheel-check: $(VENV)/.for-development  ## build the wheel and use it and its com
 	cd / && unset PYTHONPATH && $(CURDIR)/build/empty/bin/python -m autoaccum doctor --json >/dev/null
 
 .PHONY: test-all
-test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test, slow or not, on each Python that is here
+test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test, sweeps included, on each Python that is here
 
 test-on-%:
 	@found="$$(command -v python$* || true)"; \
@@ -146,19 +152,19 @@ test-on-%:
 	.venv-$*/bin/python -m pytest $(WORKERS)
 
 .PHONY: test-newest
-test-newest:  ## run the tests but the slow ones with the newest release of every package
+test-newest:  ## run the quick tests with the newest release of every package
 	$(call new_environment,.venv-newest,$(PYTHON))
 	$(call install,.venv-newest) --upgrade --editable . --group dev
-	.venv-newest/bin/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
+	.venv-newest/bin/python -m pytest $(WORKERS) $(QUICK) $(TEST_OPTIONS)
 
 # The oldest PyTorch that pyproject.toml allows, with the torchvision that was made for it.
 OLDEST_TORCH := 'torch==2.8.0' 'torchvision==0.23.0'
 
 .PHONY: test-oldest-torch
-test-oldest-torch:  ## run the tests but the slow ones with the oldest PyTorch that is supported
+test-oldest-torch:  ## run the quick tests with the oldest PyTorch that is supported
 	$(call new_environment,.venv-oldest-torch,$(PYTHON))
 	$(call install,.venv-oldest-torch) --editable . --group dev $(OLDEST_TORCH)
-	.venv-oldest-torch/bin/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
+	.venv-oldest-torch/bin/python -m pytest $(WORKERS) $(QUICK) $(TEST_OPTIONS)
 
 # The oldest frameworks that pyproject.toml allows.
 OLDEST_FRAMEWORKS := 'transformers==4.57.6' 'accelerate==1.10.1' 'lightning==2.4.0' 'trl==0.24.0' 'peft==0.17.1'
@@ -167,7 +173,7 @@ OLDEST_FRAMEWORKS := 'transformers==4.57.6' 'accelerate==1.10.1' 'lightning==2.4
 test-adapters-oldest:  ## run the quick tests of the adapters with the oldest frameworks that are supported
 	$(call new_environment,.venv-oldest-adapters,$(PYTHON))
 	$(call install,.venv-oldest-adapters) --editable . --group dev $(OLDEST_FRAMEWORKS)
-	.venv-oldest-adapters/bin/python -m pytest $(WORKERS) -m 'not slow' tests/integrations $(TEST_OPTIONS)
+	.venv-oldest-adapters/bin/python -m pytest $(WORKERS) $(QUICK) tests/integrations $(TEST_OPTIONS)
 
 .PHONY: overhead
 overhead: $(VENV)/.for-development  ## measure what the runner costs beside a loop written by hand

@@ -87,9 +87,9 @@ def assert_bitwise(found, expected):
 
 
 def a_few_of(*axes):
-    """Combinations for `parametrize`: the quick tests take so many that every value occurs, the slow ones the rest."""
+    """Combinations for `parametrize`: the quick tests take so many that every value occurs, the sweeps the rest."""
     most = max(map(len, axes))
     quick = {tuple(list(axis)[number % len(axis)] for axis in axes) for number in range(most)}
     return [
-        pytest.param(*values, marks=() if values in quick else pytest.mark.slow) for values in itertools.product(*axes)
+        pytest.param(*values, marks=() if values in quick else pytest.mark.sweep) for values in itertools.product(*axes)
     ]

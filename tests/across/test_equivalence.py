@@ -465,7 +465,7 @@ def cases(draw):
     return LOSSES[kind], (inputs, targets), draw(cuts(samples))
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.sweep)])
 def test_any_mask_any_cut_any_loss_gives_the_full_batch_gradient(examples):
     @settings(max_examples=examples)
     @given(case=cases())
@@ -477,7 +477,7 @@ def test_any_mask_any_cut_any_loss_gives_the_full_batch_gradient(examples):
     assert_of()
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.sweep)])
 def test_any_float32_gradient_is_as_exact_as_the_full_batch(examples):
     @settings(max_examples=examples)
     @given(case=cases())

@@ -19,7 +19,7 @@ def warm():
     warm_up()
 
 
-@pytest.mark.parametrize(("every", "capacities"), [(3, 2), pytest.param(1, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("every", "capacities"), [(3, 2), pytest.param(1, 10, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("model", WIDE)
 def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model, every, capacities):
     tally = Tally()
@@ -40,7 +40,7 @@ def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_
     ("case", "every"),
     [
         *(pytest.param(case, 4, id=f"{case}-a few limits") for case in _failing_host.QUICK),
-        *(pytest.param(case, 1, id=f"{case}-all", marks=pytest.mark.slow) for case in _failing_host.CASES),
+        *(pytest.param(case, 1, id=f"{case}-all", marks=pytest.mark.sweep) for case in _failing_host.CASES),
     ],
 )
 def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case, every):

@@ -26,7 +26,7 @@ A_FEW = (
     Budget(**vars(NOTHING) | {"memory": 1, "first": 2, "errors": 1, "interrupts": 1, "twice": 1}),
 )
 # Of a model's ten cases the quick tests take one, the next model's with faults of the other kind.
-SHARES = [pytest.param(10, id="one case"), pytest.param(1, id="all cases", marks=pytest.mark.slow)]
+SHARES = [pytest.param(10, id="one case"), pytest.param(1, id="all cases", marks=pytest.mark.sweep)]
 PLAIN = Case("mlp", "fp32", "Adam, loop")
 RICH = Case("own buffers", "fp16", "AdamW, loop", sizes=(4, 4, 4), clip=0.5, pieces=(7, 5))
 
@@ -67,7 +67,7 @@ def test_fault_at_any_operator_changes_nothing_but_the_cut(model, every):
     assert tally.refused >= 10 // every
 
 
-@pytest.mark.parametrize("points", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [6, pytest.param(20, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("case", [RICH, Case("checkpoint", "bf16", "SGD, foreach", sizes=(6, 6))], ids=str)
 def test_memory_that_ran_out_leaves_no_tensor_alive(case, points):
     tally = Sweep(case).run(Budget(**vars(NOTHING) | {"counted": points}))
@@ -76,7 +76,7 @@ def test_memory_that_ran_out_leaves_no_tensor_alive(case, points):
     assert tally.injected > points // 2
 
 
-@pytest.mark.parametrize("lines", [12, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lines", [12, pytest.param(40, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("case", [RICH, Case("several losses", "fp32", "SGD, loop", sizes=(6, 6))], ids=str)
 def test_interrupt_between_any_two_lines_leaves_the_window_undone_or_done(case, lines):
     tally = Sweep(case).run(Budget(**vars(NOTHING) | {"lines": lines}))

@@ -29,7 +29,7 @@ QUICK = {("mean", 2), ("pair", 2), ("list", 2), ("tokens, found out", 2), ("toke
 
 def losses():
     for case in itertools.product((name for name in rank_training.LOSSES if name != "several"), (2, 3)):
-        yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.sweep)
 
 
 @pytest.mark.parametrize(("loss", "size"), list(losses()))

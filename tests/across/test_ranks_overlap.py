@@ -225,7 +225,7 @@ def test_error_of_the_users_own_elsewhere_is_told_to_the_others(crew, what, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
 
 
-@pytest.mark.parametrize("every", [36, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [36, pytest.param(9, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("who", "clip"), [(0, None), (1, 0.5)])
 def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew, who, clip, every):
     arguments = {"size": 2, "clip": clip, "overlap": True}
@@ -251,7 +251,7 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew
     assert sent
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2, pytest.param(8, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("size", "loss", "optimizer", "clip"), [(2, "mean", "adam", 0.5), (4, "list", "sgd", None), (2, "pair", "sgd", 0.5)]
 )

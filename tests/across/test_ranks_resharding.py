@@ -34,7 +34,7 @@ def changes():
         for place, steps in enumerate((2, EPOCH, EPOCH + 1)):
             for before, after in ((1, 2), (2, 1)):
                 is_quick = place == number % 3 and before == 1 + number % 2
-                yield pytest.param(before, after, kind, steps, marks=[] if is_quick else pytest.mark.slow)
+                yield pytest.param(before, after, kind, steps, marks=[] if is_quick else pytest.mark.sweep)
 
 
 @pytest.mark.parametrize(("before", "after", "kind", "steps"), list(changes()))

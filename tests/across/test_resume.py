@@ -70,7 +70,7 @@ def assert_goes_on_as_if_nothing_had_happened(folder, *steps, **options):
 # --- killed at any moment ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(10, 3), pytest.param((50, 8), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope="module", params=[(10, 3), pytest.param((50, 8), marks=pytest.mark.sweep)], ids=str)
 def signals(request):
     """How many SIGKILLs and SIGTERMs."""
     return request.param

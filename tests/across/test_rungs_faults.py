@@ -10,7 +10,7 @@ from rung_training import STEPS, assert_same, is_plain, replayed, trained
 CAPACITY = "3MiB"
 # Operators that make model and data.
 _BEFORE = 600
-SHARES = [0, *(pytest.param(share, marks=pytest.mark.slow) for share in range(1, 6))]
+SHARES = [0, *(pytest.param(share, marks=pytest.mark.sweep) for share in range(1, 6))]
 
 
 @pytest.fixture(scope="module")

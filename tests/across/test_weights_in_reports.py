@@ -61,7 +61,7 @@ def held_by_a_real_step(weights, optimizer):
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.card_fakes)])
 @pytest.mark.parametrize(
     "optimizer",
-    [adamw, pytest.param(momentum, marks=pytest.mark.slow), pytest.param(of_8_bits, marks=pytest.mark.slow)],
+    [adamw, pytest.param(momentum, marks=pytest.mark.sweep), pytest.param(of_8_bits, marks=pytest.mark.sweep)],
 )
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_predicted_bytes_are_those_of_a_real_step(weights, optimizer, kind):

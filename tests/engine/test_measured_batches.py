@@ -68,7 +68,7 @@ def test_all_that_was_tried_is_recorded_and_the_fastest_is_in_force(tried):
     assert timed[accumulator.memory] <= min(timed.values()) * 1.02
 
 
-@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.sweep)])
 def test_gradients_are_those_of_the_same_cuts_where_memory_is_plenty(tried, twice):
     model, _, reports = accumulated("3MiB", twice=True) if twice else tried
 
@@ -120,7 +120,7 @@ class _Interrupting:
         return nn.functional.cross_entropy(outputs, targets)
 
 
-@pytest.mark.parametrize("at", [40, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 17, 77))])
+@pytest.mark.parametrize("at", [40, *(pytest.param(at, marks=pytest.mark.sweep) for at in (3, 17, 77))])
 def test_interrupt_while_it_measures_leaves_model_and_choice_usable(at):
     model = Wide()
     loss = _Interrupting(at)

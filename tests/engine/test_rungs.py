@@ -73,7 +73,7 @@ def test_user_is_told_once_what_was_tried(said):
     assert "nothing does not fit; checkpoint:1 does not fit; checkpoint:2" in line
 
 
-@pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.sweep)])
 def test_next_run_begins_with_what_was_measured(tmp_path, monkeypatch, capsys, probe):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
     _, first = trained("3MiB", cache=True, probe=probe)

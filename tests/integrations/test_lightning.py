@@ -343,7 +343,7 @@ def faulty(point, tmp_path, on):
 
 
 @pytest.mark.parametrize("on", ["train", "validation"])
-@pytest.mark.parametrize("runs", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [2, pytest.param(60, marks=pytest.mark.sweep)])
 def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, runs, tmp_path):
     plain = Classifier()
     fitted(plain, vectors(), folder=tmp_path / "plain", validates=True)

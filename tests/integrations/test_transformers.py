@@ -171,7 +171,7 @@ def in_fp16(trainer):
     return InFp16
 
 
-@pytest.mark.parametrize("most", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [3, pytest.param(12, marks=pytest.mark.sweep)])
 def test_fp16_is_scaled_as_by_the_trainer_whichever_operator_lacks_memory(tmp_path, monkeypatch, most):
     """An update that overflows is skipped, and memory that runs out in it, or in another, is not taken for that."""
     options = {"model": model_of("bert").float(), "samples": 48, "optim": "sgd", "learning_rate": 0.1}
@@ -302,7 +302,7 @@ def points_of(count, most):
     return range(1, count + 1, max(1, count // most))
 
 
-SHARES = [pytest.param(2, id="a few"), pytest.param(6, id="more", marks=pytest.mark.slow)]
+SHARES = [pytest.param(2, id="a few"), pytest.param(6, id="more", marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize("most", SHARES)

@@ -509,7 +509,7 @@ print(hits, *notices.texts)
 """
 
 
-@pytest.mark.parametrize("turns", [60, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [60, pytest.param(150, marks=pytest.mark.sweep)])
 def test_processes_that_write_read_and_delete_at_once_never_meet_half_a_file(tmp_path, turns):
     processes = [
         subprocess.Popen(

@@ -270,7 +270,7 @@ def points_of(count, every):
     return sorted({*range(1, count + 1, max(1, count // 6)), *range(max(1, count - 120), count + 1, every)})
 
 
-SHARES = [pytest.param(17, id="a few"), pytest.param(4, id="many", marks=pytest.mark.slow)]
+SHARES = [pytest.param(17, id="a few"), pytest.param(4, id="many", marks=pytest.mark.sweep)]
 
 
 # --- closures ---------------------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def test_nothing_of_a_failed_backward_pass_is_alive_when_it_is_tried_again():
     assert not any(alive)
 
 
-@pytest.mark.parametrize("every", [pytest.param(19, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [pytest.param(19, id="a few"), pytest.param(1, id="all", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("mode", [FailAt, InterruptAt])
 def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every):
     class Odd(Exception):  # noqa: N818 - not named by its suffix
