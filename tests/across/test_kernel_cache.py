@@ -2,6 +2,8 @@
 
 import subprocess
 
+import pytest
+
 import warm
 
 # Prints by how many KiB the process grows when a model that `fit` has trained under a limit runs with ten new sizes.
@@ -39,6 +41,7 @@ print(data_kib() - before)
 """
 
 
+@pytest.mark.slow
 def test_fit_with_validation_keeps_the_kernels_of_one_size_alone_under_a_limit():
     ended = subprocess.run([*warm.python(), "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=True)
     assert int(ended.stdout) < 4096

@@ -32,6 +32,7 @@ def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(crew, f
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
     arguments = {"size": 2, "capacities": ["16MiB", "4MiB"], "shard": True, "checkpoint": tmp_path}
     first = crew.run("rank_rungs:train", max_steps=50, **arguments)
@@ -43,6 +44,7 @@ def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
     assert len(second[0]["losses"]) == 8
 
 
+@pytest.mark.slow
 def test_accumulators_agree_and_have_the_gradients_of_one_process(crew):
     (expected,) = crew.run("rank_rungs:accumulate", size=1, capacities=["1GiB"])
 

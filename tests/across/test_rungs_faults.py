@@ -26,6 +26,7 @@ def points(operators, number):
     return [_BEFORE + share * (operators // 2) // number + 7 * share for share in range(number)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES)
 def test_single_failures_change_nothing_but_cuts(operators, share):
     at = points(operators, 24)[share::6]
@@ -39,6 +40,7 @@ def test_single_failures_change_nothing_but_cuts(operators, share):
     assert is_plain(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES)
 def test_failures_that_last_take_the_next_rung_or_end_with_what_is_done(operators, share):
     first, model, damaged = points(operators, 6)[share], Wide(), False

@@ -43,6 +43,7 @@ def test_every_run_with_text_has_a_model_and_a_size_that_its_card_has():
 
 
 # What is alive at the optimizer's step, where the peak is, is the same in every version of transformers.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.card_fakes
 def test_what_an_llm_took_of_a_real_card_is_predicted_to_within_a_mebibyte():

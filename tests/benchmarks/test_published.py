@@ -41,6 +41,7 @@ def test_what_a_run_took_of_a_real_card_is_predicted(run, within):
     assert not row["ours_runs_out"]
 
 
+@pytest.mark.slow
 @pytest.mark.card_fakes
 def test_a_run_that_ran_out_of_memory_is_said_to():
     row = published.predicted(RUNS["002-Monte Carlo/Transformer/001/facebook-opt-350m_AdamW_48_1_8-0036"])

@@ -87,6 +87,7 @@ def test_batches_that_fit_at_once_are_not_compared():
     assert_same(model, accumulated("1GiB", batches=6, memory=None)[0])
 
 
+@pytest.mark.slow
 def test_next_run_begins_with_what_was_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
     _, first, _ = accumulated("3MiB", cache=True)
@@ -120,6 +121,7 @@ class _Interrupting:
         return nn.functional.cross_entropy(outputs, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [40, *(pytest.param(at, marks=pytest.mark.sweep) for at in (3, 17, 77))])
 def test_interrupt_while_it_measures_leaves_model_and_choice_usable(at):
     model = Wide()

@@ -101,6 +101,7 @@ def test_remedies_are_shown_and_written(small):
     assert small.to_dict()["remedies_on"] == small.remedies_on
 
 
+@pytest.mark.slow
 @pytest.mark.card_fakes
 def test_a_remedy_whose_updates_read_values_is_told_where_there_are_none():
     tokens = torch.zeros(4, 128, dtype=torch.long)
@@ -277,6 +278,7 @@ def test_a_cut_into_many_pieces_is_worth_mending(largest, target, due):
     assert are_due(largest, target) is due
 
 
+@pytest.mark.slow
 def test_what_bf16_weights_are_said_to_let_fit_is_what_fits():
     """On a simulated device, where every storage is counted."""
     inputs = torch.zeros(2, 256, dtype=torch.long)
@@ -368,6 +370,7 @@ def test_a_card_that_was_asked_about_is_named_before_smaller_ones_that_were_not(
     assert "h100" not in other.description
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_is_advised_for_a_language_model_with_many_classes():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
