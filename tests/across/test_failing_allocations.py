@@ -51,7 +51,7 @@ def test_real_limit_that_gets_lower_and_lower_changes_nothing_but_the_cut(case, 
     assert tally.survived + tally.refused > 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on the host takes Linux")
 def test_the_whole_sweep_ends_with_limits_on_this_host():
     done = subprocess.run(
