@@ -1,6 +1,7 @@
 """Updates of tokens, and samples by length, have the gradient of the whole batch, whatever fails on the way."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -421,3 +422,14 @@ def test_ranks_share_tokens_by_their_speed(crew):
 
     for found in crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, shares="speed", **options):
         torch.testing.assert_close(found["parameters"], flat(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_lines_name_tokens_where_sizes_count_them(capsys):
+    trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, progress="lines")
+
+    said = capsys.readouterr().err
+    assert re.search(r"trial of \d+ tokens: fits", said)
+    assert re.search(r"largest that fits \d+ tokens, found in", said)
+    assert " a token" in said
+    assert " a sample" not in said
+    assert re.search(r"done: .* cut [\d,]+ tokens with padding", said)

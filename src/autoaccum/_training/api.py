@@ -296,12 +296,12 @@ def fit(
     _check_others(callbacks, seed, shares, shard=shard, overlap=overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
-    rank, cap = own_rank(), max_micro_batch()
+    rank, cap, counts = own_rank(), max_micro_batch(), SAMPLES if token_target is None else TOKENS
     notices = Notices(silent=progress is False or rank > 0)
     _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices, token_target)
     backend = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, backend)
-    shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes)
+    shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
     if options is not None:
         check_that_it_can_be_limited(backend, limit_bytes)
     savings, fallbacks = check_memory(memory, fallback, backend, compiles=options is not None)
@@ -394,7 +394,7 @@ def fit(
                 None
                 if token_target is not None
                 else _steps_per_epoch(loader, target if shard else world.target_batch, last_window),
-                SAMPLES if token_target is None else TOKENS,
+                counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
             finding=Finding(
@@ -409,7 +409,7 @@ def fit(
                 forward=forward,
                 cap=cap,
                 grows_from=grows_from,
-                counts=SAMPLES if token_target is None else TOKENS,
+                counts=counts,
                 saves=savings,
             ),
             val_loader=val_loader,

@@ -22,11 +22,11 @@ from autoaccum._arguments import is_one_of, shown
 from autoaccum._callbacks import Callback
 from autoaccum._engine.noise_scale import rounded
 from autoaccum._memory.limits import format_bytes
-from autoaccum._records import TOKENS
+from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import Dropping, is_terminal, write_line
-from autoaccum._training.summary import advice_on, of_capacity, rows_of
+from autoaccum._training.summary import advice_on, cut_of, of_capacity, rows_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ _LINE_EVERY_S = 10.0
 
 
 def progress_for(
-    progress: bool | str | Callback, memory: MemoryBackend | None = None, limit_bytes: int | None = None
+    progress: bool | str | Callback,
+    memory: MemoryBackend | None = None,
+    limit_bytes: int | None = None,
+    counts: str = SAMPLES,
 ) -> Callback:
     """Return the callback that shows progress as asked for.
 
@@ -53,6 +56,7 @@ def progress_for(
             that. False: nothing. A callback of your own is returned as it is.
         memory: The device, of which the peak is shown beside what there is; None if unknown.
         limit_bytes: The memory limit; None for what is free on the device now.
+        counts: What sizes of trials count, as `Plan.counts`.
 
     Raises:
         InvalidInputError: `progress` is none of these.
@@ -71,7 +75,7 @@ def progress_for(
     if limit_bytes is None and memory is not None:
         reading = memory.reading()
         limit_bytes = reading.used_bytes + reading.free_bytes
-    return (RichProgress if progress == "bar" else LineProgress)(capacity_bytes=limit_bytes)
+    return (RichProgress if progress == "bar" else LineProgress)(capacity_bytes=limit_bytes, counts=counts)
 
 
 class OtherRank(Callback):
@@ -104,8 +108,10 @@ class _Tally:
         max_steps: int | None,
         steps_per_epoch: int | None,
         capacity_bytes: int | None = None,
+        counts: str = SAMPLES,
     ) -> None:
         self.capacity_bytes = capacity_bytes
+        self._unit = " tokens" if counts == TOKENS else ""
         self.epochs = epochs
         self.epoch = 1
         self.total_steps = _total_steps(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
@@ -173,7 +179,7 @@ class _Tally:
         # What fitted in the first window may not fit once the optimizer has made its state.
         verdict = "fits" if trial.fits else "fits no longer" if trial.size <= self._fitted else "does not fit"
         peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-        return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
+        return f"trial of {trial.size}{self._unit}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
 
     def figures(self, *, in_bar: bool = False) -> str:
         """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 0 oom".
@@ -223,9 +229,10 @@ class _Tally:
 class _Progress(Callback):
     """What both ways to show progress have in common: they count, and know which step is saved."""
 
-    def __init__(self, capacity_bytes: int | None) -> None:
+    def __init__(self, capacity_bytes: int | None, counts: str) -> None:
         self._capacity_bytes = capacity_bytes
-        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None)
+        self._counts = counts
+        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None, counts=counts)
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Begin to count."""
@@ -234,6 +241,7 @@ class _Progress(Callback):
             max_steps=max_steps,
             steps_per_epoch=steps_per_epoch,
             capacity_bytes=self._capacity_bytes,
+            counts=self._counts,
         )
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
@@ -255,12 +263,18 @@ class LineProgress(_Progress):
         every_s: At most one step line in so many seconds.
         file: Where to write; None: `sys.stderr` as it is at the time.
         capacity_bytes: What the training may take on its device; None if unknown.
+        counts: What sizes of trials count, as `Plan.counts`.
     """
 
     def __init__(
-        self, *, every_s: float = _LINE_EVERY_S, file: TextIO | None = None, capacity_bytes: int | None = None
+        self,
+        *,
+        every_s: float = _LINE_EVERY_S,
+        file: TextIO | None = None,
+        capacity_bytes: int | None = None,
+        counts: str = SAMPLES,
     ) -> None:
-        super().__init__(capacity_bytes)
+        super().__init__(capacity_bytes, counts)
         self._every_s = every_s
         self._file = file
         self._last_line = time.monotonic()
@@ -330,10 +344,13 @@ class RichProgress(_Progress):
     Args:
         console: The rich console to draw on; None: one for stderr.
         capacity_bytes: What the training may take on its device; None if unknown.
+        counts: What sizes of trials count, as `Plan.counts`.
     """
 
-    def __init__(self, console: Console | None = None, *, capacity_bytes: int | None = None) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(
+        self, console: Console | None = None, *, capacity_bytes: int | None = None, counts: str = SAMPLES
+    ) -> None:
+        super().__init__(capacity_bytes, counts)
         self._console = console
         self._bar: Progress | None = None
         self._live: Live | None = None
@@ -495,15 +512,19 @@ def _rounded_time(seconds: float) -> str:
 
 
 def _plan_facts(plan: Plan, probe: ProbeResult | None) -> list[tuple[str, str]]:
-    facts = [("target batch", str(plan.target_batch)), ("cut", format_cut(plan.micro_batches))]
-    if plan.counts == TOKENS:
-        facts = [("target", f"{plan.target_batch:,} tokens"), ("cut", f"{plan.micro_batch:,} tokens with padding")]
+    in_tokens = plan.counts == TOKENS
+    facts = [
+        ("target", f"{plan.target_batch:,} tokens") if in_tokens else ("target batch", str(plan.target_batch)),
+        ("cut", cut_of(plan)),
+    ]
     if probe is not None:
-        facts.append(("largest that fits", f"{probe.micro_batch}, found in {_counted(len(probe.trials), 'trial')}"))
+        largest = f"{probe.micro_batch}{' tokens' if in_tokens else ''}"
+        facts.append(("largest that fits", f"{largest}, found in {_counted(len(probe.trials), 'trial')}"))
         if probe.limit_bytes is not None:
             facts.append(("memory limit", format_bytes(probe.limit_bytes)))
         if probe.fixed_bytes is not None and probe.bytes_per_sample is not None:
-            needs = f"{format_bytes(probe.fixed_bytes)} and {format_bytes(probe.bytes_per_sample)} a sample"
+            each = "token" if in_tokens else "sample"
+            needs = f"{format_bytes(probe.fixed_bytes)} and {format_bytes(probe.bytes_per_sample)} a {each}"
             facts.append(("memory needed", needs))
     return facts
 
@@ -538,5 +559,5 @@ def _summary_text(result: FitResult) -> str:
     return (
         f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}{of_call} in "
         f"{result.elapsed_s:.1f} s, "
-        f"cut {format_cut(result.plan.micro_batches)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
+        f"cut {cut_of(result.plan)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import format_bytes
+from autoaccum._records import TOKENS
 from autoaccum._sizing.planner import format_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoaccum._records import FitResult
+    from autoaccum._records import FitResult, Plan
 
 # Of a call's time. Below, other calls differ by as much without a reason.
 _MUCH = 0.1
@@ -32,12 +33,19 @@ def rows_of(result: FitResult, peak_bytes: int | None, capacity_bytes: int | Non
     if result.elapsed_s > 0 and result.history:
         speed = sum(report.samples for report in result.history) / result.elapsed_s
         yield "speed", f"{speed:.4g} samples/s, everything included"
-    yield "cut", format_cut(result.plan.micro_batches)
+    yield "cut", cut_of(result.plan)
     if peak_bytes is not None:
         yield "peak memory", of_capacity(peak_bytes, capacity_bytes)
     yield "out of memory", f"{result.oom_events} time{'' if result.oom_events == 1 else 's'}"
     if shares := ", ".join(f"{what} {seconds:.1f} s ({share:.0%})" for what, seconds, share in _shares(result)):
         yield "time", shares
+
+
+def cut_of(plan: Plan) -> str:
+    """Return such as "34+33+33", or "150 tokens with padding"."""
+    if plan.counts == TOKENS:
+        return f"{plan.micro_batch:,} tokens with padding"
+    return format_cut(plan.micro_batches)
 
 
 def of_capacity(used_bytes: int, capacity_bytes: int | None) -> str:
