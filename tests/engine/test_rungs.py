@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import pytest
 import torch
@@ -71,6 +72,16 @@ def test_user_is_told_once_what_was_tried(said):
 
     assert "memory='auto' takes checkpoint" in line
     assert "nothing does not fit; checkpoint:1 does not fit; checkpoint:2" in line
+
+
+def test_what_is_tried_is_said_before_the_plans_that_are_found_with_it(capsys):
+    trained("8MiB", progress="lines")
+
+    said = capsys.readouterr().err
+    tried = re.findall(r"memory='auto' tries (\S+) from the next window on", said)
+    assert tried
+    assert len(tried) == len(set(tried))
+    assert "nothing" not in tried  # which is what it begins with
 
 
 @pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.sweep)])

@@ -161,6 +161,8 @@ class Rungs:
         self._failed.clear()
         self._judge([_Said(*one) for one in self._of_all("what saves memory", own)], len(own.failed))
         self.is_measuring = not self._choice.is_settled
+        if self.is_measuring and self.rung != before and not self._choice.judged[self.rung].micro_batches:
+            self._notices.say(f"memory='auto' tries {_written(self.rung)} from the next window on")
         if not self.is_measuring and len(self._choice.judged) > 1:
             self._tell()
         return self.rung != before or not self.is_measuring
