@@ -153,7 +153,8 @@ class Rungs:
             before,
             cutting.is_found,
             max(report.micro_batches, default=0),
-            len(report.micro_batches) <= 1,
+            # With a target in tokens, padding may cut a window of which so many tokens would fit at once.
+            len(report.micro_batches) <= 1 or cutting.plan.accum_steps == 1,
             seconds if is_clean else None,
             work,
             report.peak_bytes,
