@@ -326,12 +326,15 @@ def test_answer_holds_in_training_where_what_is_set_aside_is_a_large_part_of_the
     assert result.plan.accum_steps > 1
 
 
+class Refuses(nn.Linear):
+    """Has an operator that oneDNN does not know in this type."""
+
+    def forward(self, inputs):
+        raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
+
+
 @pytest.mark.parametrize(("precision", "advised"), [("bf16", True), ("fp32", False)])
 def test_operator_that_the_processor_may_not_have_is_named(precision, advised):
-    class Refuses(nn.Linear):
-        def forward(self, inputs):
-            raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
-
     with pytest.raises(autoaccum.DoesNotFitError) as caught:
         autoaccum.fit(
             Refuses(3, 1), [(torch.ones(2, 3), torch.ones(2, 1))], 2, device="cpu", precision=precision, progress=False
@@ -343,10 +346,6 @@ def test_operator_that_the_processor_may_not_have_is_named(precision, advised):
 
 @needs_grad_dtype
 def test_with_bf16_weights_such_an_operator_is_not_answered_by_a_precision_that_they_refuse():
-    class Refuses(nn.Linear):
-        def forward(self, inputs):
-            raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
-
     with pytest.raises(
         autoaccum.DoesNotFitError, match=r"float32 weights \(weights=None\), since this processor"
     ) as caught:
