@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 
 import pytest
 import torch
@@ -425,7 +426,7 @@ def test_ranks_share_tokens_by_their_speed(crew):
 
 
 def test_lines_name_tokens_where_sizes_count_them(capsys):
-    trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, progress="lines")
+    trained(loader_of(400, BATCH), target_tokens=TOKENS, progress="lines")
 
     said = capsys.readouterr().err
     assert re.search(r"trial of \d+ tokens: fits", said)
@@ -433,3 +434,35 @@ def test_lines_name_tokens_where_sizes_count_them(capsys):
     assert " a token" in said
     assert " a sample" not in said
     assert re.search(r"done: .* cut [\d,]+ tokens with padding", said)
+
+
+def test_next_run_begins_with_tokens_that_fit_beyond_the_target(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
+    trained(loader_of(400, BATCH), target_tokens=TOKENS, progress="lines")
+    largest = int(re.search(r"largest that fits (\d+) tokens", capsys.readouterr().err)[1])
+    assert largest > TOKENS  # with padding
+
+    trained(loader_of(400, BATCH), target_tokens=TOKENS, progress="lines")
+
+    said = capsys.readouterr().err
+    assert "damaged" not in said
+    assert f"a micro-batch of {largest} fitted in an earlier run" in said
+
+
+@pytest.mark.parametrize("target", [{"target_tokens": TOKENS}, {"target_batch": 16, "order": "length"}], ids=str)
+def test_windows_that_the_clock_compares_are_cut_as_it_asks(target):
+    """Micro-batches half as large take twice as long here, so that the largest win."""
+
+    class Slow(Causal):
+        def forward(self, *args, **inputs):
+            time.sleep(0.004)
+            return super().forward(*args, **inputs)
+
+    model = Slow()
+    _, result = trained(loader_of(1200, BATCH), model=model, **target)
+
+    timed = [len(report.micro_batches) for report in result.history[8:40]]
+    assert max(timed) >= 3  # smaller sizes were tried
+    assert result.plan.accum_steps == 1
+    # Padding does not cut what fits.
+    assert {len(report.micro_batches) for report in result.history[-20:-1]} <= {1, 2}

@@ -152,7 +152,7 @@ class Rungs:
             tuple(self._failed),
             before,
             cutting.is_found,
-            max(report.micro_batches, default=0),
+            cutting.plan.micro_batch if report.micro_batches else 0,
             # With a target in tokens, padding may cut a window of which so many tokens would fit at once.
             len(report.micro_batches) <= 1 or cutting.plan.accum_steps == 1,
             seconds if is_clean else None,

@@ -49,12 +49,13 @@ class Key:
 
     Attributes:
         digest: SHA-256 of the job's description.
-        target_batch: Samples per update.
+        target_batch: Samples per update, of which no more can fit; None where sizes are tokens with padding, of which
+            an update may have more than its target.
         about: The human-readable part of the description.
     """
 
     digest: str
-    target_batch: int
+    target_batch: int | None
     about: Mapping[str, str | int | None] = field(compare=False)
 
 
@@ -216,7 +217,8 @@ def _understood(data: bytes, key: Key, path: Path) -> Remembered:
         remembered = Remembered(**content["found"])
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise _UselessError(f"{path} is damaged ({first_line(error)})") from None
-    if checksum != digest_of(content) or remembered.micro_batch > key.target_batch:
+    is_too_large = key.target_batch is not None and remembered.micro_batch > key.target_batch
+    if checksum != digest_of(content) or is_too_large:
         raise _UselessError(f"{path} is damaged (it was changed since it was written)")
     if content.get("key") != key.digest:
         raise _UselessError(f"{path} belongs to another job")

@@ -68,7 +68,8 @@ def key_of(
     }
     structures = [_structure(module) for module in modules]
     marks = [*([counts] if counts != SAMPLES else []), *saves]
-    return Key(digest_of([about, structures, _form(batch), cap, *marks]), target_batch, about)
+    most = target_batch if counts == SAMPLES else None
+    return Key(digest_of([about, structures, _form(batch), cap, *marks]), most, about)
 
 
 def _structure(model: nn.Module) -> list[Any]:

@@ -46,6 +46,8 @@ class OnlineSearch:
         fitted_before: The largest size known to have fitted before.
         line: The memory of a micro-batch then, in addition to what was in use.
         fails_cleanly: Whether sizes slightly above the predicted limit may be tried.
+        is_even: Whether windows can be cut into equal parts, so that one that could not be tried beside gradients in a
+            window cannot be in the next. Samples of unlike length are cut into parts that differ.
 
     Attributes:
         largest: The largest size proven to fit; 0 before there is one.
@@ -60,6 +62,7 @@ class OnlineSearch:
         fitted_before: int = 0,
         line: Line | None = None,
         fails_cleanly: bool = True,
+        is_even: bool = True,
     ) -> None:
         self.largest = 0
         self.is_done = False
@@ -72,6 +75,7 @@ class OnlineSearch:
         self._has_tried_again = False
         self._fitted_before = fitted_before
         self._tolerance = _TOLERANCE if fails_cleanly else 1.0
+        self._is_even = is_even
         self._known = line
         self._seen: dict[_Seen, None] = {}  # each once, newest last: a window may have thousands of micro-batches
         self._smallest_failed = most + 1
@@ -193,7 +197,7 @@ class OnlineSearch:
         steps = -(-self._most // max(proven, 1))
         sure = min(self._surely_fits(beside_gradients, of_window=False), self._most)
         larger = max(-(-self._most // max(steps - 1, 1)), -(-self._most // -(-self._most // sure)))
-        if self._first_size > proven:
+        if self._is_even and self._first_size > proven:
             self._too_large = min(self._too_large, self._first_size)  # together with gradients it could not be tried
         is_tried = larger > self._cap or larger >= self._too_large or self._failures >= _MOST_FAILURES
         # An even cut into as many steps: a larger size would have no benefit.

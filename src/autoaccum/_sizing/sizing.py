@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # The fraction of a prediction taken as certain, and the fraction of a failed size that may fit.
 _CERTAIN = 0.9
 _LESS = 0.7
+_TWO = 2
+_LONGER = 1.25
 # A window in tokens ends near its target; one that is shorter is an epoch's last.
 _FULL = 0.9
 # A rest of this share of what was tried says nothing of it.
@@ -169,6 +171,7 @@ class Sizing:
         self._times_after = wanted.times_after if wanted.strategy == "fastest" else None
         self._tempo: Autotune | None = None
         self._timed: Plan | None = None  # the plan that is being timed
+        self._compared_to = 0  # the largest size that the clock compares
         if cutting.plan.micro_batch < plan.micro_batch:  # after failures
             self.plan, self._times_after = cutting.plan, None
             self._pace.grow(cutting.plan.micro_batch)
@@ -377,12 +380,16 @@ class Sizing:
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self) -> OnlineSearch:
+        largest = max(each * relative for each, relative in self._rests(0))
+        if self._each is not None:
+            largest *= _LONGER  # than the first, other windows may be
         return OnlineSearch(
-            self._capped(max(math.ceil(each * relative) for each, relative in self._rests(0))),
+            self._capped(math.ceil(largest)),
             begins_with=self._wanted.begins_with,
             fitted_before=self._wanted.fitted_before,
             line=self._wanted.line,
             fails_cleanly=self._memory.fails_cleanly,
+            is_even=self._each is None,
         )
 
     def _cut_to_learn(self, learning: OnlineSearch, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
@@ -392,6 +399,13 @@ class Sizing:
         counted = math.ceil(rest * relative)
         size = learning.next_size(counted, self._memory.reading().free_bytes, is_first=is_first)
         size = self._capped(rest if size >= counted else min(rest, max(1, int(size / relative))), relative)
+        if is_first and self._each is not None and size < rest:
+            # Evenly, since a second one that is much smaller than the first would prove little.
+            cap = None if self._counts_tokens else self._wanted.most
+            halves = cut_by_cost(self._each, size * relative, largest=cap)
+            if len(halves) == _TWO:
+                yield from halves
+                return
         yield size
         if self._each is not None:
             if size < rest:
@@ -462,7 +476,7 @@ class Sizing:
         if self._pace.fail(failed) is None:
             return False
         if self._tempo is not None:
-            known = self._tempo.seconds
+            known, self._compared_to = self._tempo.seconds, self._pace.size
             self._time(Autotune(self.plan.target_batch, self._pace.size, known=known))
         self._follow_pace()
         return True
@@ -492,7 +506,7 @@ class Sizing:
             return True
         if self._times_after is None or self._windows < self._times_after or self.plan != self.set_plan:
             return False
-        self._times_after = None
+        self._times_after, self._compared_to = None, self.plan.micro_batch
         self._time(Autotune(self.plan.target_batch, self.plan.micro_batch))
         return True
 
@@ -526,6 +540,8 @@ class Sizing:
 
     def _most(self, plan: Plan, relative: float) -> float:
         """Return the maximum counted size of a micro-batch of samples of this relative size."""
+        if plan.micro_batch < self._compared_to:
+            return plan.micro_batch  # the clock asks for less than fits
         most = max(plan.micro_batch, self._fits)
         # No more than has fitted; but for larger samples, the largest size that memory allows may never have been
         # tried.
