@@ -247,8 +247,8 @@ def test_runner_alone_says_that_memory_ran_out_and_that_sizes_grew_back(capsys):
 
     said = capsys.readouterr().err
     assert "out of memory in step 1, forward of 6 samples: CUDA out of memory." in said
-    assert "at most 5 samples at once after step 0" in said
-    assert f"at most 6 samples at once after step {FIRST_WAIT_WINDOWS + 1}" in said
+    assert "at most 5 samples at once from step 1 on" in said
+    assert f"at most 6 samples at once from step {FIRST_WAIT_WINDOWS + 2} on" in said
 
 
 def test_callbacks_are_told_of_growth():

@@ -112,7 +112,12 @@ class Rungs:
             measures: Whether windows can be compared.
             look: Measures what checkpointing each block saves and costs; None if that cannot be measured.
         """
-        measures = measures and (windows_ahead is None or windows_ahead >= WINDOWS_WORTH_TRYING)
+        if measures and known is None and windows_ahead is not None and windows_ahead < WINDOWS_WORTH_TRYING:
+            measures = False
+            self._notices.say(
+                f"memory='auto' compares nothing in fewer than {WINDOWS_WORTH_TRYING} windows, and {windows_ahead} are "
+                "to come: it saves memory where not even one sample fits"
+            )
         levels = self._levels(look() if measures and known is None else None)
         said = self._of_all("what saves memory", (known, levels, measures))
         measures = all(one for *_, one in said)
