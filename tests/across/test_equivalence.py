@@ -489,6 +489,17 @@ def test_any_float32_gradient_is_as_exact_as_the_full_batch(examples):
     assert_of()
 
 
+@pytest.mark.parametrize("loss", [functional.cross_entropy, summed], ids=["mean", "sum"])
+@pytest.mark.parametrize("samples", [5, 300])
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_is_known_in_the_first_window_though_only_two_samples_have_targets_that_count(loss, samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = torch.randint(0, 11, (samples, 2), generator=generator), torch.full((samples, 2), -100)
+    targets[torch.randperm(samples, generator=generator)[:2], 1] = 1
+
+    assert_full_batch_gradient(tagger(), loss, (inputs, targets), (1, samples - 2, 1))
+
+
 @pytest.mark.parametrize("sizes", [(34, 33, 33), (50, 50), (99, 1), (10,) * 10])
 def test_float32_cut_of_a_wider_network_is_as_exact_as_the_full_batch(sizes):
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10)).double()

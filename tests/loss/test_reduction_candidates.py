@@ -286,6 +286,20 @@ def test_of_many_splits_that_is_chosen_which_tells_most_candidates_apart():
     assert sum(told(32, seed) for seed in range(10)) > 1.2 * sum(told(1, seed) for seed in range(10))
 
 
+@pytest.mark.parametrize("best", [0, 1])
+@pytest.mark.parametrize("samples", [5, 1000])
+def test_split_that_tells_a_sum_from_a_mean_has_targets_that_count_on_both_sides(samples, best):
+    counting = {0, samples // 2}
+    weights = torch.zeros(2, samples)
+    weights[0, sorted(counting)] = 1.0
+    weights[1] = 1.0  # the sum
+
+    for seed in range(20):
+        chance = random.Random(seed)  # noqa: S311 - repeatable
+        parts = telling_split(weights, best, 8, chance, draws=32, sums=[False, True])
+        assert [len(counting & {*part}) for part in parts] == [1, 1]
+
+
 @pytest.mark.parametrize("samples", [2, 3, 5])
 def test_split_has_two_parts_however_few_samples_there_are(samples):
     for seed in range(20):

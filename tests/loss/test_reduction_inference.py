@@ -276,6 +276,22 @@ class Frozen(nn.Module):
         return self.head(self.body(inputs))
 
 
+class Narrow(Frozen):
+    """Gives its head bfloat16 whatever the types of its parameters are."""
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs).bfloat16())
+
+
+def test_model_of_two_types_is_asked_with_copies_in_float32():
+    def ignoring(outputs, targets):
+        return functional.cross_entropy(outputs, targets, ignore_index=0)
+
+    asked = Asked(Frozen(), ignoring).settle(rows([0, 1, 2, 3, 4, 0, 0]))
+
+    assert asked.found == (Over.COUNTED, 0)
+
+
 def test_model_that_needs_autocast_is_asked_under_it():
     def autocast():
         return torch.autocast("cpu", dtype=torch.bfloat16)
@@ -285,8 +301,8 @@ def test_model_that_needs_autocast_is_asked_under_it():
 
     window = rows([0, 1, 2, 3, 4, 0, 0])
 
-    without = Asked(Frozen(), ignoring).settle(window)
-    within = Asked(Frozen(), ignoring).settle(window, autocast=autocast)
+    without = Asked(Narrow(), ignoring).settle(window)
+    within = Asked(Narrow(), ignoring).settle(window, autocast=autocast)
 
     assert without.said("could not be inferred") == 0
     with autocast():

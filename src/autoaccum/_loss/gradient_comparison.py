@@ -1,6 +1,7 @@
 """Compares the gradient of a few samples with that of their parts together.
 
-It runs in float64 where the parameters are few enough for a copy, and otherwise in the model's own precision.
+It runs in float64 where the parameters are few enough for a copy, otherwise in the model's own precision, or in float32
+where that is half precision.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autoaccum._loss.stand_ins import doubled, standing_in
 from autoaccum._loss.weighting import Over, Weighting, in_full, shares
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.observation import Rows, Run, Way
@@ -70,7 +71,14 @@ class Deviation(NamedTuple):
 
 
 def deviation(
-    run: Run, sample: Window, split: Rows, way: Way, known: Mapping[str, Weighting], *, copies: bool, seed: int = 0
+    run: Run,
+    sample: Window,
+    split: Rows,
+    way: Way,
+    known: Mapping[str, Weighting],
+    *,
+    convert: Callable[[Tensor], Tensor] | None,
+    seed: int = 0,
 ) -> Deviation | None:
     """Return how far the parts of a sample together are from its gradient; None if no further than by rounding.
 
@@ -83,22 +91,22 @@ def deviation(
         split: The rows of its parts.
         way: How the objective is run.
         known: The weighting of each loss.
-        copies: Whether to run with copies of the parameters in float64.
+        convert: Makes the parameters, buffers and tensors of a batch to run with; None runs with the model's own.
         seed: Of the random numbers in training mode; the last run has the next one.
     """
-    noise = _IN_DOUBLE if copies else _IN_HALF if way.casts or run.is_in_half else _noise_of_single(run)
     parts, sizes = [sample.chosen(part).cut(0, len(part)) for part in split], tuple(map(len, split))
     modules, is_training = run.objective.modules, run.mode is not Mode.EVALUATION
     with (
         run.without_trace() as attributes,
         torch.enable_grad(),
-        standing_in(modules, in_double=copies, may_be_written=is_training) as held,
+        standing_in(modules, convert=convert, may_be_written=is_training) as held,
     ):
         if not held.trained or (is_training and not attributes.can_be_put_back):
             return None
+        noise = _IN_DOUBLE if convert is doubled else _IN_HALF if way.casts or run.is_in_half else _noise_of_single(run)
 
         def terms(rows: Sequence[int]) -> list[Term]:
-            return _trained(run.terms(rows, sample, way, convert=doubled if copies else None))
+            return _trained(run.terms(rows, sample, way, convert=convert))
 
         def renew() -> None:
             attributes.put_back()
@@ -133,7 +141,9 @@ def deviation(
     return Deviation(worst[1], worst[0], sizes, is_random=is_random)
 
 
-def slopes(run: Run, sample: Window, split: Rows, way: Way, name: str, *, copies: bool) -> Split | None:
+def slopes(
+    run: Run, sample: Window, split: Rows, way: Way, name: str, *, convert: Callable[[Tensor], Tensor] | None
+) -> Split | None:
     """Return the slope of one loss of a sample in the direction of its gradient, and the slopes of its parts' losses.
 
     A loss is weighted as its gradient is, so slopes tell what equal losses do not (of a head that is zero).
@@ -144,7 +154,7 @@ def slopes(run: Run, sample: Window, split: Rows, way: Way, name: str, *, copies
         split: The rows of its parts.
         way: How the objective is run.
         name: The loss.
-        copies: Whether to run with copies of the parameters in float64.
+        convert: As for `deviation`.
 
     Returns:
         The slopes; None if the loss has no gradient, or none that is finite.
@@ -153,12 +163,14 @@ def slopes(run: Run, sample: Window, split: Rows, way: Way, name: str, *, copies
     with (
         run.without_trace(),
         torch.enable_grad(),
-        standing_in(run.objective.modules, in_double=copies, may_be_written=False) as held,
+        standing_in(run.objective.modules, convert=convert, may_be_written=False) as held,
     ):
+        in_half = way.casts or run.is_in_half
+        rounding = _SLOPE_IN_DOUBLE if convert is doubled else _SLOPE_IN_HALF if in_half else _SLOPE_IN_SINGLE
         trained = list(dict.fromkeys(held.trained.values()))
 
         def gradient(rows: Sequence[int]) -> list[Tensor]:
-            terms = run.terms(rows, sample, way, convert=doubled if copies else None)
+            terms = run.terms(rows, sample, way, convert=convert)
             (value,) = (term.value for term in terms if term.name == name)
             return list(torch.autograd.grad(in_full(value), trained, materialize_grads=True))
 
@@ -170,7 +182,6 @@ def slopes(run: Run, sample: Window, split: Rows, way: Way, name: str, *, copies
             sum(float((mine * whole).sum()) / length for mine, whole in zip(gradient(part), direction, strict=True))
             for part in split
         ]
-    rounding = _SLOPE_IN_DOUBLE if copies else _SLOPE_IN_HALF if way.casts or run.is_in_half else _SLOPE_IN_SINGLE
     return Split(length, tuple(of_parts), tuple(map(target_tensors, parts)), tuple(map(len, split)), rounding)
 
 

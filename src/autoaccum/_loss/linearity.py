@@ -19,7 +19,7 @@ from autoaccum._data.splits import FIRST
 from autoaccum._loss.gradient_comparison import deviation, slopes
 from autoaccum._loss.nonlinear_terms import bent_entries
 from autoaccum._loss.observation import Mode
-from autoaccum._loss.stand_ins import may_be_copied, may_be_replaced, standing_in
+from autoaccum._loss.stand_ins import doubled, may_be_copied, may_be_replaced, standing_in
 from autoaccum._loss.unknown_loss import randomness, window_scope
 from autoaccum._loss.weighting import Over
 from autoaccum.errors import InvalidInputError
@@ -176,12 +176,12 @@ def _measured(
     one, other = (rows[:most] for rows in attempt.splits[0])
     if not way.casts and may_be_copied(run.objective.modules):
         try:
-            return deviation(run, attempt.sample, [one, other], way, known, copies=True, seed=seed)
+            return deviation(run, attempt.sample, [one, other], way, known, convert=doubled, seed=seed)
         except Exception as error:
             if _oom.is_device_lost(error) or _lacks(error):
                 raise
             _oom.let_go(error)  # a model with types of its own
-    return deviation(run, attempt.sample, [one, other], way, known, copies=False, seed=seed)
+    return deviation(run, attempt.sample, [one, other], way, known, convert=way.convert, seed=seed)
 
 
 def slopes_of(name: str, attempt: Attempt) -> Split | None:
@@ -192,8 +192,9 @@ def slopes_of(name: str, attempt: Attempt) -> Split | None:
     if not is_training or not attempt.can_be_split or not may_be_replaced(modules):
         return None
     split = attempt.splits[0]
+    convert = doubled if not way.casts and may_be_copied(modules) else way.convert
     try:
-        return slopes(run, attempt.sample, split, way, name, copies=not way.casts and may_be_copied(modules))
+        return slopes(run, attempt.sample, split, way, name, convert=convert)
     except Exception as error:
         if _oom.is_device_lost(error):
             raise
@@ -212,7 +213,7 @@ def _mixes_samples(attempt: Attempt, mode: Mode) -> bool:
         with (
             run.without_trace(),
             torch.no_grad(),
-            standing_in(run.objective.modules, in_double=False, may_be_written=is_training) as held,
+            standing_in(run.objective.modules, convert=way.convert, may_be_written=is_training) as held,
         ):
             whole = FIRST.piece(run.outputs([*one, *other], attempt.sample, way))
             held.renew()

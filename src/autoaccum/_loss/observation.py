@@ -24,6 +24,7 @@ from autoaccum._data.splits import FIRST
 from autoaccum._loss.counting import target_tensors
 from autoaccum._loss.plain_attributes import PlainAttributes
 from autoaccum._loss.reduction_candidates import VIA_SINGLE, Rounding, Split, rounding_of
+from autoaccum._loss.stand_ins import HALF, may_be_widened, standing_in, widened
 from autoaccum._loss.training_mode import quiet_training
 from autoaccum._loss.weighting import Weighting, check_pair
 from autoaccum._snapshot import evaluation_mode
@@ -46,7 +47,6 @@ Rows = list[list[int]]
 _NEEDS_A_GRAPH = "does not require grad"
 # The most elements of outputs in all splits.
 _ELEMENTS = 2**25
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Mode(Enum):
@@ -63,10 +63,17 @@ class Way(NamedTuple):
     Attributes:
         outputs: The type in which the loss is computed on rows of one forward pass; None runs the model on each part.
         casts: Whether the model runs under autocast.
+        widens: Whether it runs with copies in float32 of what it has in half precision, whose rounding hides much.
     """
 
     outputs: torch.dtype | None
     casts: bool
+    widens: bool = False
+
+    @property
+    def convert(self) -> Callable[[Tensor], Tensor] | None:
+        """What makes the tensors that the model runs with; None if they are its own."""
+        return widened if self.widens else None
 
 
 class Observed(NamedTuple):
@@ -278,14 +285,16 @@ class Run:
         with self.without_trace():
             if seed is not None:
                 self.seed(seed)
-            if self.in_effect(way, sample).outputs is None:
-                return [self._anew(sample, splits[0], way)]
-            assert way.outputs is not None
-            return self._on_outputs(sample, splits, way.outputs, way)
+            modules = self.objective.modules if way.widens else ()
+            with standing_in(modules, convert=way.convert, may_be_written=False):
+                if self.in_effect(way, sample).outputs is None:
+                    return [self._anew(sample, splits[0], way)]
+                assert way.outputs is not None
+                return self._on_outputs(sample, splits, way.outputs, way)
 
     def in_effect(self, way: Way, sample: Window) -> Way:
         """Return how the objective is run on a sample; outputs can be cut only if they run along the samples."""
-        return way if sample.is_plain else Way(None, way.casts)
+        return way if sample.is_plain else way._replace(outputs=None)
 
     @contextmanager
     def without_trace(self) -> Iterator[PlainAttributes]:
@@ -318,9 +327,8 @@ class Run:
     def terms(
         self, rows: Sequence[int], sample: Window, way: Way, *, convert: Callable[[Tensor], Tensor] | None = None
     ) -> list[Term]:
-        """Run model and loss on some rows of a sample, whose tensors may be converted before."""
-        batch = self._rows(rows, sample)
-        batch = batch if convert is None else map_tensors(convert, batch)
+        """Run model and loss on some rows of a sample, whose tensors may be converted before in another way."""
+        batch = self._rows(rows, sample, convert or way.convert)
         with self._autocast() if way.casts else nullcontext():
             found = [self.objective.terms(source, batch, len(rows))[0] for source in self.objective.sources]
         return [term for terms in found for term in terms]
@@ -328,10 +336,19 @@ class Run:
     def outputs(self, rows: Sequence[int], sample: Window, way: Way) -> Any:
         """Run the model on some rows of a sample."""
         with self._autocast() if way.casts else nullcontext():
-            return self.objective.outputs(self._rows(rows, sample))
+            return self.objective.outputs(self._rows(rows, sample, way.convert))
 
-    def _rows(self, rows: Sequence[int], sample: Window) -> Any:
-        return self._place(copied(sample.chosen(rows).cut(0, len(rows))))
+    def _rows(self, rows: Sequence[int], sample: Window, convert: Callable[[Tensor], Tensor] | None) -> Any:
+        return self._placed(sample.chosen(rows), convert)
+
+    def _placed(self, sample: Window, convert: Callable[[Tensor], Tensor] | None) -> Any:
+        batch = self._place(copied(sample.cut(0, sample.samples)))
+        return batch if convert is None else map_tensors(convert, batch)
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether the objective's modules may have copies in float32 of what they have in half precision."""
+        return may_be_widened(self.objective.modules)
 
     @property
     def is_in_half(self) -> bool:
@@ -340,12 +357,12 @@ class Run:
         types = {parameter.device.type for parameter in found} - {"meta"}
         return (
             self.objective.casts_itself
-            or any(parameter.dtype in _HALF for parameter in found)
+            or any(parameter.dtype in HALF for parameter in found)
             or any(map(torch.is_autocast_enabled, types))  # the user's own, around the call
         )
 
     def _on_outputs(self, sample: Window, splits: Sequence[Rows], dtype: torch.dtype, way: Way) -> list[Observed]:
-        batch = self._place(copied(sample.cut(0, sample.samples)))
+        batch = self._placed(sample, way.convert)
         with self._autocast() if way.casts else nullcontext():
             outputs = self.objective.outputs(batch)
         rows = FIRST.piece(outputs)

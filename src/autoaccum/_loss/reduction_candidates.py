@@ -482,7 +482,9 @@ def _are_unlike(mine: Sequence[int], theirs: Sequence[int], tolerance: float) ->
 # --- choosing samples that tell --------------------------------------------------------------------------------------
 
 
-def telling_split(weights: Tensor, best: int, size: int, chance: random.Random, *, draws: int) -> list[list[int]]:
+def telling_split(
+    weights: Tensor, best: int, size: int, chance: random.Random, *, draws: int, sums: Sequence[bool] = ()
+) -> list[list[int]]:
     """Choose a few samples, and two parts of them, for which the candidates differ most.
 
     Args:
@@ -491,29 +493,44 @@ def telling_split(weights: Tensor, best: int, size: int, chance: random.Random, 
         size: The most samples to choose, at least two.
         chance: The random generator for drawing splits.
         draws: The number of splits to choose from.
+        sums: Whether each candidate is a sum, which differs from a mean only where both parts have a weight.
     """
     tallies = weights.numpy()  # dozens of tiny sums: torch takes several times as long, on a watched device even more
     share = tallies / np.maximum(tallies.mean(1, keepdims=True), 1e-9)
     far = np.abs(share - share[best])
     # For each candidate, the samples for which it differs most from the best; they are put on one side.
     farthest = [np.flatnonzero(row).tolist() for row in far >= far.max(1, keepdims=True)]
-    splits = [_draw(farthest, tallies.shape[1], size, chance) for _ in range(draws)]
-    return splits[int(_distances(tallies, best, splits).argmax())]
+    # Of each candidate and the best, the one that is a mean, where the other is a sum.
+    means = [(row if sums[best] else best) if sums and sums[row] != sums[best] else None for row in range(len(tallies))]
+    weighing = sorted({int(at) for row in means if row is not None for at in np.flatnonzero(tallies[row])})
+    splits = [_draw(farthest, weighing, tallies.shape[1], size, chance) for _ in range(draws)]
+    return splits[int(_distances(tallies, best, splits, means).argmax())]
 
 
-def _draw(farthest: Sequence[Sequence[int]], samples: int, size: int, chance: random.Random) -> list[list[int]]:
+def _draw(
+    farthest: Sequence[Sequence[int]], weighing: Sequence[int], samples: int, size: int, chance: random.Random
+) -> list[list[int]]:
+    """Draw two parts; the second has a sample that weighs something, if there are such."""
     # With three samples their losses differ most; many samples cover most values.
     size = min(samples, chance.choice((_LEAST, size)), size)
     on_one_side = chance.randint(1, max(1, size // 2))
     first = list({chance.choice(chance.choice(farthest)) for _ in range(on_one_side)})
-    others = [index for index in chance.sample(range(samples), min(samples, size + len(first))) if index not in first]
+    second = [chance.choice(weighing)] if weighing else []
+    drawn = dict.fromkeys([*second, *chance.sample(range(samples), min(samples, size + len(first)))])
+    others = [index for index in drawn if index not in first]
     return [first, others[: size - len(first)]]
 
 
 def _distances(
-    tallies: npt.NDArray[np.floating], best: int, splits: Sequence[Sequence[Sequence[int]]]
+    tallies: npt.NDArray[np.floating],
+    best: int,
+    splits: Sequence[Sequence[Sequence[int]]],
+    means: Sequence[int | None],
 ) -> npt.NDArray[np.floating]:
-    """Return for each split how far the candidates' shares of its first part are from those of the best."""
+    """Return for each split how far the candidates' shares of its first part are from those of the best.
+
+    A sum is far from a mean, named in `means`, where the mean has a share of both parts.
+    """
     parts = [part for split in splits for part in split]  # none is empty
     starts = np.cumsum([0, *map(len, parts[:-1])])
     of_parts = np.add.reduceat(tallies[:, list(chain.from_iterable(parts))], starts, axis=1)
@@ -521,5 +538,9 @@ def _distances(
     with np.errstate(divide="ignore", invalid="ignore"):
         shares_of_first = ones / all_of_them
     apart = np.nan_to_num(np.abs(shares_of_first - shares_of_first[best]), nan=_FAR_APART)
+    for row, mean in enumerate(means):
+        if mean is not None:
+            share = shares_of_first[mean]
+            apart[row] = np.where((share > 0.0) & (share < 1.0), _FAR_APART, 0.0)
     # Where nothing counts, the loss is probably NaN, which tells nothing.
     return np.where(all_of_them[best] == 0, 0.0, np.minimum(apart, _FAR_APART).sum(0))

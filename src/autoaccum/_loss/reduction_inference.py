@@ -62,6 +62,8 @@ _FURTHER_DRAWS = 4
 # Elements of targets, and the fewest samples, to search for informative samples.
 _LOOKED_AT = 2**20
 _LOOKED_AT_SAMPLES = 32
+# Whether a model runs under autocast, and with copies in float32 of what it has in half precision.
+_HOWS = ((False, True), (False, False), (True, False))
 # The most kinds of micro-batches with all targets equal that are tested for a NaN loss.
 _VOIDS = 256
 
@@ -111,7 +113,7 @@ class Settler:
         # The first way that works is used from then on. The loss of outputs in float64 is cheap, and exact whatever the
         # model's precision; a function with its own tensors may need single precision.
         types = (torch.float64, torch.float32, None) if takes_outputs else (None,)
-        self._ways = [Way(outputs, casts) for casts in (False, True) for outputs in types]
+        self._ways = [Way(outputs, *how) for how in _HOWS for outputs in types]
         self._lacks = 0  # times in a row that memory has run out
         self.doubts: list[str] = []
         self._bends = Bends(self._doubt)
@@ -182,6 +184,8 @@ class Settler:
             InvalidInputError: The loss returned a pair that is not (sum, weight).
             torch.OutOfMemoryError: Memory ran out, and had not in the previous attempt.
         """
+        if not run.may_widen:
+            self._ways = [way for way in self._ways if not way.widens]
         if self.compares_again and max(window.groups()) > 1 and len(sizes) > 1 and self._ways:
             self._compare_again(window, run)
         asked = self._ask_all(window, sizes, run) if self.has_questions else None
@@ -303,25 +307,27 @@ class Settler:
 
     def _ask(self, question: Question, window: Window, largest: int, run: Run, chance: random.Random) -> Attempt | None:
         sample, splits = _telling(question, window, min(max(largest // 2, _LEAST), _MOST), chance)
-        observed = self._observe(sample, splits, run)
+        observed, way = self._observe(sample, splits, run)
         if not observed:
             return None
-        way = run.in_effect(self._ways[0], sample)
-        attempt, known = Attempt(sample, splits, observed, window, run, way), dict(self.known)
+        attempt, known = Attempt(sample, splits, observed, window, run, run.in_effect(way, sample)), dict(self.known)
         for name in observed[0].whole:
             if name not in known or name in self._questions or name in self._unchecked:
                 known[name] = self._concluded(name, attempt)
         self.known = known  # for all losses or none: memory may run out in between
         return attempt
 
-    def _observe(self, sample: Window, splits: Sequence[Rows], run: Run) -> list[Observed]:
-        """Run the objective in the first way that works; if none does, put off a notice and return nothing."""
-        why = None
-        while self._ways:
+    def _observe(self, sample: Window, splits: Sequence[Rows], run: Run) -> tuple[list[Observed], Way]:
+        """Run the objective in the first way that works, and return it; if none does, put off a notice."""
+        why, way = None, Way(None, casts=False)
+        for way in tuple(self._ways):
             try:
-                observed = run.observe(sample, splits, self._ways[0])
+                observed = run.observe(sample, splits, way)
             except Exception as error:
                 lacks = _oom.is_oom(error) or _oom.is_too_large(error)
+                if lacks and way.widens:
+                    _oom.let_go(error)
+                    continue  # it may fit another time
                 # At first, the caller has to free memory. If it still runs out, only one or two samples fit, which is
                 # no reason to stop, and the next window is asked again; nor is a model without a loss in evaluation
                 # mode a reason (torchvision's detectors).
@@ -336,17 +342,17 @@ class Settler:
                         "known, micro-batches are weighted by their samples",
                         key="lack while inferring",
                     )
-                    return []
-                self._ways = self._ways[1:]
+                    return [], way
+                self._ways.remove(way)
             else:
                 self._lacks = 0
-                return observed
+                return observed, way
         if why is not None:
             self.put_off = (
                 f"the loss reduction could not be inferred in evaluation mode ({why}); micro-batches are weighted by "
                 "their samples. Return a (sum, weight) pair or pass loss_reduction= for exact weights"
             )
-        return []
+        return [], way
 
     def _concluded(self, name: str, attempt: Attempt) -> Weighting:
         observed = attempt.observed
@@ -518,7 +524,7 @@ class Settler:
         for size in sizes:
             alike = constants_of(window, start, start + size)
             if alike and alike not in self._voids and len(self._voids) < _VOIDS:
-                observed = self._observe(window.part(start, start + 1), [[[0]]], run)
+                observed, _ = self._observe(window.part(start, start + 1), [[[0]]], run)
                 terms = observed[0].whole.items() if observed else ()
                 self._voids[alike] = {name for name, term in terms if not math.isfinite(float(term.value))}
                 for name in self._voids[alike]:
@@ -550,10 +556,12 @@ def _telling(question: Question, window: Window, size: int, chance: random.Rando
     start += chance.randrange(samples - looked_at + 1)
     weights = tallies_of_each(question.candidates, window, start, start + looked_at)
     best = question.candidates.index(question.best)
-    split = telling_split(weights, best, size, chance, draws=_DRAWS)
+    sums = [how.over is Over.SUM for how in question.candidates]
+    split = telling_split(weights, best, size, chance, draws=_DRAWS, sums=sums)
     rows = [row for part in split for row in part]
     sample = window.chosen(start + row for row in rows)
-    further = [telling_split(weights[:, rows], best, size, chance, draws=_FURTHER_DRAWS) for _ in range(_SPLITS - 1)]
+    of_those = weights[:, rows]
+    further = [telling_split(of_those, best, size, chance, draws=_FURTHER_DRAWS, sums=sums) for _ in range(_SPLITS - 1)]
     return sample, [[list(range(len(split[0]))), list(range(len(split[0]), len(rows)))], *further]
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 # The most elements of all parameters together that are copied in float64: 32 MiB.
 _COPIED = 2**22
+# The most elements that are copied in float32 where gradients would take less than these copies: 256 MiB.
+_WIDENED = 2**26
+HALF = (torch.float16, torch.bfloat16)
 
 
 def may_be_replaced(modules: Sequence[nn.Module]) -> bool:
@@ -23,11 +26,25 @@ def may_be_replaced(modules: Sequence[nn.Module]) -> bool:
 
 def may_be_copied(modules: Sequence[nn.Module]) -> bool:
     """Whether the parameters of modules are few enough, and of types, for copies in float64."""
-    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    parameters = _parameters_of(modules)
     return (
         all(type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in parameters)
         and all(parameter.device.type != "mps" for parameter in parameters)
         and sum(parameter.numel() for parameter in parameters) <= _COPIED
+    )
+
+
+def may_be_widened(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules have parameters in half precision, and all may have copies in float32.
+
+    Gradients in float32 take as much, and come later; where those are in half precision, too, few parameters may.
+    """
+    narrow = [parameter for parameter in _parameters_of(modules) if parameter.dtype in HALF]
+    return (
+        bool(narrow)
+        and may_be_replaced(modules)
+        and all(type(parameter) is nn.Parameter for parameter in narrow)
+        and sum(parameter.numel() for parameter in narrow if not _has_wide_gradient(parameter)) <= _WIDENED
     )
 
 
@@ -36,22 +53,29 @@ def doubled(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 if it is in half precision."""
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
 class StandIns:
     """Parameters in the place of the modules' own, which collect gradients of their own.
 
     Args:
         modules: The modules.
-        in_double: Whether they are in float64.
+        convert: Makes each from the module's own, and a buffer from a buffer; None if they have the same values.
         may_be_written: Whether forward() may write parameters and buffers, so that each has a copy.
 
     Attributes:
         trained: Those that collect a gradient, by name.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], *, in_double: bool, may_be_written: bool) -> None:
-        self._convert: Callable[[Tensor], Tensor] = doubled if in_double else _as_is
+    def __init__(
+        self, modules: Sequence[nn.Module], *, convert: Callable[[Tensor], Tensor] | None, may_be_written: bool
+    ) -> None:
+        self._convert = convert or _as_is
         self._may_be_written = may_be_written
-        self._replaces_buffers = in_double or may_be_written
+        self._replaces_buffers = convert is not None or may_be_written
         self._places = [
             (part, f"{path}.{name}" if path else name, name, parameter)
             for number, module in enumerate(modules)
@@ -111,9 +135,11 @@ class StandIns:
 
 
 @contextmanager
-def standing_in(modules: Sequence[nn.Module], *, in_double: bool, may_be_written: bool) -> Iterator[StandIns]:
+def standing_in(
+    modules: Sequence[nn.Module], *, convert: Callable[[Tensor], Tensor] | None, may_be_written: bool
+) -> Iterator[StandIns]:
     """Put other parameters in the place of the modules' own for the block; arguments as for `StandIns`."""
-    made = StandIns(modules, in_double=in_double, may_be_written=may_be_written)
+    made = StandIns(modules, convert=convert, may_be_written=may_be_written)
     try:
         made.put_in()
         yield made
@@ -123,3 +149,11 @@ def standing_in(modules: Sequence[nn.Module], *, in_double: bool, may_be_written
 
 def _as_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
+
+def _has_wide_gradient(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "grad_dtype", None) is torch.float32
