@@ -126,12 +126,65 @@ def test_error_names_what_is_not_in_force_yet():
     with pytest.raises(autoaccum.DoesNotFitError) as both:
         fit("800KiB", fallback=("checkpoint", "offload"))
 
-    assert "fallback='checkpoint') (activation checkpointing of 4 Feed blocks)" in str(neither.value)
-    assert "fallback='offload'" in str(neither.value)
-    assert "fallback='checkpoint'" not in str(one.value)
-    assert "fallback='offload'" in str(one.value)
-    assert "fallback=" not in str(both.value)
+    assert "memory='checkpoint' (activation checkpointing of 4 Feed blocks)" in str(neither.value)
+    assert "memory='offload'" in str(neither.value)
+    assert "memory='checkpoint'" not in str(one.value)
+    assert "memory='offload'" in str(one.value)
+    assert "memory='" not in str(both.value)
     assert "less state" not in str(neither.value)  # SGD has none
+
+
+def lacks_memory(*_):
+    raise torch.OutOfMemoryError("simulated lack of memory in the optimizer")
+
+
+@pytest.mark.parametrize("saving", [{"fallback": "checkpoint"}, {"memory": "auto"}])
+def test_nothing_is_computed_again_where_memory_lacks_for_the_optimizers_step(capsys, saving):
+    optimizer = None
+
+    def made(parameters):
+        nonlocal optimizer
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(lacks_memory)
+        return optimizer
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="even with no activations alive") as caught:
+        fit("1GiB", optimizer=made, **saving)
+
+    assert not caught.value.saving_helps
+    assert "adamw8bit" in str(caught.value)
+    assert "not even one sample fits" not in capsys.readouterr().err
+
+
+def test_runner_computes_nothing_again_where_memory_lacks_for_the_optimizers_step():
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lacks_memory)
+    runner = autoaccum.Runner(
+        model, optimizer, autoaccum.plan(16, 8), loss=nn.CrossEntropyLoss(), device=CPU, memory="auto"
+    )
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="even with no activations alive"):
+        runner.step((torch.randn(16, 32), torch.zeros(16, dtype=torch.long)))
+
+    assert runner.memory == ()
+
+
+def test_error_in_a_window_names_the_limit_that_is_in_force():
+    model = Stack()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(4, 4),
+        loss=nn.CrossEntropyLoss(),
+        device=Simulated("1GiB"),
+        memory_limit="20KiB",
+    )
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="20.0 KiB") as caught:
+        runner.step((torch.randn(4, 32), torch.zeros(4, dtype=torch.long)))
+
+    assert "a higher memory_limit" in str(caught.value)
 
 
 def test_error_names_no_way_that_would_change_nothing():

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 import transformers
+from torch import nn
+from torch.nn import functional
 
 import autoaccum
 from ragged import Causal, loader_of
@@ -162,10 +164,76 @@ def test_run_that_is_resumed_while_it_measures_begins_to_measure_again(tmp_path)
     assert_same(model, replayed(caught.value.result, result))
 
 
-@pytest.mark.parametrize("memory", [["auto", "checkpoint"], ["auto", "auto"]])
+@pytest.mark.parametrize(
+    "memory", [["auto", "checkpoint"], ["auto", "auto"], ["auto", "chunked_loss"], ["auto", "chunked_loss:a", "offload"]]
+)
 def test_auto_beside_names_is_refused(memory):
-    with pytest.raises(autoaccum.InvalidInputError, match="pass it alone, or names"):
+    with pytest.raises(autoaccum.InvalidInputError, match="pass it alone, or with 'chunked_loss:NAME'"):
         trained("3MiB", memory=memory)
+
+
+class Tagger(nn.Module):
+    """Has a head that nothing but its name tells."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(3000, 16)
+        self.head = nn.Linear(16, 3000)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def tagged(capacity, windows, **options):
+    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
+    return autoaccum.fit(
+        Tagger(),
+        [{"tokens": tokens, "labels": tokens}] * windows,
+        4,
+        loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device=autoaccum.Simulated(capacity),
+        cache=False,
+        progress="lines",
+        **options,
+    )
+
+
+def test_auto_takes_the_loss_in_chunks_of_a_layer_that_the_user_names():
+    result = tagged("30MiB", 2, memory=["auto", "chunked_loss:head"])
+
+    assert result.memory == ("chunked_loss:head",)
+
+
+def test_accumulators_auto_takes_the_layer_that_the_user_names():
+    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
+    accumulator = autoaccum.Accumulator(
+        Tagger(),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
+        device=autoaccum.Simulated("30MiB"),
+        cache=False,
+        memory=["auto", "chunked_loss:head"],
+    )
+
+    accumulator.backward({"tokens": tokens, "labels": tokens})
+
+    assert accumulator.memory == ("chunked_loss:head",)
+
+
+@pytest.mark.parametrize("options", [{"memory": "auto"}, {"fallback": "checkpoint"}])
+def test_user_is_told_which_layer_to_name_where_none_is_found(capsys, options):
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        tagged("30MiB", 2, **options)
+
+    assert "memory='chunked_loss:head'" in str(caught.value)
+    told = "memory=['auto', 'chunked_loss:head'] names it" in capsys.readouterr().err
+    assert told == ("memory" in options)
+
+
+def test_layer_that_is_named_beside_auto_must_be_there():
+    with pytest.raises(autoaccum.InvalidInputError, match="'body' is not there"):
+        tagged("1GiB", 2, memory=["auto", "chunked_loss:body"])
 
 
 def test_error_where_no_rung_fits_names_what_is_in_force():

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._engine.fused_loss import sum_of_losses
+from autoaccum._engine.replaced_forward import is_replaced
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ CHUNK = 1024
 # cost more time, since kernels become small, and the head's weight is read for each.
 _LEAST, _PARTS = 256, 4
 _FLAT, _WITH_ROWS = 2, 3
+# A layer of as many outputs, and of so many times its inputs, probably makes logits over a vocabulary.
+_MANY_CLASSES, _WIDER = 2048, 2
 # Operators that change what is left of them.
 _WRITING = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"))
 
@@ -538,6 +541,21 @@ def find_heads(modules: Iterable[nn.Module], name: str | None) -> list[nn.Module
             "nn.Linear, or what makes logits of each token by itself, as model.named_modules() does"
         )
     return [named[0]]
+
+
+def likely_head(modules: Iterable[nn.Module]) -> str | None:
+    """Return the name of the layer that probably makes logits over a vocabulary; None if there is none."""
+    wide = [
+        (part.out_features, path)
+        for module in modules
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Linear) and path and not is_replaced(part) and _is_wide(part)
+    ]
+    return max(wide)[1] if wide else None
+
+
+def _is_wide(layer: nn.Linear) -> bool:
+    return layer.out_features >= max(_MANY_CLASSES, _WIDER * layer.in_features)
 
 
 def _output_embeddings(module: nn.Module) -> list[nn.Module]:

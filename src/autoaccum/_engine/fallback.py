@@ -20,7 +20,7 @@ from autoaccum._engine.checkpointing import (
     repeated_blocks,
     with_checkpointing_of_their_own,
 )
-from autoaccum._engine.chunked_logits import find_heads
+from autoaccum._engine.chunked_logits import find_heads, likely_head
 from autoaccum._engine.chunked_recipe import CHUNKED, chunked
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import is_replaced
@@ -82,8 +82,11 @@ def check_memory(
             f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
             "sample fits; pass one of them"
         )
-    if AUTO in names and len(names) > 1:
-        raise InvalidInputError(f"memory={shown(memory)}: 'auto' chooses among all of them; pass it alone, or names")
+    if AUTO in names and len(names) > 1 and head_of_auto(names) is None:
+        raise InvalidInputError(
+            f"memory={shown(memory)}: 'auto' chooses among all of them; pass it alone, or with '{CHUNKED}:NAME' to name "
+            "the layer that makes the logits"
+        )
     for name in names:
         if name != AUTO and not _is_known(name):
             raise InvalidInputError(
@@ -98,6 +101,13 @@ def check_memory(
         )
     _check_compiling(names, compiles=compiles)
     return names, fallbacks
+
+
+def head_of_auto(names: Sequence[str]) -> str | None:
+    """Return the name of the layer that makes logits, if that is all that `names` has beside "auto"."""
+    others = [name for name in names if name != AUTO]
+    is_named = AUTO in names and len(others) == 1 and _is_known(others[0]) and _kind(others[0]) == CHUNKED
+    return (others[0].partition(":")[2] or None) if is_named else None
 
 
 def _check_compiling(names: Sequence[str], *, compiles: bool) -> None:
@@ -154,6 +164,7 @@ class Fallbacks:
         memory: The device.
         savings: What saves memory from the start, in order.
         compiling: Compiles the model; None without `compile`.
+        head: The name of the layer that makes logits, for `levels`; None to look for it.
 
     Attributes:
         names: The active fallbacks and savings, as `memory` names them.
@@ -168,8 +179,11 @@ class Fallbacks:
         memory: MemoryBackend,
         savings: Sequence[str] = (),
         compiling: Compiling | None = None,
+        *,
+        head: str | None = None,
     ) -> None:
         self._savings = savings
+        self._head = head
         self._compiling = compiling
         self.names: tuple[str, ...] = ()
         self._modules = modules
@@ -190,6 +204,8 @@ class Fallbacks:
             InvalidInputError: One of them has no place in the model.
         """
         self._say = say
+        if self._head is not None:
+            find_heads(self._modules, self._head)
         for name in self._savings:
             if not (way := self._activated(name)):
                 lack = "the model has no repeated blocks to compute again; choose another name"
@@ -216,7 +232,16 @@ class Fallbacks:
         """
         if self._compiling is not None:
             return _BUDGETS
-        chunked_loss = (CHUNKED,) if find_heads(self._modules, None) else ()
+        chunked_loss: tuple[str, ...] = ()
+        if self._head is not None:
+            chunked_loss = (f"{CHUNKED}:{self._head}",)
+        elif find_heads(self._modules, None):
+            chunked_loss = (CHUNKED,)
+        elif (head := likely_head(self._modules)) is not None:
+            self._say(
+                f"memory='auto' does not try a loss in chunks: in this model it finds no layer that makes logits; "
+                f"memory=['auto', '{CHUNKED}:{head}'] names it"
+            )
         blocks = 0 if is_checkpointed_already(self._modules) else len(all_blocks(self._modules))
         some = [f"checkpoint:{name}" for name in partial_levels(costs, blocks)]
         whole = ("checkpoint",) if blocks else ()
@@ -254,13 +279,22 @@ class Fallbacks:
 
 
 def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
-    """Return the fallbacks, written as `fit` arguments, that are not active yet and would change anything."""
-    ways = []
+    """Return what saves memory, written as arguments, that is not in force yet and would change anything."""
+    ways = [f"memory='{name}' (the loss in chunks)" for name in _chunks_left(modules)]
     own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
     blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
     if (own or blocks) and not is_checkpointed_already(modules) and not any(map(is_replaced, blocks)):
         what = f"{len(blocks)} {type(blocks[0]).__name__} blocks" if blocks else type(own[0]).__name__
-        ways.append(f"fit(..., fallback='checkpoint') (activation checkpointing of {what})")
+        ways.append(f"memory='checkpoint' (activation checkpointing of {what})")
     if not memory.is_host and not any(map(is_replaced, modules)):
-        ways.append("fit(..., fallback='offload') (what backward needs on the host)")
+        ways.append("memory='offload' (what backward needs on the host)")
     return ways
+
+
+def _chunks_left(modules: Sequence[nn.Module]) -> list[str]:
+    """Return how `memory` would name the loss in chunks, if it is not in force."""
+    heads = find_heads(modules, None)
+    if heads:
+        return [] if any(map(is_replaced, heads)) else [CHUNKED]
+    name = likely_head(modules)
+    return [] if name is None else [f"{CHUNKED}:{name}"]

@@ -217,11 +217,12 @@ def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str 
 
     Args:
         step: The training step.
-        limit_bytes: The memory limit; None without one.
+        limit_bytes: The memory limit; None for the one in force, if any.
         message: What the device said.
         sample: Which sample it was; None if nothing is known of that.
     """
     reading = step.memory.reading()
+    limit_bytes = step.memory.limit_bytes if limit_bytes is None else limit_bytes
     allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
     found = f" ({message})" if message else ""
     remedies = [] if step.precision.name != "fp32" else ["precision='bf16'"]

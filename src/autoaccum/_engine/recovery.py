@@ -15,6 +15,7 @@ from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._memory.limits import format_bytes
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import exceptions
@@ -44,6 +45,8 @@ _WITHOUT_SIZE = {
     Phase.BACKWARD: "the loss over the whole window",
     Phase.ADD: "adding the gradient to earlier ones",
 }
+# In these, nothing is kept for a backward pass.
+_OF_THE_OPTIMIZER = (Phase.RESERVE, Phase.UNSCALE, Phase.CLIP, Phase.OPTIMIZER)
 
 
 class Recovery:
@@ -141,10 +144,19 @@ class Recovery:
         # If another rank lacks memory, its own limit on attempts ends this training too.
         if event.phase != Phase.ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:
             what = _WITHOUT_SIZE.get(Phase(event.phase), f"the {event.phase} step")
-            raise DoesNotFitError(
+            error = DoesNotFitError(
                 f"{what} does not fit on {self._step.memory.name} even with no activations alive ({event.message}); "
-                "try an optimizer with less state, foreach=False, or a smaller model"
+                f"try {', '.join(self._remedies())}, or a smaller model"
             )
+            error.saving_helps = event.phase not in _OF_THE_OPTIMIZER
+            raise error
+
+    def _remedies(self) -> list[str]:
+        remedies = ["an optimizer with less state (optimizer='adamw8bit')", "foreach=False"]
+        limit_bytes = self._step.memory.limit_bytes
+        if limit_bytes is not None:
+            remedies.append(f"a memory_limit higher than {format_bytes(limit_bytes)}")
+        return remedies
 
     @property
     def takes_gradients_aside(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._engine.fallback import AUTO, Fallbacks
+from autoaccum._engine.fallback import AUTO, Fallbacks, head_of_auto
 from autoaccum._engine.rungs import Rungs
 from autoaccum._system.exceptions import contextmanager
 
@@ -51,9 +51,14 @@ class StepSavings:
         self._memory = memory
         self._notices = notices
         self._named = () if AUTO in names else tuple(names)
+        self._head = head_of_auto(names)
         self._has_climbed = False
         self._ways: tuple[str, ...] = ()
-        self.rungs = Rungs(self._fallbacks().levels, of_all, notices) if AUTO in names else None
+        self.rungs: Rungs | None = None
+        if AUTO in names:
+            chosen_from = self._fallbacks()
+            chosen_from.begin(self._say)
+            self.rungs = Rungs(chosen_from.levels, of_all, notices)
         with self.in_force():
             pass
 
@@ -82,7 +87,7 @@ class StepSavings:
 
     def climb(self, error: DoesNotFitError) -> bool:
         """Save more from the next step on, since not one sample fits; return whether there is more."""
-        if self.rungs is None:
+        if self.rungs is None or not error.saving_helps:
             return False
         self._has_climbed = self.rungs.climb()
         if not self._has_climbed and self._ways:
@@ -90,7 +95,7 @@ class StepSavings:
         return self._has_climbed
 
     def _fallbacks(self) -> Fallbacks:
-        return Fallbacks(self._modules, (), self._memory, self._named)
+        return Fallbacks(self._modules, (), self._memory, self._named, head=self._head)
 
     def _say(self, text: str) -> None:
         self._notices.say(text, key=text)

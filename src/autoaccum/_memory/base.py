@@ -36,12 +36,14 @@ class MemoryBackend(ABC):
         is_host: Whether the memory is that of the host.
         has_own_limit: Whether even a limit of None enforces something: a capacity that no allocator knows of.
         is_limited: Whether a limit is in force now.
+        limit_bytes: That limit; None without one.
     """
 
     fails_cleanly: bool = True
     is_host: bool = False
     has_own_limit: bool = False
     is_limited: bool = False
+    limit_bytes: int | None = None
 
     device: torch.device
     name: str
@@ -101,12 +103,12 @@ class MemoryBackend(ABC):
             InvalidInputError: On entry: another limit of this backend is in force.
         """
         self._refuse_nesting()
-        self.is_limited = True
+        self.is_limited, self.limit_bytes = True, limit_bytes
         try:
             with self._in_force(limit_bytes):
                 yield
         finally:
-            self.is_limited = False
+            self.is_limited, self.limit_bytes = False, None
 
     @abstractmethod
     def _in_force(self, limit_bytes: int | None) -> AbstractContextManager[None]:

@@ -29,7 +29,7 @@ from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
-from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory
+from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory, head_of_auto
 from autoaccum._engine.finiteness import check_on_nan
 from autoaccum._engine.forward_backward import assemble, largest_norm
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
@@ -183,7 +183,8 @@ def fit(
             "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
             "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. With `compile`,
             "budget:0.5" is the share of activations that compiled code keeps. "auto": what makes windows fastest,
-            measured in the first windows; nothing where a window fits at once (docs/memory.md).
+            measured in the first windows; nothing where a window fits at once (docs/memory.md). With
+            `["auto", "chunked_loss:NAME"]`, a loss in chunks is among what it measures.
         weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
             in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
@@ -424,7 +425,12 @@ def fit(
             on_nan=on_nan,
             compiling=compiling,
             fallbacks=Fallbacks(
-                step.objective.modules, fallbacks, backend, () if AUTO in savings else savings, compiling
+                step.objective.modules,
+                fallbacks,
+                backend,
+                () if AUTO in savings else savings,
+                compiling,
+                head=head_of_auto(savings),
             ),
             climbs=AUTO in savings,
             world=world,

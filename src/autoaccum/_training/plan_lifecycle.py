@@ -415,7 +415,9 @@ class PlanLifecycle:
         self._fallbacks.end()
 
     def _falls_back(self, error: DoesNotFitError) -> bool:
-        """Apply the next fallback; return whether there was one."""
+        """Apply the next fallback; return whether there was one that can help."""
+        if not error.saving_helps:
+            return False
         if self._rungs is not None:
             return self._climbs(self._rungs, error)
         in_force = tuple(self._fallbacks.ways)
