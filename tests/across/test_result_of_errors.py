@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -27,7 +28,10 @@ class InterruptsAfter(autoaccum.Callback):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_interrupt_in_a_window_leaves_the_result_of_the_windows_before(tmp_path, capsys):
+@pytest.mark.parametrize("is_interactive", [False, True])
+def test_interrupt_in_a_window_leaves_the_result_of_the_windows_before(tmp_path, capsys, monkeypatch, is_interactive):
+    if is_interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     run, interrupts = Run(checkpoint=tmp_path, progress="lines"), InterruptsAfter(2)
 
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -37,7 +41,9 @@ def test_interrupt_in_a_window_leaves_the_result_of_the_windows_before(tmp_path,
     assert (result.steps, len(result.history), result.stopped) == (2, 2, "KeyboardInterrupt")
     assert result.last_loss == result.history[-1].loss
     assert result.checkpoint == tmp_path / "step-00000002.pt"
-    assert "interrupted after step 2; the result so far is the attribute 'result'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "interrupted after step 2" in said
+    assert ("sys.last_value.result is the result so far" in said) == is_interactive
     expected = Run(max_steps=2)
     expected.fit(val_loader=None)
     assert run.end["model"] == expected.end["model"]

@@ -167,6 +167,20 @@ def test_lines_tell_a_step_only_when_the_last_line_is_long_enough_ago(clock):
     ]
 
 
+def test_a_step_line_of_a_target_in_tokens_tells_updates_and_micro_batches_of_the_last_window(clock):
+    file = io.StringIO()
+    shown = LineProgress(every_s=0.0, file=file, counts="tokens")
+    shown.on_fit_start(epochs=1, max_steps=4, steps_per_epoch=None)
+
+    for step, sizes in enumerate([(1, 2, 2, 9), (2, 3)], 1):
+        clock.now += 2.0
+        shown.on_step(step_report(step, samples=sum(sizes), micro_batches=sizes), epoch=1)
+
+    first, second = file.getvalue().splitlines()
+    assert "0.5 updates/s, 6 s left, in 4 micro-batches of 1 to 9 samples" in first
+    assert "0.5 updates/s, 4 s left, in 2 micro-batches of 2 to 3 samples" in second
+
+
 def test_a_step_line_tells_loss_speed_cut_peak_and_oom(clock):
     file = io.StringIO()
     shown = LineProgress(every_s=0.0, file=file)

@@ -19,7 +19,9 @@ from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.bf16_weights import WEIGHTS
-from autoaccum._engine.fallback import AUTO, FALLBACKS, SAVINGS
+from autoaccum._engine.activation_budget import BUDGET
+from autoaccum._engine.chunked_recipe import CHUNKED
+from autoaccum._engine.fallback import AUTO, FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
@@ -107,7 +109,10 @@ _BY_NAME = {
         list[str], "|".join(FALLBACKS), "What to do if not even one sample fits; given twice, one after the other."
     ),
     "memory": _Form(
-        list[str], "|".join((AUTO, *SAVINGS)), "What saves memory, for time; can be given several times; auto measures."
+        list[str],
+        f"{AUTO}|{CHUNKED}[:LAYER]|checkpoint[:N]|offload|{BUDGET}:SHARE",
+        "What saves memory, for time; can be given several times. auto measures which is fastest; budget goes with "
+        "--compile.",
     ),
     "weights": _Form(str, "|".join(WEIGHTS), "Weights in bf16: rounded stochastically, or with an fp32 master."),
     "precision": _Form(str, "|".join(PRECISIONS)),
@@ -130,7 +135,8 @@ _BY_NAME = {
     "noise_scale": _Form(
         bool,
         flag="--noise-scale",
-        help="Measure the gradient noise scale, which says whether a larger batch would pay.",
+        help="Measure in every 50th window the gradient noise scale, which says whether a larger batch would pay; "
+        "Job(noise_scale=N) in the recipe measures every Nth.",
     ),
 }
 

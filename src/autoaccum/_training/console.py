@@ -30,7 +30,7 @@ from autoaccum._training.summary import advice_on, cut_of, of_capacity, rows_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from autoaccum._memory.base import MemoryBackend
@@ -111,7 +111,8 @@ class _Tally:
         counts: str = SAMPLES,
     ) -> None:
         self.capacity_bytes = capacity_bytes
-        self._unit = " tokens" if counts == TOKENS else ""
+        self._in_tokens = counts == TOKENS
+        self._unit = " tokens" if self._in_tokens else ""
         self.epochs = epochs
         self.epoch = 1
         self.total_steps = _total_steps(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
@@ -126,14 +127,15 @@ class _Tally:
         self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
         self._fitted = 0
         self._resumed_step = 0
+        # Samples; of windows of as many tokens, which hold unlike numbers of them, updates.
         self._speed = 0.0
-        self._samples = 0
+        self._done = 0
         self._since = time.monotonic()
 
     def restart_clock(self) -> None:
         """Restart the speed count, so that neither a probe nor an evaluation counts as slow training."""
-        self._speed = self._samples_per_s()
-        self._samples = 0
+        self._speed = self._per_s()
+        self._done = 0
         self._since = time.monotonic()
 
     def resume(self, step: int, epoch: int) -> None:
@@ -145,13 +147,14 @@ class _Tally:
     def add(self, report: StepReport, epoch: int) -> None:
         self.epoch = epoch
         self.report = report
-        if report.samples >= sum(self._cut):
+        done = 1 if self._in_tokens else report.samples
+        if self._in_tokens or report.samples >= sum(self._cut):
             self._cut = report.micro_batches
         if report.elapsed_s <= time.monotonic() - self._since:
-            self._samples += report.samples
+            self._done += done
         elif not self._speed:
             # The window that ended the search for the cut began before the clock was restarted.
-            self._speed = report.samples / report.elapsed_s
+            self._speed = done / report.elapsed_s
         if report.noise_scale is not None:
             self.noise_scale = report.noise_scale
         if report.peak_bytes is not None:
@@ -184,6 +187,8 @@ class _Tally:
     def figures(self, *, in_bar: bool = False) -> str:
         """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 0 oom".
 
+        With a target in tokens: "3.1 updates/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
+
         Waits for the device. The bar shows the time left and the peak by itself (`in_bar`). The learning rate, of the
         first group, stands behind the loss once any has changed.
 
@@ -194,9 +199,9 @@ class _Tally:
         parts = [
             f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
             *self._rate(self.report.learning_rates),
-            f"{_three_digits(self._samples_per_s())} samples/s",
+            f"{_three_digits(self._per_s())} {'updates' if self._in_tokens else 'samples'}/s",
             *([] if in_bar else self._time_left()),
-            f"cut {format_cut(self._cut)}",
+            _cut_by_length(self._cut) if self._in_tokens else f"cut {format_cut(self._cut)}",
         ]
         if not in_bar and self.peak_bytes is not None:
             parts.append(f"peak {of_capacity(self.peak_bytes, self.capacity_bytes)}")
@@ -214,16 +219,24 @@ class _Tally:
 
     def _time_left(self) -> list[str]:
         assert self.report is not None, "figures are drawn after a step"
-        speed, target = self._samples_per_s(), sum(self._cut)
+        speed, target = self._per_s(), 1 if self._in_tokens else sum(self._cut)
         if self.total_steps is None or not speed or self.steps >= self.total_steps:
             return []
         return [f"{_rounded_time((self.total_steps - self.steps) * target / speed)} left"]
 
-    def _samples_per_s(self) -> float:
+    def _per_s(self) -> float:
         """Since the clock was restarted; right after that, as it was before."""
-        if not self._samples:
+        if not self._done:
             return self._speed
-        return self._samples / max(time.monotonic() - self._since, 1e-9)
+        return self._done / max(time.monotonic() - self._since, 1e-9)
+
+
+def _cut_by_length(sizes: Sequence[int]) -> str:
+    if len(sizes) <= 1:
+        return f"{sum(sizes):,} samples at once"
+    least, most = min(sizes), max(sizes)
+    each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"in {len(sizes):,} micro-batches of {each} {'sample' if most == 1 else 'samples'}"
 
 
 class _Progress(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -210,7 +211,10 @@ class Training:
         return result
 
     def _leave_result(self, error: BaseException, started: float) -> None:
-        """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C."""
+        """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C.
+
+        Sessions in which that can be read are told where it is: Python's own prompt and IPython set `sys.ps1`.
+        """
         try:
             # The result of an earlier call is not the user's own attribute: an instance may be raised again.
             if hasattr(error, "result") and not isinstance(error.result, FitResult):
@@ -219,10 +223,8 @@ class Training:
         except Exception:  # noqa: BLE001 - the user's own may take no attribute, and nothing here must hide it
             return
         if isinstance(error, KeyboardInterrupt):
-            self._notices.say(
-                f"interrupted after step {self._progress.moment.windows}; the result so far is the attribute 'result' "
-                "of the KeyboardInterrupt (in a notebook: sys.last_value.result)"
-            )
+            told = "; sys.last_value.result is the result so far" if hasattr(sys, "ps1") else ""
+            self._notices.say(f"interrupted after step {self._progress.moment.windows}{told}")
 
     def _end(self, result: FitResult | None, error: BaseException | None, started: float) -> None:
         """Close the loader, restore the model and notify every callback, even if one of them raises.
