@@ -3,6 +3,8 @@
 result = autoaccum.fit(model, loader, target_batch=100)
 """
 
+from importlib.metadata import version as _version
+
 from autoaccum._callbacks import Callback, StopTraining
 from autoaccum._data.batches import Window
 from autoaccum._data.pieces import Split
@@ -48,6 +50,8 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
+
+__version__ = _version("autoaccum")
 
 __all__ = [
     "Accumulator",

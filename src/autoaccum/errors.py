@@ -22,8 +22,8 @@ class DoesNotFitError(AutoaccumError):
     """Not even the smallest micro-batch fits in memory; everything is as it was before the call.
 
     Attributes:
-        saving_helps: Whether a step that keeps less for its backward pass (`memory=`) might fit; False if memory ran out
-            for the optimizer's own step.
+        saving_helps: Whether a step that keeps less for its backward pass (`memory=`) might fit; False if memory ran
+            out for the optimizer's own step.
     """
 
     saving_helps = True

@@ -405,3 +405,12 @@ def test_samples_that_are_taken_by_length_are_measured_in_random_order():
     assert found.lengths != tuple(sorted(found.lengths, reverse=True))
     assert shuffled(window, 1).indices == found.indices
     assert shuffled(window, 2).indices != found.indices
+
+
+def test_summary_of_a_target_in_tokens_compares_with_the_samples_of_an_update():
+    noise = NoiseScale(5, Notices(silent=True))
+    noise.learn(Spread(100.0, 1.1, 3), 100)
+
+    said = noise.summary(100, "SGD", in_tokens=True)
+
+    assert "10 times the 100 samples of an update" in said

@@ -165,7 +165,8 @@ def test_run_that_is_resumed_while_it_measures_begins_to_measure_again(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "memory", [["auto", "checkpoint"], ["auto", "auto"], ["auto", "chunked_loss"], ["auto", "chunked_loss:a", "offload"]]
+    "memory",
+    [["auto", "checkpoint"], ["auto", "auto"], ["auto", "chunked_loss"], ["auto", "chunked_loss:a", "offload"]],
 )
 def test_auto_beside_names_is_refused(memory):
     with pytest.raises(autoaccum.InvalidInputError, match="pass it alone, or with 'chunked_loss:NAME'"):

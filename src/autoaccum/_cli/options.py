@@ -18,8 +18,8 @@ import typer
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
-from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.activation_budget import BUDGET
+from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.chunked_recipe import CHUNKED
 from autoaccum._engine.fallback import AUTO, FALLBACKS
 from autoaccum._engine.finiteness import ON_NAN

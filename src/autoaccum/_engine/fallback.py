@@ -84,8 +84,8 @@ def check_memory(
         )
     if AUTO in names and len(names) > 1 and head_of_auto(names) is None:
         raise InvalidInputError(
-            f"memory={shown(memory)}: 'auto' chooses among all of them; pass it alone, or with '{CHUNKED}:NAME' to name "
-            "the layer that makes the logits"
+            f"memory={shown(memory)}: 'auto' chooses among all of them; pass it alone, or with '{CHUNKED}:NAME' to "
+            "name the layer that makes the logits"
         )
     for name in names:
         if name != AUTO and not _is_known(name):

@@ -203,21 +203,23 @@ class NoiseScale:
         self._variance += weight * (spread.variance - self._variance)
         self._squared_norm += weight * (without_noise - self._squared_norm)
 
-    def summary(self, target_batch: int, optimizer: str) -> str:
+    def summary(self, samples: int, optimizer: str, *, in_tokens: bool = False) -> str:
         """Return in one sentence what was measured.
 
         Args:
-            target_batch: Samples of a window, over all processes.
+            samples: Samples of a window, over all processes; their mean, if the target is in tokens.
             optimizer: The name of the optimizer's class.
+            in_tokens: Whether it is.
         """
+        what = f"the {samples:,} samples of an update" if in_tokens else f"the target batch {samples:,}"
         if not self.measured:
             return f"gradient noise scale not measured: one window in {self.every} is, once sizes are settled"
         if self.samples is None:
             return (
                 f"gradient noise scale not measurable in {self.measured} windows: their mean gradient is lost in its "
-                f"noise, so the scale is far above the target batch {target_batch:,}, or more windows are needed"
+                f"noise, so the scale is far above {what}, or more windows are needed"
             )
-        times = self.samples / target_batch
+        times = self.samples / samples
         verdict = (
             "a larger batch would still pay"
             if times >= _PAYS
@@ -226,10 +228,7 @@ class NoiseScale:
             else "the batch is about as large as pays"
         )
         own = "" if optimizer == "SGD" else f"; {optimizer}'s own is not measured"
-        return (
-            f"gradient noise scale about {rounded(self.samples)} samples, {times:.2g} times the target batch "
-            f"{target_batch:,}: {verdict}{own}"
-        )
+        return f"gradient noise scale about {rounded(self.samples)} samples, {times:.2g} times {what}: {verdict}{own}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""

@@ -200,8 +200,8 @@ class Training:
                     self._start_s = time.perf_counter() - started - self._search_s - self._data_s
                     self._interrupts.run(self._train, self._went_back)
                 if self._noise is not None and self._resumed_from != self._progress.moment.windows:
-                    own = name_of(self._step.optimizer)
-                    self._notices.say(self._noise.summary(self._samples_of_a_window, own))
+                    own, in_tokens = name_of(self._step.optimizer), self._data.counts != SAMPLES
+                    self._notices.say(self._noise.summary(self._samples_of_a_window, own, in_tokens=in_tokens))
                 result = self._result(started)
             except BaseException as error:
                 self._leave_result(error, started)
