@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _CERTAIN = 0.9
 _LESS = 0.7
 _TWO = 2
+# How much longer than the first window, by cost, later ones may be for a size that is searched for.
 _LONGER = 1.25
 # A window in tokens ends near its target; one that is shorter is an epoch's last.
 _FULL = 0.9
