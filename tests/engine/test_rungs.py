@@ -105,11 +105,15 @@ def test_next_run_begins_with_what_was_measured(tmp_path, monkeypatch, capsys, p
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
     _, first = trained("3MiB", cache=True, probe=probe)
     said = capsys.readouterr().err
+    (tried,) = re.findall(r"; tried: (nothing does not fit; .* MiB\).*)", said)
 
     model, second = trained("3MiB", cache=True, probe=probe, max_steps=4)
+    of_second = capsys.readouterr().err
+    trained("3MiB", cache=True, probe=probe, max_steps=4)
 
     assert "as an earlier run has measured" not in said
-    assert "as an earlier run has measured" in capsys.readouterr().err
+    assert f"as an earlier run has measured: {tried}" in of_second
+    assert f"as an earlier run has measured: {tried}" in capsys.readouterr().err
     assert second.memory == first.memory
     assert second.memory_trials == ()
     assert is_plain(model)

@@ -114,6 +114,9 @@ def test_person_can_read_what_a_file_is_about(cache):
         {"fixed_bytes": -1},
         {"fixed_bytes": 1.5},
         {"bytes_per_sample": 1 << 63},
+        {"memory": [1]},
+        {"tried": 5},
+        {"tried": "\x1b[2J"},
     ],
     ids=str,
 )

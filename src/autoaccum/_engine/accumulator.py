@@ -170,6 +170,7 @@ class GradientAccumulator:
         self._lanes: dict[bool, _Lane] = {}
         self._lanes_of: dict[Rung, dict[bool, _Lane]] = {}
         self._rung: Rung | None = None
+        self._tried: str | None = None
         self._compares, self._keeps = False, True
         self._found: dict[bool, Remembered | None] = {}
         self._looked_up: CacheEntry | None = None
@@ -241,23 +242,24 @@ class GradientAccumulator:
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
-    def remembered(self, window: Window) -> Rung | None:
-        """Return what an earlier run has chosen for batches like this one; None if none has."""
+    def remembered(self, window: Window) -> tuple[Rung | None, str | None]:
+        """Return what an earlier run has chosen for batches like this one, and what it tried; None where it has not."""
         found = self._entry_of(window, self.is_empty, None).found
-        return None if found is None else found.memory
+        return (None, None) if found is None else (found.memory, found.tried)
 
-    def begin_rung(self, rung: Rung, *, compares: bool, is_chosen: bool) -> None:
+    def begin_rung(self, rung: Rung, *, compares: bool, is_chosen: bool, tried: str | None = None) -> None:
         """Search for sizes with what saves memory from now on, or take those that were found with it.
 
         Args:
             rung: What is in force, by names of `memory`.
             compares: Whether it is compared with others: cuts are then not timed, nor kept for other runs.
             is_chosen: Whether it stays, so that the next run can begin with it.
+            tried: What was tried before, in words, for that run to tell.
         """
         if self._rung is not None:
             self._lanes_of[self._rung] = self._lanes
         self._lanes, self._compares = self._lanes_of.pop(rung, {}), compares
-        self._rung, self._keeps = rung, is_chosen
+        self._rung, self._keeps, self._tried = rung, is_chosen, tried
         if is_chosen:
             self._found = {is_empty: lane.entry.found for is_empty, lane in self._lanes.items()}
             self._lanes, self._lanes_of = {}, {}
@@ -283,6 +285,7 @@ class GradientAccumulator:
             return CacheEntry(self._step.memory)
         entry = self._looked_up or self._entry_of(window, is_empty, self._rung)
         self._looked_up = None
+        entry.note_tried(self._tried)
         entry.take(self._found.pop(is_empty, None))
         return entry
 

@@ -85,11 +85,13 @@ class MeasuredBatches:
         return report
 
     def _begin(self, rungs: Rungs, window: Window) -> None:
-        known = self._accumulating.remembered(window)
+        known, tried = self._accumulating.remembered(window)
         look = partial(measured, self._step, window)
-        is_known = rungs.begin(known, None, measures=self._measures, look=look)
+        is_known = rungs.begin(known, None, measures=self._measures, look=look, tried=tried)
         if is_known or rungs.is_measuring:
-            self._accumulating.begin_rung(rungs.rung, compares=rungs.is_measuring, is_chosen=is_known)
+            self._accumulating.begin_rung(
+                rungs.rung, compares=rungs.is_measuring, is_chosen=is_known, tried=rungs.tried
+            )
         self._kind = self._accumulating.is_empty
 
     def _added(self, rungs: Rungs, window: Window) -> BackwardReport:
@@ -117,4 +119,6 @@ class MeasuredBatches:
             return
         if rungs.rung != former:
             self._memory.release()
-        self._accumulating.begin_rung(rungs.rung, compares=rungs.is_measuring, is_chosen=not rungs.is_measuring)
+        self._accumulating.begin_rung(
+            rungs.rung, compares=rungs.is_measuring, is_chosen=not rungs.is_measuring, tried=rungs.tried
+        )

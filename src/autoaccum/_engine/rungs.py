@@ -77,6 +77,7 @@ class Rungs:
         self._choice = RungChoice((), measures=False)
         self._failed: list[Rung] = []
         self._not_timed = 0
+        self._earlier: str | None = None
         self._usual_work: float | None = None
         self.is_measuring = False
 
@@ -96,6 +97,11 @@ class Rungs:
         judged = self._choice.judged
         return tuple(_trial(rung, one) for rung, one in judged.items()) if len(judged) > 1 else ()
 
+    @property
+    def tried(self) -> str | None:
+        """All that was tried, here or in the run that chose what is in force, in words; None if nothing was."""
+        return "; ".join(map(_told, self.trials)) or self._earlier
+
     def begin(
         self,
         known: Rung | None,
@@ -103,6 +109,7 @@ class Rungs:
         *,
         measures: bool,
         look: Callable[[], Sequence[BlockCost] | None] = lambda: None,
+        tried: str | None = None,
     ) -> bool:
         """Begin with what is known, or to measure; return whether something is known.
 
@@ -111,6 +118,7 @@ class Rungs:
             windows_ahead: Number of windows still to come; None if unknown.
             measures: Whether windows can be compared.
             look: Measures what checkpointing each block saves and costs; None if that cannot be measured.
+            tried: What the earlier run has tried, in words.
         """
         if measures and known is None and windows_ahead is not None and windows_ahead < WINDOWS_WORTH_TRYING:
             measures = False
@@ -129,8 +137,10 @@ class Rungs:
         self.is_measuring = not self._choice.is_settled
         if is_known and known is not None:
             self._choice.settle(known)
-            if known:
-                self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured")
+            self._earlier = tried
+            if known or tried:
+                numbers = f": {tried}" if tried else ""
+                self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured{numbers}")
         return is_known
 
     def climb(self) -> bool:
@@ -192,8 +202,7 @@ class Rungs:
             self._choice.note(max(seconds) * self._usual_work / work, max(peaks, default=None))
 
     def _tell(self) -> None:
-        tried = "; ".join(map(_told, self.trials))
-        self._notices.say(f"memory='auto' takes {_written(self.rung)}; tried: {tried}")
+        self._notices.say(f"memory='auto' takes {_written(self.rung)}; tried: {self.tried}")
 
 
 def work_of(window: Window) -> int:

@@ -70,6 +70,7 @@ class Remembered:
         bytes_per_sample: Memory per additional sample.
         fastest: The size measured to be the fastest.
         memory: What `memory="auto"` has chosen for these sizes; None without it, or while it was still measuring.
+        tried: What it has tried for that, with seconds and bytes, in words; None if nothing.
 
     Raises:
         InvalidInputError: A value is out of range.
@@ -80,12 +81,15 @@ class Remembered:
     bytes_per_sample: int | None = None
     fastest: int | None = None
     memory: tuple[str, ...] | None = None
+    tried: str | None = None
 
     def __post_init__(self) -> None:
         if self.memory is not None:
             if not isinstance(self.memory, list | tuple) or not all(type(name) is str for name in self.memory):
                 raise InvalidInputError(f"memory={self.memory!r} must be names, or None")
             object.__setattr__(self, "memory", tuple(self.memory))
+        if self.tried is not None and (type(self.tried) is not str or not self.tried.isprintable()):
+            raise InvalidInputError(f"tried={self.tried!r} must be words, or None")
         check_positive_int("micro_batch", self.micro_batch)
         if self.fastest is not None and check_positive_int("fastest", self.fastest) > self.micro_batch:
             raise InvalidInputError(f"fastest={self.fastest} is more than micro_batch={self.micro_batch}, which fits")

@@ -35,6 +35,7 @@ class CacheEntry:
         saves: tuple[str, ...] | None = None,
     ) -> None:
         self._saves = saves
+        self._tried: str | None = None
         self._memory = memory
         self._cache = cache
         self._key = key
@@ -76,6 +77,10 @@ class CacheEntry:
         if found is not None and fastest.micro_batch <= found.micro_batch:
             self._keep(replace(found, fastest=fastest.micro_batch))
 
+    def note_tried(self, tried: str | None) -> None:
+        """Keep what `memory="auto"` has tried with what is found from now on, in words."""
+        self._tried = tried
+
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""
         if self._cache is not None and self._key is not None:
@@ -88,7 +93,8 @@ class CacheEntry:
             self._keep(found)
 
     def _keep(self, remembered: Remembered) -> None:
-        remembered = replace(remembered, memory=self._saves)
+        tried = self._tried or remembered.tried or (None if self.found is None else self.found.tried)
+        remembered = replace(remembered, memory=self._saves, tried=tried)
         self.found = remembered
         if self._cache is not None and self._key is not None:
             with self._memory.lifted():

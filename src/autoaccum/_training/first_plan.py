@@ -156,17 +156,24 @@ class Finding:
         self._cache, self._entry = None, CacheEntry(self._step.memory)
         self.search_in_windows()
 
-    def begin_rung(self, rung: tuple[str, ...], *, is_chosen: bool) -> None:
+    @property
+    def tried(self) -> str | None:
+        """What memory="auto" has tried in the earlier run, in words; None if nothing is known."""
+        return None if self._entry.found is None else self._entry.found.tried
+
+    def begin_rung(self, rung: tuple[str, ...], *, is_chosen: bool, tried: str | None = None) -> None:
         """Search for sizes with what memory="auto" saves memory by, or take those that were found with it.
 
         Args:
             rung: What is in force, as `memory` names it.
             is_chosen: Whether it stays, so that the next run of the job can begin with it.
+            tried: What was tried before, in words, for that run to tell.
         """
         found = self._entries.setdefault(rung, CacheEntry(self._step.memory))
         self._entry = found
         if is_chosen:
             self._entry = CacheEntry(self._step.memory, self._cache, self._key, rung)
+            self._entry.note_tried(tried)
             self._entry.take(found.found)
 
     @property

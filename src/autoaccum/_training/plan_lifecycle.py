@@ -217,11 +217,12 @@ class PlanLifecycle:
             self._progress.windows_ahead,
             measures=self._finding.measures,
             look=lambda: None if first is None or self._compiling is not None else measured(self._step, first),
+            tried=self._finding.tried,
         )
         if is_known:
             self._fallbacks.switch(self._rungs.rung)
         if is_known or self._rungs.is_measuring:
-            self._finding.begin_rung(self._rungs.rung, is_chosen=is_known)
+            self._finding.begin_rung(self._rungs.rung, is_chosen=is_known, tried=self._rungs.tried)
         return is_known
 
     def _compile_at_once(self) -> None:
@@ -366,7 +367,7 @@ class PlanLifecycle:
             self._fallbacks.switch(rung)
             self._step.memory.release()
         self._finding.search_in_windows()
-        self._finding.begin_rung(rung, is_chosen=not self._rungs.is_measuring)
+        self._finding.begin_rung(rung, is_chosen=not self._rungs.is_measuring, tried=self._rungs.tried)
         known = self._cuttings.get(rung)
         cutting = Cutting.of(self._finding.plan()) if known is None else replace(known, is_timed=False)
         self.begin(cutting)
