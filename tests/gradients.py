@@ -45,8 +45,7 @@ def cut_gradient(model, loss, window, sizes, **options):
         optimizer,
         autoaccum.Plan(sum(sizes), tuple(sizes)),
         loss=loss,
-        device="cpu",
-        **({"precision": "fp32", "notices": Notices(silent=True)} | options),
+        **({"device": "cpu", "precision": "fp32", "notices": Notices(silent=True)} | options),
     )
     report = runner.step(window)
     assert report.micro_batches == tuple(sizes)

@@ -101,6 +101,25 @@ def test_padded_window_has_the_full_batch_gradient(sizes, model):
     assert_full_batch_gradient(model, None, PADDED, sizes)
 
 
+RUNGS = [
+    ("chunked_loss",),
+    ("checkpoint",),
+    ("checkpoint:1",),
+    ("offload",),
+    ("chunked_loss", "checkpoint"),
+    ("checkpoint", "offload"),
+    ("auto",),
+]
+
+
+@pytest.mark.parametrize(("memory", "sizes", "model"), a_few_of(RUNGS, CUTS, MODELS), indirect=["model"])
+def test_padded_window_has_the_full_batch_gradient_whatever_saves_memory(memory, sizes, model, monkeypatch):
+    monkeypatch.setattr("autoaccum._engine.chunked_recipe.CHUNK", 5)
+    monkeypatch.setattr("autoaccum._engine.chunked_logits._LEAST", 2)
+
+    assert_full_batch_gradient(model, None, PADDED, sizes, memory=list(memory), device=autoaccum.Simulated("1GiB"))
+
+
 @pytest.mark.parametrize(("sizes", "model"), a_few_of(CUTS, MODELS), indirect=["model"])
 def test_window_without_padding_has_the_full_batch_gradient(sizes, model):
     assert_full_batch_gradient(model, None, sentences([T] * N), sizes)
