@@ -1,4 +1,4 @@
-"""Puts copies in the place of modules' parameters and buffers while gradients are compared."""
+"""Puts copies in the place of modules' parameters and buffers while losses are asked and gradients compared."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 # The most elements of all parameters together that are copied in float64: 32 MiB.
 _COPIED = 2**22
-# The most elements that are copied in float32 where gradients would take less than these copies: 256 MiB.
-_WIDENED = 2**26
+# The most elements that are copied in float32 on the host, where lack of memory may end in native code, unless
+# gradients take as much later: 64 MiB.
+_WIDENED = 2**24
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -37,14 +38,14 @@ def may_be_copied(modules: Sequence[nn.Module]) -> bool:
 def may_be_widened(modules: Sequence[nn.Module]) -> bool:
     """Whether modules have parameters in half precision, and all may have copies in float32.
 
-    Gradients in float32 take as much, and come later; where those are in half precision, too, few parameters may.
+    Gradients in float32 take as much, and come later; where those are in half precision, too, few may on the host.
     """
     narrow = [parameter for parameter in _parameters_of(modules) if parameter.dtype in HALF]
     return (
         bool(narrow)
         and may_be_replaced(modules)
         and all(type(parameter) is nn.Parameter for parameter in narrow)
-        and sum(parameter.numel() for parameter in narrow if not _has_wide_gradient(parameter)) <= _WIDENED
+        and sum(parameter.numel() for parameter in narrow if _could_lack(parameter)) <= _WIDENED
     )
 
 
@@ -155,5 +156,5 @@ def _parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
 
-def _has_wide_gradient(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "grad_dtype", None) is torch.float32
+def _could_lack(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cpu" and getattr(parameter, "grad_dtype", None) is not torch.float32
