@@ -59,7 +59,8 @@ class LengthOrder:
             if self._in_tokens:
                 raise InvalidInputError(
                     f"target_tokens= cuts windows by the columns of their samples, and they cannot be told: {error}; "
-                    "pass lengths=, a function of a batch, or target_batch="
+                    "pass lengths=, a function of a batch, or a loader of lists of samples (collate_fn=list, "
+                    "split=autoaccum.ListOfSamples(collate)), or target_batch="
                 ) from None
             self._notices.say(
                 f"samples stay in the loader's order (order='length'): {error}; pass lengths=, or batches with an "
