@@ -13,6 +13,7 @@ from autoaccum._memory.base import MemoryBackend
 from autoaccum._snapshot import Mark
 from fault_cases import SAMPLES, Case
 from faults import FailAt, state_of
+from helpers import live_tensors
 
 # In which a micro-batch is worked on, so that a smaller one helps.
 WORK = ("set aside", "transfer", "forward", "backward")
@@ -163,14 +164,14 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", limit_bytes=Non
         again: Whether a window that raised is given once more; else the training ends there.
         counted: Whether to count what is alive.
     """
-    before = _live_tensors() if counted else 0
+    before = live_tensors() if counted else 0
     with StorageWatch("cpu") if counted else contextlib.nullcontext() as watch:
         training = _Training(case, dict(faults or {}), device, watch)
         with device.limited(limit_bytes) if isinstance(device, MemoryBackend) else contextlib.nullcontext():
             training.run(cuts, windows, again=again)
         played = training.played
         if counted:
-            played.alive_after = _live_tensors() - before, watch.live_bytes
+            played.alive_after = live_tensors() - before, watch.live_bytes
     return played
 
 
@@ -256,8 +257,3 @@ def _empty_ready_queue():
     After a backward pass that failed PyTorch keeps them until the next one begins.
     """
     torch.zeros((), requires_grad=True).backward()
-
-
-def _live_tensors():
-    gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())

@@ -1,6 +1,7 @@
 """What several test files want: small models, loaders that count, states to compare."""
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -84,6 +85,12 @@ def state_of(model):
 def assert_bitwise(found, expected):
     """Same values to the last bit, types and keys included; NaN equals NaN."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def live_tensors():
+    """The number of tensors that anything still refers to."""
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def a_few_of(*axes):

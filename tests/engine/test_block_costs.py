@@ -13,6 +13,7 @@ from autoaccum._engine.forward_backward import assemble
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 from fallback_models import Stack
+from helpers import live_tensors
 from rung_training import is_plain
 
 CPU = backend_for(torch.device("cpu"))
@@ -69,6 +70,16 @@ def test_measuring_leaves_no_trace(memory):
     assert [block.times for block in model.blocks] == [0] * 6
     assert all(parameter.grad is None for parameter in model.parameters())
     assert is_plain(model)
+
+
+def test_measuring_keeps_no_tensor():
+    model, batch = nn.Sequential(Square(16), Square(64)), (torch.randn(4, 8), torch.randn(4, 8))
+    costs_of(model, batch)
+    before = live_tensors()
+
+    costs_of(model, batch)
+
+    assert live_tensors() == before
 
 
 def test_early_blocks_of_a_convolutional_network_keep_most():

@@ -12,7 +12,7 @@ from autoaccum._engine.fallback import Fallbacks, check_fallback
 from autoaccum._engine.offloading import offloaded
 from autoaccum._memory import Host, Simulated
 from fallback_models import Stack, Wide, a_step, data, seed
-from helpers import CPU
+from helpers import CPU, live_tensors
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "offload"])
@@ -59,6 +59,29 @@ def test_each_way_takes_less_memory_and_both_less_than_checkpointing():
 
     assert max(less, on_host) < plain
     assert both < less
+
+
+class FailsLate(nn.Module):
+    """Runs out of memory behind layers whose outputs are kept for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4), nn.Softmax(1))
+
+    def forward(self, inputs):
+        self.inner(inputs)
+        raise torch.OutOfMemoryError("simulated lack of memory")
+
+
+@pytest.mark.parametrize("samples", [2, 2000])
+def test_forward_pass_that_fails_under_offloading_keeps_no_tensor(samples):
+    model, inputs = FailsLate(), torch.randn(samples, 32)
+    before = live_tensors()
+
+    with offloaded([model], Simulated("1GiB")), pytest.raises(torch.OutOfMemoryError):
+        model(inputs)
+
+    assert live_tensors() == before
 
 
 def fit(capacity, **options):

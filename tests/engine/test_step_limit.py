@@ -164,4 +164,5 @@ def test_host_limit_is_in_force_within_steps_alone():
     for place in ("loader", "callback", "between", "after"):
         assert seen[place] == seen["before"], place
     assert seen["oom_events"] > 0
+    assert seen["settled"] == [1, 0]  # between steps, and once the runner is gone
     assert seen["peak"] <= seen["limit"]

@@ -1,5 +1,6 @@
 """What an unknown loss runs over is found out on a few samples, without a trace, and what cannot be is said once."""
 
+import contextlib
 import importlib
 import itertools
 from contextlib import nullcontext
@@ -71,6 +72,52 @@ def test_question_is_answered_once_and_costs_no_further_run():
     assert runs <= 10  # of which seven compare gradients
     assert asked.runs == runs
     assert asked.found[0] is Over.COUNTED
+
+
+class Tight(nn.Linear):
+    """Runs out of memory for more samples than fit."""
+
+    fits = 4
+
+    def forward(self, inputs):
+        if len(inputs) > self.fits:
+            raise torch.OutOfMemoryError(f"simulated: {len(inputs)} samples")
+        return super().forward(inputs)
+
+
+def settled_after_lacks(asked, window):
+    """Settle as a window does that is begun again; return how often memory has run out."""
+    for lacks in range(4):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            asked.settle(window)
+            return lacks
+    pytest.fail("memory runs out again and again")
+
+
+@pytest.mark.parametrize("fits", [16, 8, 4, 2])
+def test_after_lack_of_memory_fewer_samples_are_asked_with(fits):
+    model = Tight(4, 3)
+    model.fits = fits
+    asked = Asked(model, plain)
+
+    lacks = settled_after_lacks(asked, rows([0, 1, 1, 2, -100, -100, -100], 96))
+
+    assert (lacks > 0) == (fits < 3)
+    assert asked.found == (Over.COUNTED, -100)
+    assert asked.said("memory ran out") == 0
+
+
+def test_after_lack_of_memory_with_two_samples_their_outputs_stay_in_their_type():
+    def tight(outputs, targets):
+        if outputs.dtype is torch.float64:
+            raise torch.OutOfMemoryError("simulated: no float64")
+        return functional.cross_entropy(outputs, targets)
+
+    asked = Asked(nn.Linear(4, 3), tight)
+
+    assert settled_after_lacks(asked, rows([0, 1, 1, 2, -100, -100, -100], 96)) == 2
+    assert asked.found[0] is Over.COUNTED
+    assert asked.said("memory ran out") == 0
 
 
 def of_first(model, batch):

@@ -192,7 +192,7 @@ def check_matrix_products_of_many_sizes_leave_nothing_behind(host, torch):
     from autoaccum._memory import _glibc, _mkl
 
     def used_bytes(*, is_limited):
-        _glibc.settle()  # else the heap keeps the products themselves
+        _glibc.Settled()  # else the heap keeps the products themselves
         factors = [
             (torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype).t())
             for rows, inner, columns in _PRODUCTS
@@ -360,8 +360,15 @@ def check_limits_nest_and_end_in_any_order(host, torch):
     from autoaccum._memory import Host, _glibc
 
     before, seen, said, thresholds = _soft(), {}, [], []
-    set_thresholds = _glibc._set_thresholds
-    _glibc._set_thresholds = lambda *sizes: (said.append(sizes[0]), set_thresholds(*sizes))
+    libc = _glibc._libc()
+    mallopt = libc.mallopt
+
+    def set_option(which, value):
+        if which == _glibc._M_MMAP_THRESHOLD:
+            said.append(value)
+        return mallopt(which, value)
+
+    libc.mallopt = set_option
 
     def look(name):
         seen[name] = _soft()
@@ -378,7 +385,7 @@ def check_limits_nest_and_end_in_any_order(host, torch):
     look("outer_ended_first")
     inner.__exit__(None, None, None)
     look("after")
-    _glibc._set_thresholds = set_thresholds
+    libc.mallopt = mallopt
     return {"before": before, "thresholds": thresholds, **seen}
 
 
@@ -533,6 +540,7 @@ def check_processes_do_not_inherit_the_limit(host, torch):
 
 def check_runner_is_limited_within_its_steps(host, torch):
     import autoaccum
+    from autoaccum._memory import _glibc
 
     before, seen, limit = _soft(), {}, 24 * _MIB
 
@@ -567,13 +575,16 @@ def check_runner_is_limited_within_its_steps(host, torch):
     seen["place"] = "step"
     report = runner.step(batch)
     seen["between"] = _soft()
+    settled = len(_glibc.Settled._every)
     seen["place"] = "second step"
     runner.step(batch)
     seen["place"] = "evaluation"
     runner.evaluate(batches())
     peak = report.peak_bytes
     del runner
-    return {**seen, "before": before, "after": _soft(), "oom_events": report.oom_events, "peak": peak, "limit": limit}
+    settled = settled, len(_glibc.Settled._every)
+    told = {"oom_events": report.oom_events, "peak": peak, "limit": limit, "settled": settled}
+    return {**seen, "before": before, "after": _soft(), **told}
 
 
 def _silent():

@@ -7,7 +7,7 @@ from torch import nn
 from autoaccum import Simulated
 from autoaccum._report.dry_run import rehearse
 from autoaccum._sizing.planner import plan
-from helpers import assert_bitwise, classifier, labelled, state_of, training_step
+from helpers import assert_bitwise, classifier, labelled, live_tensors, state_of, training_step
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations", "temporary")
 KIB = 1024
@@ -130,3 +130,22 @@ def test_where_memory_does_not_suffice_after_all_nothing_is_said():
     step = training_step(nn.Linear(256, 256), None, torch.optim.Adam, memory=Simulated("300KiB"))
 
     assert rehearse(step, (torch.randn(2, 256), torch.randn(2, 256)), plan(2, 2), None) is None
+
+
+def test_forward_pass_that_fails_keeps_no_tensor():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4), nn.Softmax(1))
+
+        def forward(self, inputs):
+            self.inner(inputs)
+            raise torch.OutOfMemoryError("simulated lack of memory")
+
+    model, batch = Fails(), (torch.randn(8, 16), torch.randn(8, 4))
+    rehearsed(model, batch, loss=nn.MSELoss())
+    before = live_tensors()
+
+    rehearsed(model, batch, loss=nn.MSELoss())
+
+    assert live_tensors() == before

@@ -163,7 +163,7 @@ class _Measured:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in given:
             self._kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # see `offloading.py`
 
 
 def _with_gradient(given: set[int], tensor: Tensor) -> Tensor:

@@ -40,7 +40,9 @@ def _offloaded(module: nn.Module, memory: MemoryBackend, forward: Callable[..., 
         # An expanded tensor occupies less memory than its shape suggests.
         is_moved = tensor.layout is torch.strided and tensor.device == memory.device and 0 not in tensor.stride()
         if not is_moved or tensor.nbytes < _LEAST_OFFLOADED_BYTES or tensor.untyped_storage()._cdata in stays:
-            return tensor
+            # An output that is kept as it is would keep its graph, and that the output: a forward pass that fails
+            # before its backward pass would leave both in memory.
+            return tensor.detach()
         with memory.elsewhere():
             on_host = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
             return on_host.copy_(tensor), tensor.device

@@ -46,6 +46,7 @@ _LACKS = 3
 # where a micro-batch fits with its gradients.
 _LEAST = 3
 _MOST = 16
+_PAIR = 2
 # Samples of each of two parts whose gradients are compared: of a reduction that is known beforehand, a fourth of those
 # that fit at once, since the comparison may run in float64.
 _COMPARED = 2
@@ -115,6 +116,7 @@ class Settler:
         types = (torch.float64, torch.float32, None) if takes_outputs else (None,)
         self._ways = [Way(outputs, *how) for how in _HOWS for outputs in types]
         self._lacks = 0  # times in a row that memory has run out
+        self._most = _MOST  # samples that memory has not run out for
         self.doubts: list[str] = []
         self._bends = Bends(self._doubt)
         self._numbers = DifferingNumbers(notices)
@@ -306,7 +308,8 @@ class Settler:
         return None
 
     def _ask(self, question: Question, window: Window, largest: int, run: Run, chance: random.Random) -> Attempt | None:
-        sample, splits = _telling(question, window, min(max(largest // 2, _LEAST), _MOST), chance)
+        most = min(max(largest // 2, _LEAST), self._most)
+        sample, splits = _telling(question, window, most, chance)
         observed, way = self._observe(sample, splits, run)
         if not observed:
             return None
@@ -333,6 +336,8 @@ class Settler:
                 # mode a reason (torchvision's detectors).
                 if _oom.is_device_lost(error) or (lacks and self._lacks < _LACKS):
                     self._lacks += lacks
+                    if lacks:
+                        self._ask_for_less(sample.samples, way)
                     raise
                 why = why or _oom.first_line(error)
                 _oom.let_go(error)
@@ -353,6 +358,12 @@ class Settler:
                 "their samples. Return a (sum, weight) pair or pass loss_reduction= for exact weights"
             )
         return [], way
+
+    def _ask_for_less(self, samples: int, way: Way) -> None:
+        """Ask with fewer samples from now on, and of two without their outputs in float64."""
+        self._most = max(samples // 2, _PAIR)
+        if samples <= _PAIR and way.outputs is torch.float64:
+            self._ways.remove(way)
 
     def _concluded(self, name: str, attempt: Attempt) -> Weighting:
         observed = attempt.observed

@@ -1,8 +1,8 @@
 """Settings of glibc's allocator while a process limit is in force.
 
 By default glibc keeps freed memory and raises the size from which it maps blocks directly, which fragments a heap that
-the limit counts in full: one failed step can leave the whole limit occupied. After `settle`, every large block is its
-own mapping, which is returned to the kernel when freed. Without glibc these functions do nothing.
+the limit counts in full: one failed step can leave the whole limit occupied. While it is settled, every large block is
+its own mapping, which is returned to the kernel when freed. Without glibc these functions do nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,22 +28,43 @@ _GROWN_TRIM_BYTES = 64 * 1024 * 1024
 # Below, a block is mostly resident anyway, in the pages that it shares with its neighbours.
 _LEAST_HOLE_BYTES = 16 * 1024
 _LARGEST_HOLE_BYTES = 16 * 2**30
+# Far more than there are; where another thread sets the threshold meanwhile, there would be no end.
+_MOST_HOLES = 1 << 14
 # <malloc/malloc.c>: IS_MMAPPED, in the size of a block.
 _IS_MAPPED = 0x2
 
 
-def settle() -> None:
-    """Return freed blocks of 128 KiB and more to the kernel at once."""
-    _set_thresholds(_SETTLED_BYTES, _SETTLED_BYTES)
+class Settled:
+    """Returns freed blocks of 128 KiB and more to the kernel at once, until `end`.
 
-
-def unsettle() -> None:
-    """Undo `settle`.
-
-    The thresholds cannot be read, so they are set to the values that glibc itself reaches in a training process; it
-    does not adjust them any more.
+    The thresholds cannot be read, so after the last of these they are set to the values that glibc itself reaches in a
+    training process; it does not adjust them any more.
     """
-    _set_thresholds(_GROWN_MMAP_BYTES, _GROWN_TRIM_BYTES)
+
+    _every: ClassVar[set[Settled]] = set()
+
+    def __init__(self) -> None:
+        # Looked up here, since nothing can be looked up when the interpreter ends.
+        self._libc, self._others = _libc(), self._every
+        self._grown = (_M_MMAP_THRESHOLD, _GROWN_MMAP_BYTES), (_M_TRIM_THRESHOLD, _GROWN_TRIM_BYTES)
+        self._every.add(self)
+        if self._libc is not None:
+            self._libc.mallopt(_M_MMAP_THRESHOLD, _SETTLED_BYTES)
+            self._libc.mallopt(_M_TRIM_THRESHOLD, _SETTLED_BYTES)
+
+    def end(self) -> None:
+        """Undo it, unless others are left; a second call does nothing."""
+        if self not in self._others:
+            return
+        self._others.discard(self)
+        if not self._others and self._libc is not None:
+            for which, value in self._grown:
+                self._libc.mallopt(which, value)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Forget those of a parent process."""
+        cls._every.clear()
 
 
 def trim() -> None:
@@ -77,7 +98,7 @@ class Holes:
         libc.mallopt(_M_MMAP_THRESHOLD, _LEAST_HOLE_BYTES)
         try:
             size = _LARGEST_HOLE_BYTES
-            while size >= _LEAST_HOLE_BYTES:
+            while size >= _LEAST_HOLE_BYTES and len(self._taken) < _MOST_HOLES:
                 block = getattr(libc, "__libc_malloc")(size)
                 if block is None or _is_mapped(block):
                     getattr(libc, "__libc_free")(block)
@@ -100,13 +121,6 @@ def _is_mapped(block: int) -> bool:
     """Whether a block is its own mapping, by the size that malloc keeps before it."""
     header = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
     return bool(header & _IS_MAPPED)
-
-
-def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> None:
-    libc = _libc()
-    if libc is not None:
-        libc.mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
-        libc.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
 
 
 @functools.cache

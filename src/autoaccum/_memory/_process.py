@@ -66,6 +66,7 @@ class Owner:
         self._thread: tuple[int, str] | None = None
         self._entered: dict[int, int | None] = {}  # in order of entry: a bound, _LIFTED, or no bound yet
         self._before: int | None = None
+        self._settled: _glibc.Settled | None = None
         self._follows_forks = False
 
     def hold(self, what: str) -> Hold:
@@ -88,7 +89,8 @@ class Owner:
             hold = Hold(self, next(self._keys))
             self._thread = me, threading.current_thread().name
             self._entered[hold._key] = None
-            _glibc.settle()
+            if self._settled is None:
+                self._settled = _glibc.Settled()
             return hold
 
     @property
@@ -129,7 +131,9 @@ class Owner:
             left = {other: bound for other, bound in self._entered.items() if other != key}
             self._apply(left)
             if not left:
-                _glibc.unsettle()
+                if self._settled is not None:
+                    self._settled.end()
+                    self._settled = None
                 self._before = None
             del self._entered[key]
 
@@ -154,7 +158,8 @@ class Owner:
         # Another thread of the parent may have held the lock, and does not exist in the child to release it.
         self._lock = threading.RLock()
         self._apply({})
-        self._entered, self._thread, self._before = {}, None, None
+        self._entered, self._thread, self._before, self._settled = {}, None, None, None
+        _glibc.Settled.forget()
 
 
 owner = Owner()

@@ -57,11 +57,11 @@ class Host(MemoryBackend):
     Use counts from when `counted` was last entered, or else from when the backend was created: a limit of 2 GiB means 2
     GiB in addition to what the process held then.
 
-    While a limit is in force, glibc's allocator returns freed memory to the kernel. Every step then has to request its
-    pages again, and takes longer (benchmarks/host_limit.py: 1.5 to 1.8 times on two busy cores, less for larger steps).
-    On exit the limit is restored, but not everything else: glibc's thresholds, which cannot be read, get the values
-    that they usually reach; oneDNN's primitive cache stays at one entry for the life of the process if no primitive had
-    run before; threads that were started remain.
+    While a limit is in force or counted for, glibc's allocator returns freed memory to the kernel. Every step then has
+    to request its pages again, and takes longer (benchmarks/host_limit.py: 1.5 to 1.8 times on two busy cores, less for
+    larger steps). On exit the limit is restored, but not everything else: glibc's thresholds, which cannot be read, get
+    the values that they usually reach; oneDNN's primitive cache stays at one entry for the life of the process if no
+    primitive had run before; threads that were started remain.
     """
 
     fails_cleanly = False
@@ -123,10 +123,13 @@ class Host(MemoryBackend):
                 return
             # Without this, room in the heap that an earlier training left would be used in addition to the limit.
             holes = _glibc.Holes()
+            settled: _glibc.Settled | None = None
             try:
-                self._prepare(limit_bytes, holes)
+                settled = self._prepare(limit_bytes, holes)
                 yield
             finally:
+                if settled is not None:
+                    settled.end()
                 holes.free()
         finally:
             self._is_counted = False
@@ -206,8 +209,13 @@ class Host(MemoryBackend):
         """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes
 
-    def _prepare(self, limit_bytes: int, holes: _glibc.Holes) -> None:
-        """Take what a training needs beyond the limit, and check that the limit can be set."""
+    def _prepare(self, limit_bytes: int, holes: _glibc.Holes) -> _glibc.Settled:
+        """Take what a training needs beyond the limit, and check that the limit can be set.
+
+        Returns:
+            What keeps the allocator settled between the steps of a loop of the user's own, too: what its optimizer
+            keeps and frees in the heap would fragment it, and count in full.
+        """
         hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
         try:
             for _, bound, held in process_limits():
@@ -220,6 +228,7 @@ class Host(MemoryBackend):
             bound = self._bound(limit_bytes)
             if bound <= self._data_then:
                 raise self._no_room(limit_bytes, self._data_then, bound)
+            return _glibc.Settled()
         finally:
             hold.release()
 

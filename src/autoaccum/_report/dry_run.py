@@ -272,7 +272,7 @@ class _Kept:
         storage = _storage(tensor)
         if storage and storage not in self._known and tensor.device.type == self._device_type:
             self._kept[storage] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # see `offloading.py`
 
     def _give(self, tensor: Tensor) -> Tensor:
         if not self._is_backward:
