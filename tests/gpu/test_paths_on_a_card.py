@@ -14,6 +14,7 @@ from autoaccum._data.transfer import Transfer
 from autoaccum._doctor.examination import examine
 from autoaccum._engine import devices, fused_loss
 from autoaccum._engine.offloading import offloaded
+from autoaccum._loss import stand_ins
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DeviceMissingError
@@ -86,6 +87,13 @@ def test_kernels_for_the_loss_of_a_head_compute_what_chunks_do(name, precision):
 
 
 # fp16's scaler reads whether a gradient has overflowed, by hand as here.
+def test_losses_are_asked_with_wide_copies_of_half_precision_weights_whatever_their_number(monkeypatch):
+    monkeypatch.setattr("autoaccum._loss.stand_ins._WIDENED", 0)  # the most on the host
+
+    assert stand_ins.may_be_widened([network().bfloat16().cuda()])
+    assert not stand_ins.may_be_widened([network().bfloat16()])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_steady_window_waits_for_nothing(clip, precision):
