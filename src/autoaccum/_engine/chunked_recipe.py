@@ -6,7 +6,8 @@ import functools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from autoaccum._engine.chunked_logits import CHUNK, find_heads, logits_of
+from autoaccum._engine.chunked_logits import CHUNK, logits_of
+from autoaccum._engine.heads import find_heads
 from autoaccum._engine.replaced_forward import forward_replaced
 from autoaccum._system.exceptions import contextmanager
 

@@ -20,8 +20,8 @@ from autoaccum._engine.checkpointing import (
     repeated_blocks,
     with_checkpointing_of_their_own,
 )
-from autoaccum._engine.chunked_logits import find_heads, likely_head
 from autoaccum._engine.chunked_recipe import CHUNKED, chunked
+from autoaccum._engine.heads import find_heads, likely_head
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import is_replaced
 from autoaccum.errors import InvalidInputError
