@@ -68,3 +68,40 @@ def accumulate(rank, size, *, capacities, batches=52, **options):
         "memory": accumulator.memory,
         "trials": accumulator.memory_trials,
     }
+
+
+class Tagger(torch.nn.Module):
+    """Has a head over many classes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(3000, 16), torch.nn.Linear(16, 3000)
+        self.double()
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def refuse(rank, size, *, capacity, **options):
+    """Train with a loss that chunks do not bear; return parameters in bytes, what saved memory and what was tried."""
+    tokens = torch.randint(3000, (4, 512), generator=torch.Generator().manual_seed(3))
+    model = Tagger()
+    result = autoaccum.fit(
+        model,
+        [{"tokens": tokens, "labels": tokens}] * 12,
+        4,
+        loss=lambda outputs, batch: torch.nn.functional.cross_entropy(
+            outputs.add_(1.0).flatten(0, 1), batch["labels"].flatten()
+        ),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        device=autoaccum.Simulated(capacity),
+        cache=False,
+        progress=False,
+        **options,
+    )
+    return {
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+        "memory": result.memory,
+        "refused": [trial.memory for trial in result.memory_trials if trial.is_refused],
+    }

@@ -331,15 +331,18 @@ class MemoryTrial:
 
     Attributes:
         memory: What saved memory, as `fit` takes it; empty for nothing.
-        micro_batch: The largest micro-batch; None if not one sample fitted. On several ranks, the smallest of theirs.
+        micro_batch: The largest micro-batch; None if not one sample fitted, or this was refused. On several ranks, the
+            smallest of theirs.
         seconds: Median of the seconds per window; None if it was not timed.
         peak_bytes: Peak memory, counted as the limit counts; None if it was not timed, or is not reported.
+        is_refused: Whether the model or its loss does not bear it.
     """
 
     memory: tuple[str, ...]
     micro_batch: int | None
     seconds: float | None
     peak_bytes: int | None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

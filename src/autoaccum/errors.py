@@ -14,6 +14,10 @@ class InvalidInputError(AutoaccumError, ValueError):
     """An argument, a batch or a recipe is invalid; nothing was changed."""
 
 
+class SavingRefusedError(InvalidInputError):
+    """What saves memory (`memory=`) does not go with this model or loss; everything is as it was before the step."""
+
+
 class DeviceMissingError(InvalidInputError):
     """The requested device does not exist; nothing was changed."""
 

@@ -32,6 +32,17 @@ def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(crew, f
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-9)
 
 
+def test_ranks_leave_out_what_the_loss_refuses(crew):
+    (alone,) = crew.run("rank_rungs:refuse", size=1, capacity="1GiB")
+
+    found = crew.run("rank_rungs:refuse", size=2, capacity="56MiB", memory=["auto", "chunked_loss:head"], shard=True)
+
+    for one in found:
+        assert one["refused"] == [("chunked_loss:head",)]
+        assert one["memory"] == found[0]["memory"]
+        assert far(one["parameters"], alone["parameters"]) <= FAR
+
+
 @pytest.mark.slow
 def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
     arguments = {"size": 2, "capacities": ["16MiB", "4MiB"], "shard": True, "checkpoint": tmp_path}

@@ -211,6 +211,60 @@ def test_auto_takes_the_loss_in_chunks_of_a_layer_that_the_user_names():
     assert result.memory == ("chunked_loss:head",)
 
 
+def in_place(outputs, batch):
+    """A loss that logits which are not computed refuse."""
+    return functional.cross_entropy(outputs.add_(1.0).flatten(0, 1), batch["labels"].flatten())
+
+
+def by_fit(model, memory, capacity, windows):
+    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
+    result = autoaccum.fit(
+        model,
+        [{"tokens": tokens, "labels": tokens}] * windows,
+        4,
+        loss=in_place,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device=autoaccum.Simulated(capacity),
+        cache=False,
+        progress="lines",
+        precision="fp32",
+        memory=memory,
+    )
+    return model, result.memory_trials
+
+
+def by_accumulator(model, memory, capacity, windows):
+    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
+    accumulator = autoaccum.Accumulator(
+        model, loss=in_place, device=autoaccum.Simulated(capacity), cache=False, memory=memory
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(windows):
+        accumulator.backward({"tokens": tokens, "labels": tokens})
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, accumulator.memory_trials
+
+
+@pytest.mark.parametrize("train", [by_fit, by_accumulator])
+def test_auto_leaves_out_what_the_loss_refuses(train):
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        found, trials = train(Tagger(), ["auto", "chunked_loss:head"], "110MiB", 12)
+    expected, _ = train(Tagger(), None, "1GiB", 12)
+
+    assert [(trial.memory, trial.is_refused) for trial in trials[:2]] == [((), False), (("chunked_loss:head",), True)]
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    said = told.getvalue()
+    assert "changes logits in place (add_)" in said
+    assert "from now on what backward needs is kept in the host's memory (memory='auto')" in said
+
+
+def test_what_the_user_names_is_refused_with_an_error_where_the_loss_refuses_it():
+    with pytest.raises(autoaccum.SavingRefusedError, match="changes logits in place"):
+        by_fit(Tagger(), "chunked_loss:head", "1GiB", 2)
+
+
 def test_accumulators_auto_takes_the_layer_that_the_user_names():
     tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
     accumulator = autoaccum.Accumulator(

@@ -99,6 +99,37 @@ def test_nothing_is_left_where_no_rung_fits():
     assert not choice.does_not_fit(("checkpoint",))
 
 
+def test_chunks_that_are_refused_are_not_in_force_above():
+    choice = RungChoice(LEVELS, measures=True)
+
+    assert choice.does_not_fit(())
+    assert choice.rung == ("chunked_loss",)
+    assert choice.does_not_fit(choice.rung, is_refused=True)
+    assert choice.rung == ("checkpoint:2",)
+
+
+def test_rung_that_is_refused_once_it_is_chosen_gives_way_to_the_next_fastest():
+    sizes = {(): 2, ("chunked_loss",): 4, ("chunked_loss", "checkpoint"): 8}
+    seconds = {(): 1.3, ("chunked_loss",): 1.0, ("chunked_loss", "checkpoint"): 3.0}
+    choice, _ = choose(seconds, sizes, levels=("chunked_loss", "checkpoint"))
+    assert choice.rung == ("chunked_loss",)
+    assert choice.does_not_fit(choice.rung, is_refused=True)
+    assert choice.rung == ("checkpoint",)
+
+    assert choice.does_not_fit(choice.rung, is_refused=True)
+
+    assert choice.rung == ()
+
+
+def test_rung_of_an_earlier_run_that_is_refused_gives_way_to_nothing():
+    choice = RungChoice(("chunked_loss",), measures=True)
+    choice.settle(("chunked_loss",))
+
+    assert choice.does_not_fit(choice.rung, is_refused=True)
+    assert choice.rung == ()
+    assert not choice.does_not_fit(choice.rung)
+
+
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_settled_rung_is_left_only_where_it_does_not_fit(is_measured):
     choice = RungChoice(LEVELS, measures=is_measured)

@@ -19,7 +19,7 @@ from autoaccum._engine.block_names import numbers_in
 from autoaccum._engine.replaced_forward import forward_replaced
 from autoaccum._snapshot import RandomState
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -224,7 +224,7 @@ def _checkpointed(before: _Before, forward: Callable[..., Any], *args: Any, **kw
         forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=before.contexts, **kwargs
     )
     if _looks_of((*args, *kwargs.values())) != given:
-        raise InvalidInputError(
+        raise SavingRefusedError(
             f"a {before.name} changes its inputs in place, so it cannot be recomputed from them; leave "
             "fallback='checkpoint' out, or let the block work on a copy"
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum._engine.logits_answers import ANSWERS, IN_PLACE, answered, getter
 from autoaccum._engine.logits_recipe import HeadCall, Recipe
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import SavingRefusedError
 
 # The most tokens computed at once: more take more memory, and are no faster.
 CHUNK = 1024
@@ -65,7 +65,7 @@ class Logits(Tensor):
 
     @property
     def recipe(self) -> Recipe:
-        """How they come about; raises `InvalidInputError` where that has changed since."""
+        """How they come about; raises `SavingRefusedError` where that has changed since."""
         self._recipe.check()
         return self._recipe
 
@@ -73,7 +73,7 @@ class Logits(Tensor):
         """Change them in place as a function does, where it is answered without computing them.
 
         Raises:
-            InvalidInputError: It is not.
+            SavingRefusedError: It is not.
         """
         answer, before = IN_PLACE.get(function), self.recipe
         is_apart = before.requires_grad and not torch.is_grad_enabled()
@@ -81,7 +81,7 @@ class Logits(Tensor):
         if answer is not None and not is_apart:
             found = answered(answer, function.__name__, before, arguments, named)
         if not isinstance(found, Recipe):
-            raise InvalidInputError(
+            raise SavingRefusedError(
                 f"memory='chunked_loss': the loss changes logits in place ({function.__name__}), and they are not "
                 "computed yet; write it without changing them, as in logits = logits.masked_fill(...)"
             )
@@ -104,7 +104,7 @@ class Logits(Tensor):
         if arguments and isinstance(arguments[0], Logits) and _writes(function):
             return arguments[0].written(function, *arguments[1:], **named)
         if function in _ON_GRADIENTS:
-            raise InvalidInputError(
+            raise SavingRefusedError(
                 f"memory='chunked_loss': {function.__name__} asks for the gradient of logits that are never whole; put "
                 "it on the head's inputs, or leave 'chunked_loss' out"
             )

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum._engine.fused_loss import sum_of_losses
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,7 @@ class HeadCall:
         """Compute the logits of some hidden states within the block, once where they are drawn.
 
         Raises:
-            InvalidInputError: They have been drawn before, and would not be the same.
+            SavingRefusedError: They have been drawn before, and would not be the same.
         """
         # Fake tensors are for predictions.
         if self.is_linear or type(hidden) is not Tensor:
@@ -87,7 +87,7 @@ class HeadCall:
             return
         place = self._place(hidden)
         if any(place[0] < end and start < place[1] for start, end in self._drawn):
-            raise InvalidInputError(
+            raise SavingRefusedError(
                 "memory='chunked_loss': the loss reads the same logits twice, and the layer that makes them draws "
                 "random numbers (Dropout), so that they would be others; set its dropout to 0, or leave "
                 "'chunked_loss' out"
@@ -246,15 +246,15 @@ class Recipe:
         """Check that the logits can still be computed as they were.
 
         Raises:
-            InvalidInputError: Something was changed in place since.
+            SavingRefusedError: Something was changed in place since.
         """
         if self._changes != self._elements.changes:
-            raise InvalidInputError(
+            raise SavingRefusedError(
                 "memory='chunked_loss': the loss reads logits that were changed in place by way of another view of "
                 "them; write it without changing them, as in logits = logits / temperature"
             )
         if self._hidden_changes != _changes_of(self.hidden):
-            raise InvalidInputError(
+            raise SavingRefusedError(
                 "memory='chunked_loss': the model changes the inputs of the layer that makes its logits in place after "
                 "it has called that layer, and the logits are computed later; write it without changing them"
             )

@@ -9,10 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from autoaccum._engine.block_costs import measured
-from autoaccum._engine.rungs import work_of
+from autoaccum._engine.rungs import AVOIDABLE, work_of
 from autoaccum._oom import let_go
 from autoaccum._system import signals
-from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
@@ -101,7 +100,7 @@ class MeasuredBatches:
             try:
                 with self._savings.in_force():
                     return self._accumulating.add(window)
-            except DoesNotFitError as error:
+            except AVOIDABLE as error:
                 if not self._savings.climb(error):
                     raise
                 let_go(error)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.utils.checkpoint import CheckpointError
+
 from autoaccum._records import MemoryTrial
 from autoaccum._sizing.rung_choice import RungChoice
+from autoaccum.errors import DoesNotFitError, SavingRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 # Trying all takes 20 to 40 windows. If fewer than this are to come, nothing is tried that is not needed.
 WINDOWS_WORTH_TRYING = 40
+# What another rung may avoid: not one sample fits, or the model or its loss does not bear what is in force.
+AVOIDABLE = (DoesNotFitError, SavingRefusedError, CheckpointError)
 # Windows in which memory ran out are not timed, but for a rung with which it does so every time.
 _MOST_NOT_TIMED = 4
 
@@ -28,7 +33,7 @@ class _Said(NamedTuple):
     """What a process says of a window.
 
     Attributes:
-        failed: With what not one sample fitted in this window, in order.
+        failed: With what not one sample fitted in this window, or what was refused, in order, and which it was.
         rung: What was in force in the end.
         is_found: Whether its sizes are known.
         micro_batch: The largest of them; 0 if this process had no samples.
@@ -38,7 +43,7 @@ class _Said(NamedTuple):
         peak_bytes: The peak; None if unknown.
     """
 
-    failed: tuple[Rung, ...]
+    failed: tuple[tuple[Rung, bool], ...]
     rung: Rung
     is_found: bool
     micro_batch: int
@@ -75,7 +80,7 @@ class Rungs:
         self._of_all = of_all
         self._notices = notices
         self._choice = RungChoice((), measures=False)
-        self._failed: list[Rung] = []
+        self._failed: list[tuple[Rung, bool]] = []
         self._not_timed = 0
         self._earlier: str | None = None
         self._usual_work: float | None = None
@@ -95,7 +100,8 @@ class Rungs:
     def trials(self) -> tuple[MemoryTrial, ...]:
         """All that was tried, in order; empty if nothing was."""
         judged = self._choice.judged
-        return tuple(_trial(rung, one) for rung, one in judged.items()) if len(judged) > 1 else ()
+        tried = tuple(_trial(rung, one) for rung, one in judged.items() if one.micro_batches or not one.fits)
+        return tried if len(tried) > 1 else ()
 
     @property
     def tried(self) -> str | None:
@@ -143,10 +149,15 @@ class Rungs:
                 self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured{numbers}")
         return is_known
 
-    def climb(self) -> bool:
-        """Take the next rung, since not one sample fits; return whether there is one."""
-        self._failed.append(self.rung)
-        return self._choice.does_not_fit(self.rung)
+    def climb(self, error: Exception) -> bool:
+        """Take another rung after an error of `AVOIDABLE`; return whether there is one that may avoid it."""
+        is_refused = not isinstance(error, DoesNotFitError)
+        if not error.saving_helps if isinstance(error, DoesNotFitError) else not self.rung:
+            return False
+        self._failed.append((self.rung, is_refused))
+        goes_on = self._choice.does_not_fit(self.rung, is_refused=is_refused)
+        self.is_measuring = not self._choice.is_settled
+        return goes_on
 
     def after_window(
         self, report: StepReport | BackwardReport, cutting: Cutting, work: int, *, was_trial: bool, seconds: float
@@ -185,8 +196,8 @@ class Rungs:
 
     def _judge(self, said: list[_Said], failed_here: int) -> None:
         failed = max((one.failed for one in said), key=len)
-        for rung in failed[failed_here:]:  # of other ranks
-            self._choice.does_not_fit(rung)
+        for rung, is_refused in failed[failed_here:]:  # of other ranks
+            self._choice.does_not_fit(rung, is_refused=is_refused)
         if failed or not all(one.is_found for one in said):
             return
         if not self._choice.judged[self.rung].micro_batches:
@@ -203,6 +214,21 @@ class Rungs:
 
     def _tell(self) -> None:
         self._notices.say(f"memory='auto' takes {_written(self.rung)}; tried: {self.tried}")
+
+
+def reason_of(error: Exception) -> str:
+    """Return why another rung is taken after an error of `AVOIDABLE`."""
+    return "not even one sample fits" if isinstance(error, DoesNotFitError) else str(error).partition("\n")[0]
+
+
+def change_of_rung(reason: str, ways: Sequence[str]) -> str:
+    """Return what the user is told of another rung.
+
+    Args:
+        reason: Why it is taken.
+        ways: What is in force now, in words.
+    """
+    return f"{reason}; from now on {'; '.join(ways) or 'nothing saves memory'} (memory='auto')"
 
 
 def work_of(window: Window) -> int:
@@ -227,12 +253,13 @@ def _trial(rung: Rung, judged: Judged) -> MemoryTrial:
         min(judged.micro_batches) if fits else None,
         judged.pace if judged.seconds else None,
         judged.peak_bytes,
+        is_refused=judged.is_refused,
     )
 
 
 def _told(trial: MemoryTrial) -> str:
     if trial.micro_batch is None:
-        return f"{_written(trial.memory)} does not fit"
+        return f"{_written(trial.memory)} {'is refused' if trial.is_refused else 'does not fit'}"
     peak = "" if trial.peak_bytes is None else f", {trial.peak_bytes / 2**20:,.0f} MiB"
     time = "" if trial.seconds is None else f" {trial.seconds:.3g} s"
     return f"{_written(trial.memory)}{time} ({trial.micro_batch} at once{peak})"

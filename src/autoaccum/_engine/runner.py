@@ -34,6 +34,7 @@ from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale, shuffle
 from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.recovery import Recovery
+from autoaccum._engine.rungs import AVOIDABLE
 from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.step_savings import StepSavings
@@ -47,7 +48,7 @@ from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices, check_notices
-from autoaccum.errors import DoesNotFitError, InvalidInputError, UpdateCompleteError
+from autoaccum.errors import InvalidInputError, UpdateCompleteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -592,7 +593,7 @@ class Runner(WindowRunner):
         while True:
             try:
                 return self._stepped(part)
-            except DoesNotFitError as error:
+            except AVOIDABLE as error:
                 if self.is_past_return or not self._savings.climb(error):
                     raise
                 let_go(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.fallback import AUTO, Fallbacks, head_of_auto
-from autoaccum._engine.rungs import Rungs
+from autoaccum._engine.rungs import Rungs, change_of_rung, reason_of
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
-    from autoaccum.errors import DoesNotFitError
 
 
 def _of_one(what: str, own: Any) -> list[Any]:  # noqa: ARG001 - as several processes have it
@@ -52,7 +51,7 @@ class StepSavings:
         self._notices = notices
         self._named = () if AUTO in names else tuple(names)
         self._head = head_of_auto(names)
-        self._has_climbed = False
+        self._reason: str | None = None
         self._ways: tuple[str, ...] = ()
         self.rungs: Rungs | None = None
         if AUTO in names:
@@ -72,6 +71,8 @@ class StepSavings:
         """Save memory in this block; the modules are then as before."""
         names = self.names
         if not names:
+            self._ways = ()
+            self._tell_of_climbing()
             yield
             return
         fallbacks = self._fallbacks()
@@ -85,14 +86,19 @@ class StepSavings:
         finally:
             fallbacks.end()
 
-    def climb(self, error: DoesNotFitError) -> bool:
-        """Save more from the next step on, since not one sample fits; return whether there is more."""
-        if self.rungs is None or not error.saving_helps:
+    def climb(self, error: Exception) -> bool:
+        """Save memory by another rung from the next step on; return whether there is one.
+
+        Args:
+            error: One of `AVOIDABLE`.
+        """
+        if self.rungs is None:
             return False
-        self._has_climbed = self.rungs.climb()
-        if not self._has_climbed and self._ways:
+        has_climbed = self.rungs.climb(error)
+        self._reason = reason_of(error) if has_climbed else None
+        if not has_climbed and self._ways:
             error.add_note(f"autoaccum: in force already: {'; '.join(self._ways)}")
-        return self._has_climbed
+        return has_climbed
 
     def _fallbacks(self) -> Fallbacks:
         return Fallbacks(self._modules, (), self._memory, self._named, head=self._head)
@@ -101,6 +107,6 @@ class StepSavings:
         self._notices.say(text, key=text)
 
     def _tell_of_climbing(self) -> None:
-        if self._has_climbed:
-            self._has_climbed = False
-            self._notices.say(f"not even one sample fits; from now on {'; '.join(self._ways)} (memory='auto')")
+        if self._reason is not None:
+            self._notices.say(change_of_rung(self._reason, self._ways))
+            self._reason = None

@@ -33,7 +33,8 @@ class Judged:
     Attributes:
         micro_batches: The largest micro-batch of each process; empty until they are found.
         is_whole: Whether every process takes its window at once.
-        fits: Whether one sample at a time fits.
+        fits: Whether one sample at a time fits, and the model and its loss bear it.
+        is_refused: Whether they do not bear it.
         seconds: What its windows took, per window.
         peak_bytes: The highest peak; None if unknown.
     """
@@ -41,6 +42,7 @@ class Judged:
     micro_batches: tuple[int, ...] = ()
     is_whole: bool = False
     fits: bool = True
+    is_refused: bool = False
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
@@ -114,20 +116,31 @@ class RungChoice:
         elif len(judged.seconds) >= WINDOWS_TO_JUDGE:
             self._climb_or_compare()
 
-    def does_not_fit(self, rung: Rung) -> bool:
-        """Record that not one sample fits with a rung; return whether there is another to go on with."""
+    def does_not_fit(self, rung: Rung, *, is_refused: bool = False) -> bool:
+        """Record that not one sample fits with a rung; return whether there is another to go on with.
+
+        Args:
+            rung: The rung.
+            is_refused: Whether the model or its loss does not bear what it adds to the lower ones.
+        """
         judged = self.judged.setdefault(rung, Judged())
-        judged.fits = False
+        judged.fits, judged.is_refused = False, is_refused
+        if is_refused and self._chunked == rung[-1]:
+            self._chunked = None
         if rung != self.rung:
             self._again = [one for one in self._again if one != rung]
             return True
         if self._left:
             self._go_to(self._with(self._left.pop(0)))
             return True
-        if self.is_settled or not self._timed():
-            return False
-        self._compare()
-        return True
+        if self._timed() and (is_refused or not self.is_settled):
+            self.is_settled = False
+            self._compare()
+            return True
+        if is_refused and () not in self.judged:  # an earlier run has chosen what is refused now
+            self._go_to(())
+            return True
+        return False
 
     # --- the ladder ---------------------------------------------------------------------------------------------------
 

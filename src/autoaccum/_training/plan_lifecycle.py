@@ -11,7 +11,7 @@ from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._engine.block_costs import measured
 from autoaccum._engine.events import Events
-from autoaccum._engine.rungs import work_of
+from autoaccum._engine.rungs import AVOIDABLE, change_of_rung, reason_of, work_of
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._snapshot import RandomState
@@ -261,7 +261,7 @@ class PlanLifecycle:
     def _probe(self, first: Window) -> ProbeResult | None:
         try:
             return self._finding.begin(first, self._tell_trial)
-        except DoesNotFitError as error:
+        except AVOIDABLE as error:
             if not self._falls_back(error):
                 raise
             _oom.let_go(error)
@@ -291,7 +291,7 @@ class PlanLifecycle:
         """Whether a sample fits alone; False if a fallback has been applied, and it is to be tried again."""
         try:
             self._finding.try_alone(batch, longest.text)
-        except DoesNotFitError as error:
+        except AVOIDABLE as error:
             if not self._falls_back(error):
                 raise
             _oom.let_go(error)
@@ -318,7 +318,7 @@ class PlanLifecycle:
         started = time.perf_counter()
         try:
             report = self.current.step(part)
-        except DoesNotFitError as error:
+        except AVOIDABLE as error:
             # Once the update is made, here or on other ranks, no fallback can help.
             if self.current.is_past_return or not self._falls_back(error):
                 raise
@@ -415,12 +415,12 @@ class PlanLifecycle:
             self._compiling.end()
         self._fallbacks.end()
 
-    def _falls_back(self, error: DoesNotFitError) -> bool:
+    def _falls_back(self, error: Exception) -> bool:
         """Apply the next fallback; return whether there was one that can help."""
-        if not error.saving_helps:
-            return False
         if self._rungs is not None:
             return self._climbs(self._rungs, error)
+        if not isinstance(error, DoesNotFitError) or not error.saving_helps:
+            return False
         in_force = tuple(self._fallbacks.ways)
         has_fallen_back = self._fallbacks.next()
         if self._fallbacks.found_no_blocks:
@@ -432,15 +432,15 @@ class PlanLifecycle:
             error.add_note(f"autoaccum: in force already: {'; '.join(in_force)}")
         return has_fallen_back
 
-    def _climbs(self, rungs: Rungs, error: DoesNotFitError) -> bool:
+    def _climbs(self, rungs: Rungs, error: Exception) -> bool:
         """Apply what memory="auto" saves memory by next; return whether there was more."""
         in_force = tuple(self._fallbacks.ways)
-        if not rungs.climb():
+        if not rungs.climb(error):
             if in_force:
                 error.add_note(f"autoaccum: in force already: {'; '.join(in_force)}")
             return False
         self._fallbacks.switch(rungs.rung)
-        self._notices.say(f"not even one sample fits; from now on {'; '.join(self._fallbacks.ways)} (memory='auto')")
+        self._notices.say(change_of_rung(reason_of(error), self._fallbacks.ways))
         self._finding.search_in_windows()
         self._finding.begin_rung(rungs.rung, is_chosen=False)
         return True
