@@ -7,6 +7,7 @@ watched for that. Nothing is guessed from a function's name or code.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from autoaccum._loss.counting import other_tensors, tallies_of, target_tensors
 from autoaccum._loss.weighting import IGNORE_INDEX, Over, Tally, Weighting, shares, spread
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -153,6 +155,16 @@ def misfit(how: Weighting, whole: float, parts: Sequence[float], tallies: Sequen
     return off / scale if off > 0.0 else 0.0 if off == 0.0 else math.inf
 
 
+class Evidence(NamedTuple):
+    """What a question knows at a moment; of `Question` alone."""
+
+    candidates: list[Weighting]
+    in_vain: int
+    splits: list[Split]
+    off: dict[Weighting, list[float]]
+    watched: dict[str, _Values]
+
+
 class Question:
     """The reduction of one loss, as far as known.
 
@@ -209,8 +221,36 @@ class Question:
         target = self.candidates[0].target
         return target is None or self.candidates[0].over is Over.SUMMED or not self._watched[target].are_few
 
+    def evidence(self) -> Evidence:
+        """Return all that is known."""
+        return Evidence(
+            list(self.candidates),
+            self.in_vain,
+            list(self._splits),
+            {how: list(off) for how, off in self._off.items()},
+            {name: values.copied() for name, values in self._watched.items()},
+        )
+
+    def put_back(self, evidence: Evidence) -> None:
+        """Know again what was known then."""
+        self.candidates, self.in_vain, self._splits, self._off, self._watched = evidence
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Forget what was learned in a block that fails, such as for lack of memory: half of it would be wrong."""
+        before = self.evidence()
+        try:
+            yield
+        except BaseException:
+            self.put_back(before)
+            raise
+
     def watch(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Add the candidates that the targets of a window, given piece by piece, make possible."""
+        with self._all_or_nothing():
+            self._watch(pieces)
+
+    def _watch(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         names = pieces[0] if len(pieces) == 1 else dict.fromkeys(name for piece in pieces for name in piece)
         for name in names:
             targets = [piece[name] for piece in pieces if name in piece and piece[name].numel()]
@@ -270,6 +310,10 @@ class Question:
 
     def learn(self, splits: Sequence[Split]) -> None:
         """Exclude the candidates that do not reproduce these losses."""
+        with self._all_or_nothing():
+            self._learn(splits)
+
+    def _learn(self, splits: Sequence[Split]) -> None:
         before = len(self.candidates)
         for how in self.candidates:
             self._off[how] += [split.misfit(how) for split in splits]
@@ -364,6 +408,12 @@ class _Values:
         self._now = (math.inf, -math.inf)
         self._is_mask: bool | None = None
         self._are_identifiers = False
+
+    def copied(self) -> _Values:
+        """Return the same, which changes by itself."""
+        other = copy.copy(self)
+        other._known, other._compared = set(self._known), set(self._compared)
+        return other
 
     def see(self, pieces: Sequence[Tensor]) -> list[int]:
         """Return new values that may be ignored, given the targets of a window."""

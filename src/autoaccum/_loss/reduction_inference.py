@@ -24,15 +24,17 @@ from autoaccum._loss.reduction_candidates import Question, question_of, telling_
 from autoaccum._loss.unknown_loss import randomness
 from autoaccum._loss.unusual_samples import choose_repeated, choose_unusual
 from autoaccum._loss.weighting import Over, Weighting
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.observation import Observed, Rows
+    from autoaccum._loss.reduction_candidates import Evidence
     from autoaccum._system.notices import Notices
 
 # Attempts per window and in total: an open question is postponed to a later window, when the model has changed, and
@@ -123,6 +125,7 @@ class Settler:
         self._windows = self._compared_in = 0
         self._inferred: set[str] = set()  # losses whose reduction was inferred, and is compared again
         self._contradicted: set[str] = set()  # losses that a later window has contradicted, which is said once
+        self._evidence: dict[str, Evidence] = {}  # by loss, before the present attempt
 
     @property
     def knowledge(self) -> dict[str, Knowledge]:
@@ -214,19 +217,20 @@ class Settler:
         Losses may come to run over something else: with targets that did not occur before, or as they fall.
         """
         self._compared_in = self._windows
-        inferred, self._inferred = self._inferred, set()
         chance = random.Random(self._windows)  # noqa: S311 - no secret, and the same in every run
         sample, splits = choose_unusual(window, _MOST, chance)
         attempt = Attempt(sample, splits, [], window, run, run.in_effect(self._ways[0], sample))
         attempt = attempt._replace(observed=attempt.more(splits))
-        for name in inferred:
+        for name in sorted(self._inferred):
             how = self.known.get(name)
             if how is None or how.over is Over.OPAQUE or how.divisor is not None:
+                self._inferred.discard(name)
                 continue
             splits_of = attempt.splits_of(name)
             if all(split.misfit(how) < math.inf for split in splits_of) or randomness(name, attempt) is not None:
-                self._inferred.add(name)
                 continue
+            question = question_of(window)
+            question.learn(splits_of)
             self._doubt(
                 f"loss {name!r}: earlier windows showed {how.description}, which window {self._windows} contradicts (a "
                 "count that changes with the targets, or samples chosen by their loss), so gradients may have differed "
@@ -234,9 +238,9 @@ class Settler:
                 "deterministic function of per-sample outputs, as are (sum, weight) pairs"
             )
             self._contradicted.add(name)
+            self._inferred.discard(name)
             self.forget(name)
-            self._questions[name] = question_of(window)
-            self._questions[name].learn(splits_of)
+            self._questions[name] = question
 
     def say_put_off(self) -> None:
         """Say why the losses could not be run, now that they have run in training: before, it could be the error."""
@@ -313,12 +317,35 @@ class Settler:
         observed, way = self._observe(sample, splits, run)
         if not observed:
             return None
-        attempt, known = Attempt(sample, splits, observed, window, run, run.in_effect(way, sample)), dict(self.known)
-        for name in observed[0].whole:
-            if name not in known or name in self._questions or name in self._unchecked:
-                known[name] = self._concluded(name, attempt)
-        self.known = known  # for all losses or none: memory may run out in between
+        attempt = Attempt(sample, splits, observed, window, run, run.in_effect(way, sample))
+        with self._all_or_nothing():
+            known = dict(self.known)
+            for name in observed[0].whole:
+                if name not in known or name in self._questions or name in self._unchecked:
+                    known[name] = self._concluded(name, attempt)
+            self.known = known
         return attempt
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Conclude nothing of any loss in a block that fails, such as for lack of memory.
+
+        What was tried already stays noted, since memory may lack for it each time.
+        """
+        questions = dict(self._questions)
+        self._evidence = {name: question.evidence() for name, question in questions.items()}
+        others = dict(self._ruled_out), set(self._unchecked), set(self._inferred)
+        try:
+            yield
+        except BaseException:
+            self._questions = {**self._questions, **questions}
+            self._ruled_out, self._unchecked, self._inferred = others
+            for name, evidence in self._evidence.items():
+                if name in self._questions:
+                    self._questions[name].put_back(evidence)
+            raise
+        finally:
+            self._evidence = {}
 
     def _observe(self, sample: Window, splits: Sequence[Rows], run: Run) -> tuple[list[Observed], Way]:
         """Run the objective in the first way that works, and return it; if none does, put off a notice."""
@@ -378,6 +405,7 @@ class Settler:
         if not complete:
             return self._said or self._unknown(name, attempt)
         question = self._questions.setdefault(name, question_of(attempt.window))
+        self._evidence.setdefault(name, question.evidence())
         question.learn(attempt.splits_of(name))
         if self._said is not None and self._said.over is Over.WEIGHED:
             del self._questions[name]
