@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from autoaccum._engine.chunked_logits import Logits
 from autoaccum._engine.chunked_recipe import chunked
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import SavingRefusedError
 
 V, D, T, N = 64, 16, 11, 3
 TOKENS = torch.randint(V, (N, T), generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def test_hidden_states_that_are_changed_after_the_head_are_refused():
         logits = model.head(hidden)
         hidden.add_(1.0)
 
-        with pytest.raises(InvalidInputError, match="inputs of the layer that makes its logits in place"):
+        with pytest.raises(SavingRefusedError, match="inputs of the layer that makes its logits in place"):
             each(logits)
 
 
@@ -121,7 +121,7 @@ def test_hidden_states_that_are_changed_before_the_backward_pass_are_refused():
         loss = each(model.head(hidden)).sum()
         hidden.detach().add_(1.0)
 
-        with pytest.raises(RuntimeError, match="modified.* inplace|modified by an inplace"):
+        with pytest.raises(RuntimeError, match=r"modified.* inplace|modified by an inplace"):
             loss.backward()
 
 
@@ -142,7 +142,7 @@ def test_views_of_what_is_changed_in_place_are_refused(view, changes_view):
         part = view(logits)
         (part if changes_view else logits).div_(2.0)
 
-        with pytest.raises(InvalidInputError, match="another view"):
+        with pytest.raises(SavingRefusedError, match="another view"):
             (logits if changes_view else part).argmax(-1)
         assert (part if changes_view else logits).sum().isfinite()
 
@@ -161,7 +161,7 @@ def test_change_in_place_without_gradient_is_refused():
     with in_chunks(model := Model()):
         logits = model(TOKENS)
 
-        with torch.no_grad(), pytest.raises(InvalidInputError, match="changes logits in place"):
+        with torch.no_grad(), pytest.raises(SavingRefusedError, match="changes logits in place"):
             logits.div_(2.0)
 
 
@@ -200,11 +200,11 @@ def log_probabilities(logits):
 
 def test_logits_that_are_drawn_are_read_once():
     with in_chunks(model := Model(Drops())):
-        with pytest.raises(InvalidInputError, match="draws random numbers"):
+        with pytest.raises(SavingRefusedError, match="draws random numbers"):
             log_probabilities(model(TOKENS))
         logits = model(TOKENS)
         torch.stack([row.logsumexp(-1) for row in logits])  # each is read once
-        with pytest.raises(InvalidInputError, match="draws random numbers"):
+        with pytest.raises(SavingRefusedError, match="draws random numbers"):
             logits[LABELS > 3].logsumexp(-1)
 
         model.eval()
@@ -285,3 +285,64 @@ def test_softmax_in_autocast_is_in_float32():
     model = Model().float()
     with in_chunks(model), torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(TOKENS).softmax(-1).dtype is torch.float32
+
+
+def by_function(model):
+    """Weighted by a teacher whose weights are put in for one call."""
+    weights = {name: 3 * parameter.detach() for name, parameter in model.named_parameters()}
+    teacher = torch.func.functional_call(model, weights, (TOKENS,))
+    return (each(teacher).detach() * each(model(TOKENS))).mean()
+
+
+def test_weights_that_are_put_in_for_one_call_are_those_that_make_its_logits():
+    assert_as_whole(Model(), by_function)
+
+
+def test_weights_of_several_layers_that_are_put_in_for_one_call_are_refused():
+    with (
+        in_chunks(model := Model(nn.Sequential(nn.Linear(D, V)))),
+        pytest.raises(SavingRefusedError, match="other weights or buffers"),
+    ):
+        by_function(model)
+
+
+class Counting(nn.Module):
+    """A head that changes a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.product = nn.Linear(D, V)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, hidden):
+        return self.product(hidden) / self.calls.add_(1.0)
+
+
+def test_head_that_changes_its_buffers_is_refused():
+    with (
+        in_chunks(model := Model(Counting())),
+        pytest.raises(SavingRefusedError, match="it changes its buffers"),
+    ):
+        each(model(TOKENS))
+
+
+def test_weight_that_is_computed_is_computed_once_a_call():
+    def loss(model):
+        torch.manual_seed(0)
+        model.load_state_dict(start)
+        return each(model(TOKENS)).mean()
+
+    model = Model(nn.utils.parametrizations.spectral_norm(nn.Linear(D, V)))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    assert_as_whole(model, loss)
+
+
+def test_weights_that_are_changed_before_the_backward_pass_are_refused():
+    with in_chunks(model := Model()):
+        loss = each(model(TOKENS)).mean()
+        with torch.no_grad():
+            model.head.weight.mul_(2.0)
+
+        with pytest.raises(SavingRefusedError, match="other weights or buffers"):
+            loss.backward()

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 
 def sum_of_losses(
-    head: nn.Linear, hidden: Tensor, classes: Tensor, ignore_index: int, dtype: torch.dtype
+    weight: Tensor, bias: Tensor | None, hidden: Tensor, classes: Tensor, ignore_index: int, dtype: torch.dtype
 ) -> Tensor | None:
     """Return the sum of the cross entropies of a layer's logits in float32; None where no kernel is for it.
 
     Args:
-        head: The layer that makes the logits.
+        weight: The weight of the layer that makes the logits, shape (V, D).
+        bias: Its bias, shape (V,); None if it has none.
         hidden: Its inputs, shape (N, D).
         classes: The class of each token, shape (N,).
         ignore_index: The class whose tokens do not count.
@@ -40,8 +41,8 @@ def sum_of_losses(
     if kernel is None:
         return None
     with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if head.bias is None else head.bias.to(dtype)
-        return kernel(hidden.to(dtype), head.weight.to(dtype), bias, classes, ignore_index)
+        bias = None if bias is None else bias.to(dtype)
+        return kernel(hidden.to(dtype), weight.to(dtype), bias, classes, ignore_index)
 
 
 def kernel_for(device: str, dtype: torch.dtype) -> Kernel | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._engine.fused_loss import sum_of_losses
@@ -40,21 +41,9 @@ class HeadCall:
     Attributes:
         is_single: Whether all tokens are computed at once, so that computing them again would save nothing.
         is_linear: Whether it is a product and nothing else, which draws no random numbers.
+        has_gradients: Whether gradients may flow into the layer.
         computed_in: The type in which the layer computes.
     """
-
-    __slots__ = (
-        "_drawn",
-        "_hidden",
-        "classes",
-        "computed_in",
-        "forward",
-        "is_linear",
-        "is_single",
-        "layer",
-        "say",
-        "size",
-    )
 
     def __init__(
         self,
@@ -67,12 +56,60 @@ class HeadCall:
         say: Callable[[str], None],
     ) -> None:
         kind = hidden.device.type
-        self.layer, self.forward, self.classes, self.size, self.say = layer, forward, classes, size, say
+        self.classes, self.size, self.say = classes, size, say
         self.is_single = hidden.numel() // max(hidden.shape[-1], 1) <= size
         self.is_linear = isinstance(layer, nn.Linear) and getattr(forward, "__func__", None) is nn.Linear.forward
         self.computed_in = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        self._layer, self._forward = layer, forward
+        # Weights may be computed (torch.nn.utils.parametrize), or put in for this call (torch.func.functional_call).
+        self._product = (layer.weight, layer.bias) if self.is_linear and isinstance(layer, nn.Linear) else None
+        held = self._product if self._product is not None else self._state()
+        self._held = [(tensor, _changes_of(tensor)) for tensor in held if tensor is not None]
+        self.has_gradients = any(tensor.requires_grad for tensor, _ in self._held)
         self._hidden = None if self.is_linear else hidden
         self._drawn: list[tuple[int, int]] = []
+
+    def _state(self) -> tuple[Tensor, ...]:
+        return (*self._layer.parameters(), *self._layer.buffers())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, shape (..., V), as the layer would have made them when it was called.
+
+        Raises:
+            SavingRefusedError: Its weights or buffers are others now.
+        """
+        self._check()
+        if self._product is not None:
+            return functional.linear(hidden, *self._product)
+        found = self._forward(hidden)
+        self._check()
+        return found
+
+    def _check(self) -> None:
+        is_other = self._product is None and any(
+            tensor is not held for tensor, (held, _) in zip(self._state(), self._held, strict=True)
+        )
+        if is_other or any(_changes_of(held) != changes for held, changes in self._held):
+            raise SavingRefusedError(
+                "memory='chunked_loss': the layer that makes the logits has other weights or buffers than when it was "
+                "called (it changes its buffers, or they were changed or put in for that call alone), and the logits "
+                "are computed later; leave 'chunked_loss' out"
+            )
+
+    def fused(self, hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor | None:
+        """Return the sum of the cross entropies by a kernel; None where none computes what the layer does.
+
+        Args:
+            hidden: Hidden states, shape (N, D).
+            classes: The class of each, shape (N,).
+            ignore_index: The class whose tokens do not count.
+        """
+        # Fake tensors are for the prediction, which knows chunks.
+        is_real = type(hidden) is Tensor and torch.is_grad_enabled()
+        if self._product is None or self.is_single or not is_real:
+            return None
+        self._check()
+        return sum_of_losses(*self._product, hidden, classes, ignore_index, self.computed_in)
 
     @contextmanager
     def read(self, hidden: Tensor) -> Iterator[None]:
@@ -171,8 +208,8 @@ class Recipe:
         return cls(
             head,
             hidden,
-            functools.partial(_as_then, autocast, head.forward),
-            has_parameters=any(parameter.requires_grad for parameter in head.layer.parameters()),
+            functools.partial(_as_then, autocast, head.logits),
+            has_parameters=head.has_gradients,
             dtype=head.computed_in,
             _hidden_changes=_changes_of(hidden),
         )
@@ -303,13 +340,7 @@ class Recipe:
 
     def fused(self, classes: Tensor, ignore_index: int) -> Tensor | None:
         """Return the sum of the cross entropies by a kernel; None where none computes what this recipe does."""
-        hidden, layer = self._flat(), self.head.layer
-        if not isinstance(layer, nn.Linear) or not self.head.is_linear or not self.is_plain or self.head.is_single:
-            return None
-        # Fake tensors are for the prediction, which knows chunks.
-        if type(hidden) is not Tensor or not torch.is_grad_enabled():
-            return None
-        found = sum_of_losses(layer, hidden, classes, ignore_index, self.head.computed_in)
+        found = self.head.fused(self._flat(), classes, ignore_index) if self.is_plain else None
         return None if found is None else found.to(torch.promote_types(self.dtype, torch.float32))
 
 
