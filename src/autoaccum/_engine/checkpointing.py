@@ -1,36 +1,29 @@
 """Keeps only the inputs of a model's repeated blocks, and computes the rest once more in the backward pass.
 
-Gradients stay bit-identical: recomputation starts from the random state, buffers and plain attributes of the first
-computation, and a block that modifies its inputs is rejected.
+Gradients stay bit-identical: recomputation starts from what the block found the first time (`block_state`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._engine.block_names import numbers_in
+from autoaccum._engine.block_state import Before
 from autoaccum._engine.replaced_forward import forward_replaced
 from autoaccum._snapshot import RandomState
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Buffers that a forward pass updates are small (statistics, counters); masks and position tables do not change.
-_LARGEST_MOVED_ELEMENTS = 65_536
-# Attributes of these types (counters, flags) are restored; blocks are responsible for larger objects that they change.
-_PLAIN = (bool, int, float, str, type(None))
-
 # What Transformers sets on a model and its layers.
 _OF_CHECKPOINTING = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
 
@@ -62,9 +55,10 @@ def checkpointed(modules: Sequence[nn.Module], device: torch.device, which: str 
                 said.append(f"{len(some) - len(left_out)} of {len(some)} blocks of {type(part).__name__} by its own")
             if not some or len(left_out) < len(some):
                 changed.enter_context(_own_checkpointing(part, left_out))
+        random_state = RandomState(device, modules)
         chosen = [block for number, block in enumerate(blocks, start=first) if number in taken]
         for block in chosen:
-            changed.enter_context(forward_replaced(block, functools.partial(_checkpointed, _Before(block, device))))
+            changed.enter_context(forward_replaced(block, functools.partial(_checkpointed, random_state, block)))
         whole = "" if len(chosen) == len(blocks) else f" of {len(blocks)}"
         said += [f"{number}{whole} {name} blocks" for name, number in Counter(map(_class_of, chosen)).items()]
         yield " and ".join(said)
@@ -216,82 +210,14 @@ def without_cache(model: Any) -> Iterator[None]:
             config.use_cache = caches
 
 
-def _checkpointed(before: _Before, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(
+    random_state: RandomState, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    given = _looks_of((*args, *kwargs.values()))
+    before = Before(block, random_state, (*args, *kwargs.values()))
     outputs = checkpoint(
         forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=before.contexts, **kwargs
     )
-    if _looks_of((*args, *kwargs.values())) != given:
-        raise SavingRefusedError(
-            f"a {before.name} changes its inputs in place, so it cannot be recomputed from them; leave "
-            "fallback='checkpoint' out, or let the block work on a copy"
-        )
+    before.check()
     return outputs
-
-
-def _looks_of(values: Iterable[Any]) -> list[Any]:
-    """Return values that reveal whether tensors were written or the members of lists and mappings changed."""
-    looks: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            looks.append(value._version)
-        elif isinstance(value, list | tuple | set):
-            looks.append([len(value), *map(id, value), *_looks_of(value)])
-        elif isinstance(value, dict):
-            looks.append([*value, *map(id, value.values()), *_looks_of(value.values())])
-    return looks
-
-
-class _Taken(NamedTuple):
-    random: tuple[Any, ...]
-    buffers: list[tuple[Tensor, Tensor]]
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-
-
-class _Before:
-    """A block's state before its first computation, for recomputing it: random state, buffers, plain attributes."""
-
-    def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self._random = RandomState(device, [block])
-        self._block = block
-
-    @property
-    def name(self) -> str:
-        """The block's class."""
-        return type(self._block).__name__
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts for computing and for recomputing the block."""
-        return nullcontext(), self._again(self._taken())
-
-    @contextmanager
-    def _again(self, first: _Taken) -> Iterator[None]:
-        now = self._taken()
-        self._put_back(first)
-        try:
-            yield
-        finally:
-            self._put_back(now)
-
-    def _taken(self) -> _Taken:
-        self._random.take()
-        small = (buffer for buffer in self._block.buffers() if buffer.numel() <= _LARGEST_MOVED_ELEMENTS)
-        return _Taken(
-            self._random.taken,
-            [(buffer, buffer.detach().clone()) for buffer in small],
-            [
-                (holder, {name: value for name, value in holder.items() if isinstance(value, _PLAIN)})
-                for holder in map(vars, self._block.modules())
-            ],
-        )
-
-    def _put_back(self, taken: _Taken) -> None:
-        self._random.assume(taken.random)
-        self._random.put_back()
-        for holder, plain in taken.attributes:
-            holder.update(plain)
-        for buffer, value in taken.buffers:
-            # Through .data, so that tensors which other operators saved for backward do not count as modified in place.
-            buffer.data.copy_(value)
