@@ -13,6 +13,10 @@ def by_length(*batches, lengths=None, split=None):
     return ByLength.of(Window(list(batches), split), lengths)
 
 
+def with_labels(batch, labels):
+    return batch | {"labels": labels(batch)}
+
+
 def rows_of(batch):
     """The real tokens of each row, whatever is around them."""
     pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
@@ -112,11 +116,47 @@ def test_what_no_sample_shows_is_not_made_up():
             [padded(texts(3, 7), left=True, positions=True), padded(texts(5, 9), left=True, positions=True)],
             "a label in the first column would count",
         ),
+        ([padded(texts(3, 7), left=True), padded(texts(5, 9), left=True)], "padded in front, and have no position_ids"),
+        ([padded(texts(3, 7), left=True), padded(texts(9, 9))], "padded in front, and have no position_ids"),
+        (
+            [with_labels(padded(texts(*lengths)), lambda batch: batch["input_ids"]) for lengths in ((3, 7), (5, 9))],
+            "labels in the padding are not -100",
+        ),
+        (
+            [
+                with_labels(padded(texts(*lengths)), lambda batch: batch["input_ids"] * 0.5)
+                for lengths in ((3, 7), (5, 9))
+            ],
+            "targets in floating point would have more columns",
+        ),
     ],
 )
 def test_samples_that_cannot_be_ordered_say_why(batches, told):
     with pytest.raises(CannotBeOrderedError, match=told):
         by_length(*batches)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_batches_of_one_width_are_ordered_wherever_their_padding_is(left):
+    batches = [
+        with_labels(padded(texts(*lengths), 12, left=left), lambda batch: batch["input_ids"])
+        for lengths in ((3, 7), (5, 9))
+    ]
+
+    window = by_length(*batches)
+
+    assert window.cut(0, 4)["input_ids"].shape == (4, 12)
+
+
+def test_features_that_are_as_many_as_columns_keep_the_batch_whole():
+    pictures = torch.randn(2, 12, 5)
+    boxes = torch.randn(2, 12, 4) * padded(texts(3, 7), 12)["attention_mask"][..., None]
+
+    window = by_length(padded(texts(3, 7), 12) | {"pictures": pictures})
+    other = by_length(padded(texts(3, 7), 12) | {"boxes": boxes})
+
+    assert torch.equal(window.cut(0, 2)["pictures"].sort(0).values, pictures.sort(0).values)
+    assert other.cut(0, 2)["boxes"].shape == (2, 7, 4)
 
 
 def test_columns_all_count_where_nothing_tells_what_is_padding():

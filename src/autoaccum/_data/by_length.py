@@ -236,8 +236,15 @@ class _Found:
         if self.is_left and any(not padding.is_left and min(padding.lengths) < padding.width for padding in told):
             raise CannotBeOrderedError("some batches are padded in front, and others behind")
         widest = max(max(padding.lengths) for padding in told)
-        if any(padding.width < widest and not padding.can_be_widened for padding in told):
-            raise CannotBeOrderedError("a label in the first column would count once it is padded in front")
+        narrow = [padding for padding in told if padding.width < widest]
+        if reason := next((padding.not_widened for padding in narrow if padding.not_widened), ""):
+            raise CannotBeOrderedError(reason)
+        if narrow and not self.is_left and any(padding.has_some_in_front for padding in told):
+            # Behind, it would be where a model reads the last token; in front, it would move positions.
+            raise CannotBeOrderedError(
+                "batches of unlike width are padded in front, and have no position_ids; pad them behind "
+                "(padding_side='right'), or add position_ids"
+            )
         self.lengths = [
             padding.lengths[index]
             for span in window.spans
@@ -251,7 +258,7 @@ class _Found:
         if any(width is None for width in widths):
             raise CannotBeOrderedError(
                 f"a batch has no {MASK} of shape (samples, columns), and lengths= is not given, so nothing tells how "
-                "long its samples are"
+                "long its samples are; pass one of them"
             )
         self.columns, self.is_left = (), False
         self.lengths = [width_of(span.piece) or 1 for span in self._window.spans for _ in range(span.samples)]  # type: ignore[arg-type]

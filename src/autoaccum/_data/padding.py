@@ -43,8 +43,8 @@ class Padding:
         columns: The indices of the leaves that have these columns.
         is_left: Whether the padding is in front of all samples.
         told_by: What told the lengths.
-        can_be_widened: Whether more padding changes no loss: a causal model would predict a label in the first column
-            from a column that is put before it.
+        has_some_in_front: Whether there is padding in front of samples, whether it may go or not.
+        not_widened: Why more padding would change a loss; empty if it would not.
     """
 
     lengths: tuple[int, ...]
@@ -52,7 +52,8 @@ class Padding:
     columns: tuple[int, ...]
     is_left: bool
     told_by: str
-    can_be_widened: bool = True
+    has_some_in_front: bool = False
+    not_widened: str = ""
 
 
 def check_lengths(lengths: object) -> None:
@@ -102,11 +103,40 @@ def padding_of(piece: NestedPiece, lengths: Lengths | None) -> Padding | None:
     ]
     is_left = lengths is None and _is_padded_in_front(batch, starts, ends, width)
     needed = width - starts if is_left else ends
+    labels = [leaves[index] for index in columns if is_label(leaves[index], batch)]
+    not_widened = next(filter(None, (_not_widened(label, needed, is_left=is_left) for label in labels)), "")
     needed = _with_what_counts(needed, [leaves[index] for index in columns], batch, is_left=is_left)
     if any(_holds_more_than_padding(piece, index, needed.clamp(1, width), is_left=is_left) for index in columns):
         needed = torch.full_like(needed, width)
-    can_be_widened = not (is_left and bool((needed > width).any()))
-    return Padding(tuple(needed.clamp_(1, width).tolist()), width, tuple(columns), is_left, told_by, can_be_widened)
+    if is_left and bool((needed > width).any()):
+        # A causal model would predict it from the column that is put before it.
+        not_widened = "a label in the first column would count once it is padded in front"
+    return Padding(
+        tuple(needed.clamp_(1, width).tolist()),
+        width,
+        tuple(columns),
+        is_left,
+        told_by,
+        has_some_in_front=bool((starts > 0).any()),
+        not_widened=not_widened,
+    )
+
+
+def _not_widened(label: Tensor, needed: Tensor, *, is_left: bool) -> str:
+    """Return why a label cannot have further columns; empty if it can."""
+    if label.is_floating_point():
+        return "targets in floating point would have more columns, which a loss may run over"
+    if label.dim() == _DIMS:
+        beyond = label.detach().cpu()[_beyond(label.shape[1], needed, is_left=is_left)]
+        if bool((beyond != IGNORED).any()):
+            return f"labels in the padding are not {IGNORED}, so a loss may run over them"
+    return ""
+
+
+def _beyond(width: int, needed: Tensor, *, is_left: bool) -> Tensor:
+    """Return which columns samples do not need, shape (samples, width)."""
+    places = torch.arange(width)
+    return places < width - needed[:, None] if is_left else places >= needed[:, None]
 
 
 def width_of(piece: NestedPiece) -> int | None:
@@ -206,12 +236,10 @@ def _holds_more_than_padding(piece: NestedPiece, index: int, needed: Tensor, *, 
         return False
     if width in leaf.shape[_DIMS:]:
         return True
-    if leaf.dim() > _DIMS or leaf.is_floating_point():
-        return False
-    places = torch.arange(width)
-    beyond = places < width - needed[:, None] if is_left else places >= needed[:, None]
-    values = leaf.detach().cpu()[beyond]
-    return bool(values.numel()) and not bool((values == values[0]).all())
+    if leaf.dim() == _DIMS and leaf.is_floating_point():
+        return False  # weights of tokens
+    values = leaf.detach().cpu()[_beyond(width, needed, is_left=is_left)]
+    return bool(values.numel()) and not bool((values == values.flatten()[0]).all())
 
 
 def _reach(counts: Tensor, *, is_left: bool, is_whole: bool) -> Tensor:

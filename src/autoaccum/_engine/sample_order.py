@@ -58,15 +58,11 @@ class LengthOrder:
         except CannotBeOrderedError as error:
             if self._in_tokens:
                 raise InvalidInputError(
-                    f"target_tokens= cuts windows by the columns of their samples, and they cannot be told: {error}; "
-                    "pass lengths=, a function of a batch, or a loader of lists of samples (collate_fn=list, "
-                    "split=autoaccum.ListOfSamples(collate)), or target_batch="
+                    f"target_tokens= puts the samples of a window together by their length, and cannot: {error}. A "
+                    "loader of lists of samples (collate_fn=list, split=autoaccum.ListOfSamples(collate)) needs "
+                    "neither, and target_batch= leaves batches as they come"
                 ) from None
-            self._notices.say(
-                f"samples stay in the loader's order (order='length'): {error}; pass lengths=, or batches with an "
-                "attention_mask",
-                key="order",
-            )
+            self._notices.say(f"samples stay in the loader's order (order='length'): {error}", key="order")
             return window
         if not ordered.is_trimmed:
             kept = "micro-batches keep all columns" if self._in_tokens else "samples stay in the loader's order"
