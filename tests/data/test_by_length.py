@@ -13,8 +13,9 @@ def by_length(*batches, lengths=None, split=None):
     return ByLength.of(Window(list(batches), split), lengths)
 
 
-def with_labels(batch, labels):
-    return batch | {"labels": labels(batch)}
+def labelled(batch, scale=1):
+    """Every column has a label, also where there is padding."""
+    return batch | {"labels": batch["input_ids"] * scale}
 
 
 def rows_of(batch):
@@ -119,14 +120,11 @@ def test_what_no_sample_shows_is_not_made_up():
         ([padded(texts(3, 7), left=True), padded(texts(5, 9), left=True)], "padded in front, and have no position_ids"),
         ([padded(texts(3, 7), left=True), padded(texts(9, 9))], "padded in front, and have no position_ids"),
         (
-            [with_labels(padded(texts(*lengths)), lambda batch: batch["input_ids"]) for lengths in ((3, 7), (5, 9))],
+            [labelled(padded(texts(*lengths)), lambda batch: batch["input_ids"]) for lengths in ((3, 7), (5, 9))],
             "labels in the padding are not -100",
         ),
         (
-            [
-                with_labels(padded(texts(*lengths)), lambda batch: batch["input_ids"] * 0.5)
-                for lengths in ((3, 7), (5, 9))
-            ],
+            [labelled(padded(texts(*lengths)), scale=0.5) for lengths in ((3, 7), (5, 9))],
             "targets in floating point would have more columns",
         ),
     ],
@@ -138,10 +136,7 @@ def test_samples_that_cannot_be_ordered_say_why(batches, told):
 
 @pytest.mark.parametrize("left", [False, True])
 def test_batches_of_one_width_are_ordered_wherever_their_padding_is(left):
-    batches = [
-        with_labels(padded(texts(*lengths), 12, left=left), lambda batch: batch["input_ids"])
-        for lengths in ((3, 7), (5, 9))
-    ]
+    batches = [with_labels(padded(texts(*lengths), 12, left=left)) for lengths in ((3, 7), (5, 9))]
 
     window = by_length(*batches)
 
