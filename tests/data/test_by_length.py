@@ -120,7 +120,7 @@ def test_what_no_sample_shows_is_not_made_up():
         ([padded(texts(3, 7), left=True), padded(texts(5, 9), left=True)], "padded in front, and have no position_ids"),
         ([padded(texts(3, 7), left=True), padded(texts(9, 9))], "padded in front, and have no position_ids"),
         (
-            [labelled(padded(texts(*lengths)), lambda batch: batch["input_ids"]) for lengths in ((3, 7), (5, 9))],
+            [labelled(padded(texts(*lengths))) for lengths in ((3, 7), (5, 9))],
             "labels in the padding are not -100",
         ),
         (
@@ -136,7 +136,7 @@ def test_samples_that_cannot_be_ordered_say_why(batches, told):
 
 @pytest.mark.parametrize("left", [False, True])
 def test_batches_of_one_width_are_ordered_wherever_their_padding_is(left):
-    batches = [with_labels(padded(texts(*lengths), 12, left=left)) for lengths in ((3, 7), (5, 9))]
+    batches = [labelled(padded(texts(*lengths), 12, left=left)) for lengths in ((3, 7), (5, 9))]
 
     window = by_length(*batches)
 
