@@ -378,7 +378,8 @@ class FitResult:
         history: One report per window of this call; empty if the run was already finished.
         plan: The plan in force at the end. In the `result` of an exception raised before the first window, the plan to
             begin with: a single micro-batch if none was found yet.
-        plans: All plans of the whole run, each with the step from which it was in force.
+        plans: All plans of the whole run, each with the step from which it was in force. The last may be for the step
+            after the last one: it was found in the last window.
         oom_events: Number of times memory ran out during training, in the whole run. In the JSON that `autoaccum fit`
             prints, this name holds a list instead, with one entry per event of the call.
         evaluations: One evaluation per epoch that ended in this call, or every `val_steps` windows; empty without a
@@ -391,7 +392,7 @@ class FitResult:
         noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
             could not be, measured (docs/batch-size.md).
         time_spent: What the call did besides computing its updates once.
-        memory: What saves memory at the end, as the argument `memory` names it; empty for nothing.
+        memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
         memory_trials: With memory="auto", what this call tried, in order; empty if nothing was (docs/memory.md).
     """
 

@@ -93,6 +93,15 @@ def test_samples_of_lists_are_counted_one_by_one():
     assert TokenTarget(1).counts(window.spans[0].piece) == [2, 1]
 
 
+@pytest.mark.parametrize("sample", [lambda ids: ids, lambda ids: {"input_ids": ids}, lambda ids: (ids, 1), list])
+def test_samples_of_lists_without_labels_count_as_long_as_they_are(sample):
+    samples = [sample(torch.ones(length)) for length in (3, 1)]
+
+    (window,) = stream_of_tokens([samples], TokenTarget(10), split=autoaccum.ListOfSamples(list))
+
+    assert TokenTarget(1).counts(window.spans[0].piece) == [3, 1]
+
+
 @pytest.mark.parametrize("found", [[1], [1, -1], None, ["a", "b"], torch.zeros(3), [2.7, 1], [float("inf"), 1], "12"])
 def test_counts_that_cannot_be_are_refused(found):
     with pytest.raises(InvalidInputError, match=r"tokens= gave .* for a batch of 2 samples"):

@@ -322,6 +322,12 @@ def test_savings_are_taken_together():
         ({"memory": "chunked_loss"}, "no head found"),
         ({"memory": "chunked_loss:nothing"}, "'nothing' is not there"),
         ({"memory": "chunked_loss:tokens"}, "'tokens' is a Embedding"),
+        ({"memory": "chunked_loss:layers"}, "'layers' is a ModuleList"),
+        (
+            {"memory": ["checkpoint", "checkpoint:2"]},
+            "'checkpoint' and 'checkpoint:2' say the same twice",
+        ),
+        ({"memory": ["chunked_loss:head", "chunked_loss:head"]}, "say the same twice"),
         ({"memory": "checkpoint"}, "no repeated blocks"),
         ({"memory": "offload"}, "there; choose 'checkpoint'"),
         ({"memory": "checkpoint", "fallback": "checkpoint"}, "pass one of them"),
@@ -331,6 +337,7 @@ def test_savings_are_taken_together():
 )
 def test_what_cannot_be_is_refused_and_the_model_stays(options, text):
     model = Plain()
+    model.layers = nn.ModuleList([nn.Linear(D, D)])
 
     with pytest.raises(InvalidInputError, match=text):
         fit(model, **options)

@@ -82,6 +82,30 @@ def test_where_windows_are_few_only_what_is_needed_is_taken(capsys):
     assert "memory='auto' compares nothing in fewer than 40 windows, and 10 are to come" in said
 
 
+@pytest.mark.parametrize("windows", [3, 5, 7, 9])
+def test_run_that_ends_while_it_compares_reports_what_ran(capsys, windows):
+    _, result = trained("8MiB", loader=data(windows))
+
+    (told,) = re.findall(r"done: .* cut ([\d+x]+), 0 oom", capsys.readouterr().err)
+    largest = max(result.history[-1].micro_batches)
+    assert max(map(int, re.split("[+x]", told))) == largest
+    assert all(trial.micro_batch is not None for trial in result.memory_trials)
+    assert result.plan.micro_batch >= largest
+
+
+def test_what_was_tried_is_told_where_the_run_ends_before_the_choice(capsys):
+    trained("8MiB", loader=data(7))
+
+    assert "was still comparing when the training ended; tried: nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"micro_batch": 2}, {"probe": "off"}, {"micro_batch": 2, "max_steps": 3}])
+def test_user_is_told_where_nothing_is_compared(capsys, options):
+    trained("8MiB", **options)
+
+    assert "memory='auto' compares nothing where sizes are not searched for" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("tried")
 def test_user_is_told_once_what_was_tried(said):
     (line,) = [line for line in said.getvalue().splitlines() if "tried:" in line]

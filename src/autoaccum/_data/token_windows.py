@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autoaccum._arguments import check_function, check_positive_int, shown
 from autoaccum._data.batches import Window
+from autoaccum._data.by_length import CannotBeOrderedError, length_of
 from autoaccum._data.padding import IGNORED, LABELS, MASK, check_lengths, checked_lengths, counting_labels, padding_of
 from autoaccum._data.pieces import NestedPiece, Span
 from autoaccum._data.splits import piece_of
@@ -70,7 +71,10 @@ class TokenTarget:
         if None not in counts:
             return [count for count in counts if count is not None]
         if self.lengths is None:
-            return None
+            try:
+                return [length_of(sample) for sample in samples]
+            except CannotBeOrderedError:
+                return None
         found = [one[self.lengths] for one in samples] if isinstance(self.lengths, str) else self.lengths(samples)
         return checked_lengths(found, len(samples)).tolist()
 
@@ -114,6 +118,9 @@ def stream_of_tokens(
         last_window: As for `fit`: whether to yield a last window that ends before its target.
         skip: As for `stream`.
         split: As for `fit`, already checked.
+
+    Raises:
+        InvalidInputError: Nothing tells the tokens of a sample.
     """
     waiting = batches if hasattr(batches, "put_back") else _PutBack(batches)
     spans: list[Span] = []

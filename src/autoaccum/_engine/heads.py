@@ -26,13 +26,18 @@ def find_heads(modules: Iterable[nn.Module], name: str | None) -> list[nn.Module
         found = [part for module in modules for part in _output_embeddings(module)]
         return list(dict.fromkeys(found))
     named = [part for module in modules for path, part in module.named_modules() if path == name]
-    if not named or isinstance(named[0], nn.Embedding) or not any(True for _ in named[0].parameters()):
+    if not named or _makes_no_logits(named[0]):
         what = f"is a {type(named[0]).__name__}" if named else "is not there"
         raise InvalidInputError(
             f"memory='chunked_loss:{name}' names the layer that makes the logits, and {name!r} {what}; name an "
             "nn.Linear, or what makes logits of each token by itself, as model.named_modules() does"
         )
     return [named[0]]
+
+
+def _makes_no_logits(part: nn.Module) -> bool:
+    is_called = type(part).forward is not nn.Module.forward
+    return isinstance(part, nn.Embedding) or not is_called or not any(True for _ in part.parameters())
 
 
 def likely_head(modules: Iterable[nn.Module]) -> str | None:

@@ -172,6 +172,7 @@ class NoiseScale:
         self.measured = 0
         self._notices = notices
         self._variance = self._squared_norm = 0.0
+        self._hindrance: str | None = None
 
     @property
     def samples(self) -> float | None:
@@ -213,7 +214,8 @@ class NoiseScale:
         """
         what = f"the {samples:,} samples of an update" if in_tokens else f"the target batch {samples:,}"
         if not self.measured:
-            return f"gradient noise scale not measured: one window in {self.every} is, once sizes are settled"
+            why = self._hindrance or f"one window in {self.every} is, once sizes are settled"
+            return f"gradient noise scale not measured: {why}"
         if self.samples is None:
             return (
                 f"gradient noise scale not measurable in {self.measured} windows: their mean gradient is lost in its "
@@ -254,6 +256,7 @@ class NoiseScale:
             "target batch would",
             key="noise of one sample",
         )
+        self._hindrance = "a window of one sample tells nothing about noise"
 
     def say_cut_in_two(self) -> None:
         """Report that windows are cut in two only to be measured."""
@@ -268,6 +271,7 @@ class NoiseScale:
             "compute its statistics from halves; a smaller micro_batch= makes it measurable",
             key="noise not cut",
         )
+        self._hindrance = "windows fit at once, and are not cut in two where there is BatchNorm"
 
     def say_batchnorm(self) -> None:
         """Report that BatchNorm makes gradients of samples depend on each other."""
@@ -284,6 +288,7 @@ class NoiseScale:
             "is not measured; checkpoint with use_reentrant=False",
             key="noise in parts",
         )
+        self._hindrance = "gradients arrive in several parts (reentrant checkpoints)"
 
 
 def check_noise_scale(noise_scale: object, loss_scope: str) -> int | None:

@@ -126,7 +126,12 @@ class Rungs:
             look: Measures what checkpointing each block saves and costs; None if that cannot be measured.
             tried: What the earlier run has tried, in words.
         """
-        if measures and known is None and windows_ahead is not None and windows_ahead < WINDOWS_WORTH_TRYING:
+        if known is None and not measures:
+            self._notices.say(
+                "memory='auto' compares nothing where sizes are not searched for in the first windows (micro_batch=, "
+                "probe='off', loss_scope='window', a Runner): it saves memory where not even one sample fits"
+            )
+        elif known is None and windows_ahead is not None and windows_ahead < WINDOWS_WORTH_TRYING:
             measures = False
             self._notices.say(
                 f"memory='auto' compares nothing in fewer than {WINDOWS_WORTH_TRYING} windows, and {windows_ahead} are "
@@ -148,6 +153,12 @@ class Rungs:
                 numbers = f": {tried}" if tried else ""
                 self._notices.say(f"memory='auto' takes {_written(known)}, as an earlier run has measured{numbers}")
         return is_known
+
+    def end(self) -> None:
+        """Tell what was tried, if nothing is chosen yet."""
+        if self.is_measuring and self.trials:
+            self.is_measuring = False
+            self._notices.say(f"memory='auto' was still comparing when the training ended; tried: {self.tried}")
 
     def climb(self, error: Exception) -> bool:
         """Take another rung after an error of `AVOIDABLE`; return whether there is one that may avoid it."""

@@ -26,7 +26,7 @@ from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import Dropping, is_terminal, write_line
-from autoaccum._training.summary import advice_on, cut_of, of_capacity, rows_of
+from autoaccum._training.summary import advice_on, cut_at_end, cut_of, of_capacity, rows_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -572,5 +572,5 @@ def _summary_text(result: FitResult) -> str:
     return (
         f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}{of_call} in "
         f"{result.elapsed_s:.1f} s, "
-        f"cut {cut_of(result.plan)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
+        f"cut {cut_at_end(result)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
     )

@@ -133,6 +133,7 @@ class PlanLifecycle:
         self._batchnorm = batchnorm
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
+        self._last: tuple[Plan, tuple[str, ...]] | None = None  # of the last window
 
     @property
     def has_begun(self) -> bool:
@@ -142,7 +143,13 @@ class PlanLifecycle:
     @property
     def plan(self) -> Plan:
         """The plan in force; before there is a runner, the one to begin with as far as it is known."""
+        if self._is_measuring and self._last is not None:
+            return self._last[0]  # what is to be tried next may not fit
         return self.current.plan if self.has_begun else self._finding.plan()
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self._rungs is not None and self._rungs.is_measuring
 
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
@@ -313,7 +320,7 @@ class PlanLifecycle:
         Returns:
             The window's report; None if no process has any of its samples.
         """
-        is_measuring = self._rungs is not None and self._rungs.is_measuring
+        is_measuring = self._is_measuring
         was_trial, work = self.current.is_learning, work_of(part) if is_measuring else 0
         started = time.perf_counter()
         try:
@@ -346,6 +353,7 @@ class PlanLifecycle:
         Args:
             report: The window's report.
         """
+        self._last = self.current.plan, self._fallbacks.names
         if self._rungs is None or not self._rungs.is_measuring:
             return
         former, cutting = self._rungs.rung, self.current.cutting
@@ -391,8 +399,8 @@ class PlanLifecycle:
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """What saves memory now, by names of `memory`."""
-        return self._fallbacks.names
+        """What saved memory in the last window, by names of `memory`; before it, what does so in the first."""
+        return self._fallbacks.names if self._last is None else self._last[1]
 
     @property
     def memory_trials(self) -> tuple[MemoryTrial, ...]:
@@ -411,6 +419,8 @@ class PlanLifecycle:
 
     def end(self) -> None:
         """Undo compilation and fallbacks, so that the model is as the user wrote it."""
+        if self._rungs is not None:
+            self._rungs.end()
         if self._compiling is not None:
             self._compiling.end()
         self._fallbacks.end()

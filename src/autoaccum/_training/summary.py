@@ -33,12 +33,20 @@ def rows_of(result: FitResult, peak_bytes: int | None, capacity_bytes: int | Non
     if result.elapsed_s > 0 and result.history:
         speed = sum(report.samples for report in result.history) / result.elapsed_s
         yield "speed", f"{speed:.4g} samples/s, everything included"
-    yield "cut", cut_of(result.plan)
+    yield "cut", cut_at_end(result)
     if peak_bytes is not None:
         yield "peak memory", of_capacity(peak_bytes, capacity_bytes)
     yield "out of memory", f"{result.oom_events} time{'' if result.oom_events == 1 else 's'}"
     if shares := ", ".join(f"{what} {seconds:.1f} s ({share:.0%})" for what, seconds, share in _shares(result)):
         yield "time", shares
+
+
+def cut_at_end(result: FitResult) -> str:
+    """Return how the last windows were cut: as planned, unless that plan was found for windows that did not come."""
+    since, _ = result.plans[-1]
+    if since <= result.steps or not result.history:
+        return cut_of(result.plan)
+    return f"{format_cut(result.history[-1].micro_batches)}{' samples' if result.plan.counts == TOKENS else ''}"
 
 
 def cut_of(plan: Plan) -> str:
@@ -87,7 +95,7 @@ def advice_on(result: FitResult, peak_bytes: int | None, capacity_bytes: int | N
     if spent.recomputation_s > _MUCH_RECOMPUTED * whole:
         yield f"memory ran out {result.oom_events} times: begin with micro_batch={max(sizes)}, which fits"
     if spent.search_s > _MUCH * whole and result.resumed_from is None:
-        yield "the search took long: the next call of this job begins with its result (unless cache=False)"
+        yield "the search took long: with cache=True, as by default, the next call of this job begins with its result"
     if spent.evaluation_s > _MUCH * 3 * whole:
         yield "evaluations take much of the time: evaluate less often (val_steps=), or on fewer samples"
     if spent.checkpoint_s > _MUCH * whole:
