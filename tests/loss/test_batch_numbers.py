@@ -1,5 +1,6 @@
 """What the numbers of a batch do to its loss is found by making them smaller, and said once."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,11 +31,22 @@ def total(outputs, batch):
     return functional.cross_entropy(outputs, batch["labels"], reduction="sum")
 
 
-@pytest.mark.parametrize("number", [7, 8, 2, 7.5, torch.tensor(7), torch.tensor(0.3)], ids=str)
+@pytest.mark.parametrize("number", [7, 8, 2, 7.5, torch.tensor(7), torch.tensor(0.3), np.int64(29)], ids=str)
 def test_divisor_is_found_whatever_kind_of_number_it_is(number):
     (text,) = said(lambda outputs, batch: total(outputs, batch) / batch["n_items"], batch(n_items=number))
 
     assert "divided by 'n_items', which each of the loader's batches carries" in text
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_divisor_is_found_whatever_the_number(kind):
+    """Half of 27, as 27 / (27 / 13), is a little less than 13."""
+
+    def found(number):
+        loss = said(lambda outputs, batch: total(outputs, batch) / batch["n_items"], batch(n_items=kind(number)))
+        return len(loss) == 1
+
+    assert [number for number in range(2, 40) if not found(number)] == []
 
 
 def test_number_is_never_made_larger_since_it_may_be_an_index():

@@ -31,7 +31,7 @@ def divisor_of(name: str, attempt: Attempt, notices: Notices, *, is_sum: bool, l
     """
     for path, number in attempt.numbers().items():
         half = number // 2 if number.is_integer() else number / 2
-        if number <= 0.0 or not half or not _divides(name, attempt, path, number / half, less):
+        if number <= 0.0 or not half or not _divides(name, attempt, path, half, less):
             continue
         if is_count(path) or (is_sum and _is_number_of_targets(attempt, path, number)):
             return path
@@ -85,9 +85,10 @@ class DifferingNumbers:
                 )
 
 
-def _divides(name: str, attempt: Attempt, path: Path, ratio: float, less: float) -> bool:
-    value = attempt.value_of(name)
-    calls = attempt.repeat(name, numbers={path: attempt.numbers()[path] / ratio})
+def _divides(name: str, attempt: Attempt, path: Path, half: float, less: float) -> bool:
+    """Whether the loss grows as its number becomes about half of what it is."""
+    value, ratio = attempt.value_of(name), attempt.numbers()[path] / half
+    calls = attempt.repeat(name, numbers={path: half})  # exactly: integers are not rounded
     if calls is None or value == less:
         return False
     changed, _ = calls
