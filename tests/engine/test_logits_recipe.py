@@ -346,3 +346,67 @@ def test_weights_that_are_changed_before_the_backward_pass_are_refused():
 
         with pytest.raises(SavingRefusedError, match="other weights or buffers"):
             loss.backward()
+
+
+class Custom(torch.autograd.Function):
+    """Is not told of what stands for logits."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (logits,) = ctx.saved_tensors
+        return gradient * 2 * logits / logits.numel()
+
+
+@pytest.mark.parametrize(
+    "term", [Custom.apply, lambda logits: torch.vmap(torch.logsumexp, (0, None))(logits, -1).mean()]
+)
+def test_gradient_that_would_be_lost_is_refused(term):
+    with in_chunks(model := Model()):
+        logits = model(TOKENS)
+        loss = each(logits).mean() + term(logits)
+
+        with pytest.raises(SavingRefusedError, match="by a way that does not ask them"):
+            loss.backward()
+
+
+def test_logits_that_are_computed_first_go_anywhere():
+    assert_as_whole(Model(), lambda model: Custom.apply(model(TOKENS) + 0))
+
+
+def by_changed_temperature(model):
+    temperature = torch.ones(())
+    logits = model(TOKENS) / temperature
+    temperature.mul_(2.0)
+    return each(logits).mean()
+
+
+def by_changed_targets(model):
+    labels = LABELS.clone()
+    loss = functional.cross_entropy(model(TOKENS).mT, labels)
+    labels.zero_()
+    return loss
+
+
+def by_changed_index(model):
+    labels = LABELS.clone()
+    loss = model(TOKENS).gather(-1, labels[..., None]).mean()
+    labels.zero_()
+    return loss
+
+
+def by_changed_weights(model):
+    weights = torch.ones(V, dtype=torch.float64)
+    loss = functional.cross_entropy(model(TOKENS).mT, LABELS, weight=weights)
+    weights.zero_()
+    return loss
+
+
+@pytest.mark.parametrize("loss", [by_changed_temperature, by_changed_targets, by_changed_index, by_changed_weights])
+def test_what_is_changed_before_logits_are_computed_again_is_refused(loss):
+    with in_chunks(model := Model()), pytest.raises((SavingRefusedError, RuntimeError), match=r"in place|inplace"):
+        loss(model).backward()

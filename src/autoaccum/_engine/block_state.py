@@ -1,13 +1,14 @@
 """Puts back what a block finds when it is computed, so that it can be computed again from there.
 
 That is the random state, with generators that modules of the model hold or that the block is given, and what modules of
-the block hold: buffers, plain attributes, and lists, dicts and sets of them. What cannot be put back is refused where a
-block changes it.
+the block hold: buffers and attributes, with the contents of small tensors, arrays, lists, dicts and sets. What cannot
+be put back is refused where a block changes it.
 """
 
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,14 +20,14 @@ from autoaccum._snapshot import OwnGenerators, RandomState
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
-# Tensors that a forward pass updates are small (statistics, counters); masks and position tables do not change.
+# Tensors and arrays that a forward pass updates are small (statistics, counters); masks and position tables do not
+# change.
 _LARGEST_MOVED_ELEMENTS = 65_536
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, Tensor)
-_CONTAINERS = (list, dict, set)
-_KEPT = (*_PLAIN, *_CONTAINERS)
+# What is put back with its contents, as these types write them.
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
 # What every module has.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -34,9 +35,9 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 class _Taken(NamedTuple):
     random: tuple[Any, ...]
     generators: OwnGenerators
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    names: list[tuple[dict[str, Any], dict[str, Any]]]
     contents: list[tuple[Any, Any]]
-    tensors: list[tuple[Tensor, Tensor]]
+    values: list[tuple[Any, Any]]
 
 
 class Before(AbstractContextManager[None]):
@@ -57,6 +58,7 @@ class Before(AbstractContextManager[None]):
         self._first = self._taken(keeps_graphs=False)
         self._stays: tuple[tuple[str, Sequence[Any]], ...] = (
             ("its inputs", given),
+            ("its parameters", self._parameters),
             ("a large buffer, or what its attributes hold,", self._what_must_stay()),
         )
         self._looks = [_looks_of(values) for _, values in self._stays]
@@ -103,39 +105,28 @@ class Before(AbstractContextManager[None]):
         """Return what the block finds now.
 
         Args:
-            keeps_graphs: Whether to take results of the model that its modules hold, too, which keep their graph.
+            keeps_graphs: Whether results of the model that its modules hold are taken with their graph, or their values
+                alone. Those of an earlier step would keep that step.
         """
         self._random.take()
-        attributes = [
-            (
-                holder,
-                {
-                    name: value
-                    for name, value in holder.items()
-                    if isinstance(value, _KEPT) and (keeps_graphs or not _is_result(value))
-                },
-            )
+        kept = _as_it_is if keeps_graphs else _without_graph
+        names = [
+            (holder, {name: kept(value) for name, value in holder.items()})
             for part in self._parts
             for holder in (vars(part), part._buffers)
         ]
-        containers = [
-            value
-            for part in self._parts
-            for name, value in vars(part).items()
-            if isinstance(value, _CONTAINERS) and name not in _OF_EVERY_MODULE
-        ]
-        tensors = (value for _, own in attributes for value in own.values() if isinstance(value, Tensor))
+        held = [value for holder, _ in names for name, value in holder.items() if name not in _OF_EVERY_MODULE]
         return _Taken(
             self._random.taken,
             OwnGenerators(self._generators),
-            attributes,
-            [(value, value.copy()) for value in containers],
-            [(tensor, tensor.detach().clone()) for tensor in tensors if _is_copied(tensor)],
+            names,
+            [(value, _copied(value, kept)) for value in held if type(value) in _CONTAINERS],
+            [(value, _values_of(value)) for value in held if _is_copied(value)],
         )
 
     def _what_must_stay(self) -> list[Any]:
         """Return what is put back as it is: large tensors, and what containers hold."""
-        held = [value for _, own in self._first.attributes for value in own.values()]
+        held = [value for _, own in self._first.names for name, value in own.items() if name not in _OF_EVERY_MODULE]
         large = [value for value in held if isinstance(value, Tensor) and not _is_copied(value)]
         tuples = [value for value in held if isinstance(value, tuple)]
         contents = [copied for _, copied in self._first.contents]
@@ -145,25 +136,48 @@ class Before(AbstractContextManager[None]):
         self._random.assume(taken.random)
         self._random.put_back()
         taken.generators.put_back()
-        for holder, own in taken.attributes:
+        for holder, own in taken.names:
             holder.update(own)
+            for added in holder.keys() - own.keys():
+                del holder[added]
         for container, contents in taken.contents:
             container.clear()
-            (container.extend if isinstance(container, list) else container.update)(contents)
-        for tensor, value in taken.tensors:
-            # Through .data, so that tensors which other operators saved for backward do not count as modified in place.
-            tensor.data.copy_(value)
+            (container.extend if isinstance(container, list | deque) else container.update)(contents)
+        for value, copied in taken.values:
+            if isinstance(value, Tensor):
+                # Through .data, so that tensors which other operators saved for backward do not count as modified.
+                value.data.copy_(copied)
+            else:
+                value[...] = copied
 
 
-def _is_result(value: Any) -> bool:
-    """Whether a value is, or has, a result of the model."""
-    return (
-        any(map(_is_result, value)) if isinstance(value, tuple) else isinstance(value, Tensor) and value.requires_grad
-    )
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
-def _is_copied(tensor: Tensor) -> bool:
-    return tensor.numel() <= _LARGEST_MOVED_ELEMENTS and not tensor.requires_grad
+def _without_graph(value: Any) -> Any:
+    """Return a value, or the same numbers if it is a result of the model; of the members of a tuple likewise."""
+    if type(value) is tuple:
+        return tuple(map(_without_graph, value))
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _copied(container: Any, kept: Callable[[Any], Any]) -> Any:
+    if isinstance(container, dict):
+        return {name: kept(value) for name, value in container.items()}
+    return type(container)(map(kept, container))
+
+
+def _values_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _is_copied(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() <= _LARGEST_MOVED_ELEMENTS and not value.requires_grad
+    return type(value) is np.ndarray and value.size <= _LARGEST_MOVED_ELEMENTS and value.flags.writeable
 
 
 def _members(container: Any) -> Iterable[Any]:

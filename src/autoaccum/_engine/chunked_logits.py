@@ -60,6 +60,9 @@ class Logits(Tensor):
             Logits, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device, requires_grad=recipe.requires_grad
         )
         made._recipe = recipe
+        if recipe.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         assert isinstance(made, Logits)
         return made
 
@@ -128,6 +131,19 @@ class Logits(Tensor):
     ) -> Any:
         """Compute them for what was not seen above."""
         return function(*_all_computed(arguments, function), **_all_computed(named or {}, function))
+
+
+def _refuse_gradient(gradient: Tensor) -> None:  # noqa: ARG001 - as hooks have it
+    """Refuse the gradient of what was computed of their numbers alone, which leads nowhere.
+
+    Raises:
+        SavingRefusedError: Always.
+    """
+    raise SavingRefusedError(
+        "memory='chunked_loss': the loss takes logits, which are not computed yet, by a way that does not ask them "
+        "(torch.autograd.Function, torch.func, torch.jit, reentrant checkpoints); compute them before, as in "
+        "logits = logits + 0, or leave 'chunked_loss' out"
+    )
 
 
 def _as_logits(found: Any) -> Any:

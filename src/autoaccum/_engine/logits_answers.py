@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autoaccum._engine.logits_recipe import unchanged
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -57,7 +59,7 @@ def _scaled(function: Callable[[Tensor, Any], Tensor]) -> Callable[..., Any]:
         is_scalar = isinstance(other, Tensor) and other.dim() == 0
         if not (is_scalar or isinstance(other, int | float)) or named:
             return NotImplemented
-        return recipe.with_step(lambda values: function(values, other), learns=is_scalar and other.requires_grad)
+        return recipe.with_step(lambda values: function(values, other), other if is_scalar else None)
 
     return answer
 
@@ -199,12 +201,14 @@ def _of_classes(
     classes = target.reshape(-1)
     if math.prod(recipe.hidden.shape[:-1]) != len(classes):
         return NotImplemented  # torch says what is wrong
-    loss = functools.partial(
+    loss: Callable[..., Tensor] = functools.partial(
         function,
         weight=weight,
         ignore_index=ignore_index,
         reduction="none" if reduction == "none" else "sum",
     )
+    if weight is not None:
+        loss = unchanged(loss, weight)
     total = recipe.fused(classes, ignore_index) if fuses and reduction != "none" else None
     if total is None:
         losses = recipe.by_tokens(loss, classes)
@@ -227,7 +231,7 @@ def _of_row(function: Callable[..., Tensor]) -> Callable[..., Any]:
         dtype = third if isinstance(third, torch.dtype) else dtype
         in_autocast = torch.is_autocast_enabled(recipe.hidden.device.type)
         made = dtype or (torch.promote_types(recipe.dtype, torch.float32) if in_autocast else recipe.dtype)
-        return recipe.with_step(lambda values: function(values, -1, dtype=dtype), made)
+        return recipe.with_step(lambda values: function(values, -1, dtype=dtype), dtype=made)
 
     return answer
 

@@ -232,20 +232,22 @@ class Recipe:
 
     # --- others, made of this one -------------------------------------------------------------------------------------
 
-    def with_step(self, step: Step, dtype: torch.dtype | None = None, *, learns: bool = False) -> Recipe:
+    def with_step(self, step: Step, by: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Recipe:
         """Return the recipe after a further step.
 
         Args:
             step: Takes logits with classes last.
+            by: A tensor that it takes, too.
             dtype: The type of what it returns; None for that of before.
-            learns: Whether a gradient flows into the step, too.
         """
+        if by is not None:
+            step = unchanged(step, by)
         return replace(
             self,
             steps=(*self.steps, functools.partial(_as_then, _Autocast.now(self.hidden.device.type), step)),
             is_plain=False,
             dtype=dtype or self.dtype,
-            has_parameters=self.has_parameters or learns,
+            has_parameters=self.has_parameters or (by is not None and by.requires_grad),
             _elements=_Elements(),
             _changes=0,
         )
@@ -253,7 +255,7 @@ class Recipe:
     def cast(self, dtype: torch.dtype) -> Recipe:
         """Return the recipe of the logits in another type."""
         is_plain = self.is_plain and torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps
-        return replace(self.with_step(lambda values: values.to(dtype), dtype), is_plain=is_plain)
+        return replace(self.with_step(lambda values: values.to(dtype), dtype=dtype), is_plain=is_plain)
 
     def with_hidden(self, hidden: Tensor) -> Recipe:
         """Return the recipe of the logits of some of the tokens, or of the same in another shape."""
@@ -321,21 +323,19 @@ class Recipe:
         """
         split = [torch.split(each, self.head.size) for each in (self._flat(), *beside)]
         with self.head.read(self.hidden):
-            return [
-                self._of_few(hidden, functools.partial(_answered, answer, rest))
-                for hidden, *rest in zip(*split, strict=True)
-            ]
+            return [self._of_few(answer, *few) for few in zip(*split, strict=True)]
 
     def _flat(self) -> Tensor:
         return self.hidden.reshape(-1, self.hidden.shape[-1])
 
-    def _of_few(self, hidden: Tensor, answer: Step) -> Tensor:
-        def run(hidden: Tensor) -> Tensor:
-            return answer(self.computed(hidden))
+    def _of_few(self, answer: Callable[..., Tensor], hidden: Tensor, *beside: Tensor) -> Tensor:
+        def run(hidden: Tensor, *beside: Tensor) -> Tensor:
+            return answer(self.computed(hidden), *beside)
 
         if self.head.is_single or not torch.is_grad_enabled() or not self.requires_grad:
-            return run(hidden)
-        found: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=not self.head.is_linear)
+            return run(hidden, *beside)
+        draws = not self.head.is_linear
+        found: Tensor = checkpoint(run, hidden, *beside, use_reentrant=False, preserve_rng_state=draws)
         return found
 
     def fused(self, classes: Tensor, ignore_index: int) -> Tensor | None:
@@ -353,13 +353,24 @@ def _as_then(autocast: _Autocast, step: Step, values: Tensor) -> Tensor:
         return step(values)
 
 
+def unchanged(function: Callable[..., Tensor], *tensors: Tensor) -> Callable[..., Tensor]:
+    """Return a function that refuses to run once tensors that it takes are changed in place."""
+    changes = list(map(_changes_of, tensors))
+
+    def checked(*arguments: Tensor) -> Tensor:
+        if list(map(_changes_of, tensors)) != changes:
+            raise SavingRefusedError(
+                "memory='chunked_loss': a tensor that the loss takes beside logits (a temperature, class weights) was "
+                "changed in place before they were computed; write it without changing it"
+            )
+        return function(*arguments)
+
+    return checked
+
+
 def _without_grad(make: Step, steps: tuple[Step, ...], hidden: Tensor) -> Tensor:
     with torch.no_grad():
         found = make(hidden)
         for step in steps:
             found = step(found)
         return found
-
-
-def _answered(answer: Callable[..., Tensor], beside: list[Tensor], logits: Tensor) -> Tensor:
-    return answer(logits, *beside)
