@@ -172,6 +172,10 @@ def test_position_ids_of_one_sequence_are_none_of_many():
     ids = torch.ones(1, 4, dtype=torch.long)
 
     assert count({"input_ids": ids, "position_ids": torch.arange(4).unsqueeze(0)}) == 1
+    for positions, mask in (([0, 0, 0, 1], [0, 0, 1, 1]), ([0, 1, 0, 0], [1, 1, 0, 0]), ([0, 0, 0, 0], [0, 0, 0, 1])):
+        batch = {"input_ids": ids, "position_ids": torch.tensor([positions])}
+        assert count(batch | {"attention_mask": torch.tensor([mask])}) == 1
+        assert not any(positions) or count(batch) == 1
     assert count({"input_ids": ids.expand(2, 4), "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}) == 2
 
 

@@ -263,6 +263,37 @@ def test_mappings_that_refuse_changes_are_left_alone():
     assert model.blocks[0].configuration == {"scale": 2.0}
 
 
+class Dense(nn.Module):
+    """Gives each block the results of all before it, in a list that grows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Joining(), Joining(), Joining()])
+        self.double()
+
+    def forward(self, inputs):
+        results = [inputs]
+        for block in self.blocks:
+            results.append(block(results, {"all": results}))
+        return torch.stack(results).sum(0)
+
+
+class Joining(Block):
+    def forward(self, results, named):
+        return super().forward(torch.stack([*results, *named["all"]]).mean(0))
+
+
+def test_lists_that_the_caller_adds_to_are_what_they_were():
+    plain, model = Dense(), Dense()
+    expected = torch.autograd.grad(plain(INPUTS).sum(), list(plain.parameters()))
+
+    with checkpointed([model], CPU):
+        found = torch.autograd.grad(model(INPUTS).sum(), list(model.parameters()))
+
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
 class Decaying(Block):
     """Changes a parameter in forward()."""
 

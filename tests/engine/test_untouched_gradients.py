@@ -74,3 +74,53 @@ def test_hooks_after_accumulation_and_scaling_hooks_may_run_for_each_micro_batch
     assert len(calls) == 3
     torch.testing.assert_close(model.weight, plain.weight - 0.1 * plain.weight.grad)
     torch.testing.assert_close(model.bias, plain.bias - 0.2 * plain.bias.grad)
+
+
+class Joined(nn.Module):
+    """Joins two of its parameters, so that their gradients are parts of one tensor (timm's attention has biases so)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.first, self.second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, inputs):
+        return functional.linear(inputs, self.weight, torch.cat((self.first, self.second)))
+
+
+@pytest.mark.parametrize("loop", ["Runner", "fit", "Accumulator"])
+def test_gradients_that_are_parts_of_one_tensor_are_no_change(loop):
+    torch.manual_seed(0)
+    model, window = Joined(), (torch.randn(12, 3), torch.randint(4, (12,)))
+    expected = torch.autograd.grad(functional.cross_entropy(model(window[0]), window[1]), list(model.parameters()))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    if loop == "Accumulator":
+        accumulator = autoaccum.Accumulator(model, micro_batch=4, loss=functional.cross_entropy, device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulator.backward(window)
+        optimizer.step()
+    elif loop == "Runner":
+        stepped(model, window)
+    else:
+        autoaccum.fit(
+            model, [window], 12, micro_batch=4, loss=functional.cross_entropy, device="cpu", precision="fp32",
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )  # fmt: skip
+
+    for old, new, gradient in zip(before, model.parameters(), expected, strict=True):
+        torch.testing.assert_close(old - new.detach(), 0.1 * gradient)
+
+
+def test_hook_that_changes_a_part_of_one_tensor_is_refused():
+    torch.manual_seed(0)
+    model, window = Joined(), (torch.randn(12, 3), torch.randint(4, (12,)))
+
+    def change(gradient):
+        if model.first.grad is not None:
+            model.first.grad.mul_(2.0)
+
+    model.weight.register_hook(change)
+
+    with pytest.raises(autoaccum.InvalidInputError, match="a hook changed"):
+        stepped(model, window)

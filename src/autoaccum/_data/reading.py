@@ -26,7 +26,7 @@ _CHANNELS = (1, 3, 4)
 _MANY_FIELDS = 8
 _PAIR = 2
 # What Transformers' collators call the positions within sequences, and the bounds of sequences in a row.
-_POSITIONS, _BOUNDS = "position_ids", "cu_seq_lens_q"
+_POSITIONS, _BOUNDS, _MASK = "position_ids", "cu_seq_lens_q", "attention_mask"
 _SAMPLES, _FIELDS = "samples", "fields"
 
 
@@ -139,7 +139,7 @@ def refuse_flattened(batch: Any) -> None:
     sequences, how = 0, ""
     positions, bounds = batch.get(_POSITIONS), batch.get(_BOUNDS)
     if isinstance(positions, Tensor) and positions.dim() == _PAIR and positions.shape[0] == 1:
-        sequences, how = int((positions == 0).sum()), f"{_POSITIONS} restart"
+        sequences, how = _sequences_by(positions[0], batch.get(_MASK)), f"{_POSITIONS} restart"
     if isinstance(bounds, Tensor) and bounds.dim() == 1:
         sequences, how = len(bounds) - 1, f"{_BOUNDS} bounds them"
     if sequences > 1:
@@ -148,6 +148,16 @@ def refuse_flattened(batch: Any) -> None:
             "yield lists of sequences (collate_fn=list) and pass split=autoaccum.ListOfSamples(your_collator), or "
             "split=autoaccum.Along(0) if a row is what you mean by a sample"
         )
+
+
+def _sequences_by(positions: Tensor, mask: Any) -> int:
+    """Return how many sequences begin in a row, by its position ids; those of padding are often 0."""
+    begins = positions == 0
+    if isinstance(mask, Tensor) and mask.shape == (1, len(positions)):
+        return int((begins & (mask[0] != 0)).sum())
+    others = (~begins).nonzero().flatten().tolist()
+    # Zeros in front of the first sequence and behind the last may be padding.
+    return 1 + int(begins[others[0] : others[-1]].sum()) if others else len(positions)
 
 
 def _look_like_samples(items: Sequence[Any]) -> bool:

@@ -151,6 +151,13 @@ class Before(AbstractContextManager[None]):
                 value[...] = copied
 
 
+def own_containers(value: Any) -> Any:
+    """Return lists, tuples and dicts anew, with the same contents."""
+    if type(value) is dict:
+        return {name: own_containers(one) for name, one in value.items()}
+    return type(value)(map(own_containers, value)) if type(value) in (list, tuple) else value
+
+
 def _as_it_is(value: Any) -> Any:
     return value
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._engine.block_names import numbers_in
-from autoaccum._engine.block_state import Before
+from autoaccum._engine.block_state import Before, own_containers
 from autoaccum._engine.replaced_forward import forward_replaced
 from autoaccum._snapshot import RandomState
 from autoaccum._system.exceptions import contextmanager
@@ -215,6 +215,8 @@ def _checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    # The caller may add to lists that it gives to one block after the other, as DenseNet does.
+    args, kwargs = own_containers(args), own_containers(kwargs)
     before = Before(block, random_state, (*args, *kwargs.values()))
     outputs = checkpoint(
         forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=before.contexts, **kwargs

@@ -7,6 +7,7 @@ would make a wrong gradient without a word. What runs for each micro-batch has n
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,8 @@ class UntouchedGradients:
         assert self._gradients is not None
         total = None if self._total is None else self._total()
         versions = iter(self._versions)
+        # Gradients may be parts of one tensor, as those of parameters that the model joins: they are changed together.
+        together = Counter(map(_place, self._held))
         for parameter, gradient in zip(self._step.parameters, self._gradients, strict=True):
             version = 0 if gradient is None else next(versions)
             if gradient is None or gradient.layout is not torch.strided:
@@ -122,8 +125,12 @@ class UntouchedGradients:
                 # Autograd adds to dense gradients in place.
                 if parameter.grad is None or parameter.grad.layout is torch.strided:
                     raise _changed_in_backward("cleared or replaced", parameter)
-            elif gradient._version > version + 1 and not _may_add_twice(total):
+            elif gradient._version > version + together[_place(gradient)] and not _may_add_twice(total):
                 raise _changed_in_backward("changed", parameter)
+
+
+def _place(gradient: Tensor) -> int:
+    return gradient.untyped_storage().data_ptr() if gradient.layout is torch.strided else id(gradient)
 
 
 def _changed_in_backward(how: str, parameter: nn.Parameter) -> InvalidInputError:
