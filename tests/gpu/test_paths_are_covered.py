@@ -36,6 +36,7 @@ TESTS = {
     "_report/remedies.py": ["test_the_target_is_cut_in_what_fits"],
     "_engine/probing.py": ["test_the_target_is_cut_in_what_fits"],
     "_sizing/sizing.py": ["test_fit_finds_a_size_that_a_limit_allows_and_stays_within_it"],
+    "_engine/logits_recipe.py": ["test_logits_that_the_card_draws_are_read_once"],
     "_loss/stand_ins.py": ["test_losses_are_asked_with_wide_copies_of_half_precision_weights_whatever_their_number"],
     "_snapshot.py": ["test_real_lack_of_memory_leaves_what_the_same_cuts_leave"],
     "_data/transfer.py": [

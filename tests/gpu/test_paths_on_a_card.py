@@ -13,11 +13,12 @@ from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
 from autoaccum._doctor.examination import examine
 from autoaccum._engine import devices, fused_loss
+from autoaccum._engine.chunked_recipe import chunked
 from autoaccum._engine.offloading import offloaded
 from autoaccum._loss import stand_ins
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.errors import DeviceMissingError
+from autoaccum.errors import DeviceMissingError, SavingRefusedError
 from crew import Crew
 from faults import FailAt
 from helpers import assert_bitwise
@@ -87,6 +88,21 @@ def test_kernels_for_the_loss_of_a_head_compute_what_chunks_do(name, precision):
 
 
 # fp16's scaler reads whether a gradient has overflowed, by hand as here.
+def test_logits_that_the_card_draws_are_read_once(monkeypatch):
+    monkeypatch.setattr("autoaccum._engine.chunked_recipe.CHUNK", 7)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 50))).cuda()
+    inputs = torch.randn(4, 11, WIDTH, device="cuda")
+
+    with chunked([model], "1", lambda text: None):
+        logits = model(inputs)
+        logits.logsumexp(-1).sum().backward()
+        with pytest.raises(SavingRefusedError, match="draws random numbers"):
+            logits.logsumexp(-1)
+        model.eval()
+        logits = model(inputs)
+        assert torch.equal(logits.logsumexp(-1), logits.logsumexp(-1))
+
+
 def test_losses_are_asked_with_wide_copies_of_half_precision_weights_whatever_their_number(monkeypatch):
     monkeypatch.setattr("autoaccum._loss.stand_ins._WIDENED", 0)  # the most on the host
 

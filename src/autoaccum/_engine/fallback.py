@@ -94,17 +94,17 @@ def check_memory(
                 f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
                 f"blocks ('checkpoint:0-2,5-5' for these); with compile=, '{BUDGET}:0.5'"
             )
-    kinds = [_kind(name) for name in names]
-    if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
-        raise InvalidInputError(
-            f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
-        )
     if "offload" in names and backend.is_host:
         raise InvalidInputError(
             f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; "
             "choose 'checkpoint'"
         )
     _check_compiling(names, compiles=compiles)
+    kinds = [_kind(name) for name in names]
+    if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
+        raise InvalidInputError(
+            f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
+        )
     return names, fallbacks
 
 

@@ -126,12 +126,7 @@ class Rungs:
             look: Measures what checkpointing each block saves and costs; None if that cannot be measured.
             tried: What the earlier run has tried, in words.
         """
-        if known is None and not measures:
-            self._notices.say(
-                "memory='auto' compares nothing where sizes are not searched for in the first windows (micro_batch=, "
-                "probe='off', loss_scope='window', a Runner): it saves memory where not even one sample fits"
-            )
-        elif known is None and windows_ahead is not None and windows_ahead < WINDOWS_WORTH_TRYING:
+        if measures and known is None and windows_ahead is not None and windows_ahead < WINDOWS_WORTH_TRYING:
             measures = False
             self._notices.say(
                 f"memory='auto' compares nothing in fewer than {WINDOWS_WORTH_TRYING} windows, and {windows_ahead} are "

@@ -219,6 +219,11 @@ class PlanLifecycle:
         """Begin with what saves memory as an earlier run has chosen, or to try it; return whether that is known."""
         if self._rungs is None:
             return False
+        if known is None and not self._finding.measures:
+            self._notices.say(
+                "memory='auto' compares nothing where sizes are not searched for in the first windows (micro_batch=, "
+                "probe='off', loss_scope='window'): it saves memory where not even one sample fits"
+            )
         is_known = self._rungs.begin(
             known,
             self._progress.windows_ahead,
