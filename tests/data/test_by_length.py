@@ -143,6 +143,15 @@ def test_batches_of_one_width_are_ordered_wherever_their_padding_is(left):
     assert window.cut(0, 4)["input_ids"].shape == (4, 12)
 
 
+def test_mask_of_pairs_of_tokens_keeps_the_batch_whole():
+    batch = padded(texts(3, 7), 12)
+    pairs = batch["attention_mask"][:, None, None, :].expand(2, 1, 12, 12).contiguous()
+
+    window = by_length(batch | {"pairs": pairs})
+
+    assert {name: tensor.shape[-1] for name, tensor in window.cut(0, 1).items()} == dict.fromkeys((*batch, "pairs"), 12)
+
+
 def test_features_that_are_as_many_as_columns_keep_the_batch_whole():
     pictures = torch.randn(2, 12, 5)
     boxes = torch.randn(2, 12, 4) * padded(texts(3, 7), 12)["attention_mask"][..., None]

@@ -50,6 +50,13 @@ def test_last_window_that_ends_early_is_left_out_on_demand():
     assert [sum(tokens_of(window)) for window in windows_of(batches, 10, last_window="drop")] == [10, 10]
 
 
+def test_last_samples_of_which_nothing_counts_are_no_window():
+    batches = [padded(texts(4, 6)), padded(texts(3, 3))]
+    batches[1]["labels"][:] = -100
+
+    assert [window.samples for window in stream_of_tokens(batches, TokenTarget(10))] == [2]
+
+
 def test_first_samples_are_skipped():
     batches = batches_of([5, 6, 7, 8], 4)
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,6 +237,53 @@ def test_results_of_the_call_before_are_what_they_were():
         found = torch.autograd.grad(model(INPUTS), list(model.blocks.parameters()))
 
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+class Scaled(Block):
+    """Fails where it is given other numbers, and is given some by name."""
+
+    def forward(self, inputs, others, *, scale=None):
+        return super().forward(inputs) * scale
+
+
+class ChangesLater(Model):
+    def forward(self, inputs):
+        scale = torch.ones(N, 1)
+        inside = self.blocks[0](self.first(inputs), None, scale=scale)
+        with torch.no_grad():
+            scale.mul_(2.0)
+        return self.last(inside)
+
+
+def test_what_a_block_was_given_by_name_and_is_changed_later_is_refused():
+    model = ChangesLater(Scaled)
+    with checkpointed([model], CPU):
+        loss = model(INPUTS).sum()
+
+        with pytest.raises(SavingRefusedError, match="is changed in place before the backward pass"):
+            loss.backward()
+
+
+class Steps(Block):
+    """Keeps what no one else knows in an object of its own."""
+
+    def begin(self):
+        self.state = SimpleNamespace(calls=0)
+
+    def factor(self, inside):
+        self.state.calls += 1
+        if self.state.calls > 1:
+            raise RuntimeError("too late")
+        return 1.0
+
+
+def test_block_that_fails_where_it_is_computed_again_is_named():
+    model = Model(Steps)
+    with checkpointed([model], CPU):
+        loss = model(INPUTS).sum()
+
+        with pytest.raises(SavingRefusedError, match=r"a Steps fails where it is computed again.*too late"):
+            loss.backward()
 
 
 class Refusing(dict):

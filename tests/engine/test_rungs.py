@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from fallback_models import Wide
 from ragged import Causal, loader_of
 from rung_training import STEPS, assert_same, data, is_plain, replayed, trained
 
@@ -282,6 +283,39 @@ def test_auto_leaves_out_what_the_loss_refuses(train):
     said = told.getvalue()
     assert "changes logits in place (add_)" in said
     assert "from now on what backward needs is kept in the host's memory (memory='auto')" in said
+
+
+class Failing(Wide):
+    """Fails under the first of what "auto" tries, in a way that nothing knows."""
+
+    def forward(self, inputs):
+        if "forward" in vars(self.blocks[0]):
+            raise RuntimeError("not with this")
+        return super().forward(inputs)
+
+
+def test_auto_leaves_out_what_fails_when_it_is_first_tried(capsys):
+    model, result = trained("8MiB", model=Failing())
+
+    assert result.steps == STEPS
+    assert {trial.memory for trial in result.memory_trials if trial.is_refused} >= {("checkpoint",)}
+    assert result.memory in ((), ("offload",))
+    assert "this fails: RuntimeError: not with this; from now on" in capsys.readouterr().err
+    assert_same(model, replayed(result))
+
+
+def test_error_that_has_nothing_to_do_with_memory_is_the_users():
+    class Broken(Wide):
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            if self.calls > 40:
+                raise RuntimeError("the model's own")
+            return super().forward(inputs)
+
+    with pytest.raises(RuntimeError, match="the model's own"):
+        trained("8MiB", model=Broken())
 
 
 def test_what_the_user_names_is_refused_with_an_error_where_the_loss_refuses_it():

@@ -1,6 +1,7 @@
 """What an unknown loss runs over is found out on a few samples, without a trace, and what cannot be is said once."""
 
 import contextlib
+import copy
 import importlib
 import itertools
 from contextlib import nullcontext
@@ -667,3 +668,42 @@ def test_interrupt_between_any_two_lines_leaves_the_compiler_as_it_was():
                 break
 
     assert len(interrupted) > 40
+
+
+def test_micro_batches_in_which_nothing_counts_are_left_out_of_later_windows_too():
+    """The loss is divided by what counts in its micro-batch, which later windows show anew, or not."""
+
+    def loss(outputs, batch):
+        each = functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return each.sum() / (batch["labels"] != -100).sum()
+
+    def part(samples, width, counts, seed):
+        tokens = torch.randint(9, (samples, width), generator=torch.Generator().manual_seed(seed))
+        labels = tokens.clone() if counts else torch.full_like(tokens, -100)
+        labels[0, 3:] = -100
+        return {"input": tokens, "labels": labels}
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).double()
+    window = [part(3, 4, counts=False, seed=0), part(2, 5, counts=True, seed=1)]
+    plain = copy.deepcopy(model)
+
+    autoaccum.fit(
+        model,
+        window * 3,
+        5,
+        micro_batch=2,
+        loss=loss,
+        forward=lambda model, batch: model(batch["input"]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device="cpu",
+        cache=False,
+        progress=False,
+    )
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(plain(window[1]["input"]), window[1]).backward()
+        optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12)

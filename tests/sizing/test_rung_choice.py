@@ -108,6 +108,14 @@ def test_chunks_that_are_refused_are_not_in_force_above():
     assert choice.rung == ("checkpoint:2",)
 
 
+def test_blocks_that_are_refused_are_not_in_force_with_offload():
+    choice = RungChoice(("checkpoint", "offload"), measures=True)
+
+    assert choice.does_not_fit(())
+    assert choice.does_not_fit(("checkpoint",), is_refused=True)
+    assert choice.rung == ("offload",)
+
+
 def test_rung_that_is_refused_once_it_is_chosen_gives_way_to_the_next_fastest():
     sizes = {(): 2, ("chunked_loss",): 4, ("chunked_loss", "checkpoint"): 8}
     seconds = {(): 1.3, ("chunked_loss",): 1.0, ("chunked_loss", "checkpoint"): 3.0}

@@ -106,7 +106,9 @@ def padding_of(piece: NestedPiece, lengths: Lengths | None) -> Padding | None:
     labels = [leaves[index] for index in columns if is_label(leaves[index], batch)]
     not_widened = next(filter(None, (_not_widened(label, needed, is_left=is_left) for label in labels)), "")
     needed = _with_what_counts(needed, [leaves[index] for index in columns], batch, is_left=is_left)
-    if any(_holds_more_than_padding(piece, index, needed.clamp(1, width), is_left=is_left) for index in columns):
+    if any(_has_columns_behind(leaf, width) for leaf in leaves) or any(
+        _holds_more_than_padding(piece, index, needed.clamp(1, width), is_left=is_left) for index in columns
+    ):
         needed = torch.full_like(needed, width)
     if is_left and bool((needed > width).any()):
         # A causal model would predict it from the column that is put before it.
@@ -240,6 +242,11 @@ def _holds_more_than_padding(piece: NestedPiece, index: int, needed: Tensor, *, 
         return False  # weights of tokens
     values = leaf.detach().cpu()[_beyond(width, needed, is_left=is_left)]
     return bool(values.numel()) and not bool((values == values.flatten()[0]).all())
+
+
+def _has_columns_behind(leaf: Any, width: int) -> bool:
+    """Whether a leaf has as many entries in a later dimension alone, as a mask of pairs of tokens (N, 1, T, T) has."""
+    return isinstance(leaf, Tensor) and leaf.dim() > _DIMS and leaf.shape[1] != width and width in leaf.shape[_DIMS:]
 
 
 def _reach(counts: Tensor, *, is_left: bool, is_whole: bool) -> Tensor:

@@ -150,7 +150,7 @@ def stream_of_tokens(
         else:
             if at > start:
                 spans.append(Span(piece, start, at))
-    if spans and last_window == "step":
+    if spans and held and last_window == "step":  # samples of which no token counts add nothing
         yield Window.of_spans(spans, split)
 
 

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from autoaccum._oom import is_oom
 from autoaccum._snapshot import OwnGenerators, RandomState
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
 # Tensors and arrays that a forward pass updates are small (statistics, counters); masks and position tables do not
@@ -46,18 +48,24 @@ class Before(AbstractContextManager[None]):
     Args:
         block: The block.
         random_state: Of the whole model; its blocks may share it.
-        given: The block's arguments.
+        given: The block's arguments in place.
+        named: Those by name.
     """
 
-    def __init__(self, block: nn.Module, random_state: RandomState, given: Sequence[Any]) -> None:
+    def __init__(
+        self, block: nn.Module, random_state: RandomState, given: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
         self._name = type(block).__name__
         self._parts = list(block.modules())
         self._random = random_state
-        self._generators = list(_generators_in(given))
+        # Autograd keeps and checks tensors among the arguments in place.
+        self._beside = [*(one for one in given if not isinstance(one, Tensor)), *named.values()]
+        self._beside_looks = _looks_of(self._beside)
+        self._generators = list(_generators_in(self._beside))
         self._parameters = self._parameters_now()
         self._first = self._taken(keeps_graphs=False)
         self._stays: tuple[tuple[str, Sequence[Any]], ...] = (
-            ("its inputs", given),
+            ("its inputs", [*given, *named.values()]),
             ("its parameters", self._parameters),
             ("a large buffer, or what its attributes hold,", self._what_must_stay()),
         )
@@ -80,7 +88,7 @@ class Before(AbstractContextManager[None]):
                     f"memory='checkpoint': a {self._name} changes {what} in place, so it cannot be "
                     "computed again from there; leave 'checkpoint' out, or let the block work on a copy"
                 )
-        self._stays, self._looks = (), []  # inputs may be kept elsewhere, as in the host's memory
+        self._stays = ()  # inputs may be kept elsewhere, as in the host's memory
 
     def __enter__(self) -> None:
         now = self._parameters_now()
@@ -90,6 +98,11 @@ class Before(AbstractContextManager[None]):
                 "in the forward pass (torch.func.functional_call puts them in for a call alone); leave 'checkpoint' "
                 "out"
             )
+        if _looks_of(self._beside) != self._beside_looks:
+            raise SavingRefusedError(
+                f"memory='checkpoint': what a {self._name} is given is changed in place before the backward pass, so "
+                "it cannot be computed again from it; leave 'checkpoint' out, or change a copy"
+            )
         self._now.append(self._taken(keeps_graphs=True))
         self._put_back(self._first)
 
@@ -97,6 +110,15 @@ class Before(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._put_back(self._now.pop())
+        # Checkpoints stop a computation by an exception of their own once they have what they need.
+        if not isinstance(error, Exception) or type(error).__module__ == checkpoint.__module__:
+            return
+        if not isinstance(error, SavingRefusedError) and not is_oom(error):
+            text = str(error).partition("\n")[0]
+            raise SavingRefusedError(
+                f"memory='checkpoint': a {self._name} fails where it is computed again, and not the first time "
+                f"({type(error).__name__}: {text}); leave 'checkpoint' out"
+            ) from error
 
     def _parameters_now(self) -> list[Tensor | None]:
         return [parameter for part in self._parts for parameter in part._parameters.values()]

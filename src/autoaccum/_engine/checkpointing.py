@@ -217,7 +217,7 @@ def _checkpointed(
         return forward(*args, **kwargs)
     # The caller may add to lists that it gives to one block after the other, as DenseNet does.
     args, kwargs = own_containers(args), own_containers(kwargs)
-    before = Before(block, random_state, (*args, *kwargs.values()))
+    before = Before(block, random_state, args, kwargs)
     outputs = checkpoint(
         forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=before.contexts, **kwargs
     )

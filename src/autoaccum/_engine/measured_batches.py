@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from autoaccum._engine.block_costs import measured
-from autoaccum._engine.rungs import AVOIDABLE, work_of
+from autoaccum._engine.rungs import work_of
 from autoaccum._oom import let_go
 from autoaccum._system import signals
 
@@ -100,8 +100,8 @@ class MeasuredBatches:
             try:
                 with self._savings.in_force():
                     return self._accumulating.add(window)
-            except AVOIDABLE as error:
-                if not self._savings.climb(error):
+            except Exception as error:
+                if not rungs.may_avoid(error) or not self._savings.climb(error):
                     raise
                 let_go(error)
             self._memory.release()

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from autoaccum._records import MemoryTrial
 from autoaccum._sizing.rung_choice import RungChoice
-from autoaccum.errors import DoesNotFitError, SavingRefusedError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, SavingRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,6 +62,7 @@ class Rungs:
         of_all: Returns the values of all processes of this training, given what is said and this process's own.
         notices: Reports choices made for the user.
         compiles: Whether the model is compiled.
+        is_alone: Whether there is no other process.
 
     Attributes:
         is_measuring: Whether windows are being compared; the same on all ranks.
@@ -74,8 +75,10 @@ class Rungs:
         notices: Notices,
         *,
         compiles: bool = False,
+        is_alone: bool = False,
     ) -> None:
         self._compiles = compiles
+        self._is_alone = is_alone
         self._levels = levels
         self._of_all = of_all
         self._notices = notices
@@ -155,8 +158,17 @@ class Rungs:
             self.is_measuring = False
             self._notices.say(f"memory='auto' was still comparing when the training ended; tried: {self.tried}")
 
+    def may_avoid(self, error: Exception) -> bool:
+        """Whether another rung may avoid an error: one of `AVOIDABLE`, or the first with what is being tried."""
+        if isinstance(error, AVOIDABLE):
+            return True
+        judged = self._choice.judged
+        is_first = self.is_measuring and bool(self.rung) and not judged[self.rung].micro_batches
+        went_without = () in judged and bool(judged[()].seconds)
+        return is_first and went_without and self._is_alone and not isinstance(error, AutoaccumError)
+
     def climb(self, error: Exception) -> bool:
-        """Take another rung after an error of `AVOIDABLE`; return whether there is one that may avoid it."""
+        """Take another rung after an error that it may avoid; return whether there is one."""
         is_refused = not isinstance(error, DoesNotFitError)
         if not error.saving_helps if isinstance(error, DoesNotFitError) else not self.rung:
             return False
@@ -223,8 +235,11 @@ class Rungs:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why another rung is taken after an error of `AVOIDABLE`."""
-    return "not even one sample fits" if isinstance(error, DoesNotFitError) else str(error).partition("\n")[0]
+    """Return why another rung is taken after an error."""
+    if isinstance(error, DoesNotFitError):
+        return "not even one sample fits"
+    text = str(error).partition("\n")[0]
+    return text if isinstance(error, SavingRefusedError) else f"this fails: {type(error).__name__}: {text}"
 
 
 def change_of_rung(reason: str, ways: Sequence[str]) -> str:

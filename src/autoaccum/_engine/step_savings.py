@@ -57,7 +57,7 @@ class StepSavings:
         if AUTO in names:
             chosen_from = self._fallbacks()
             chosen_from.begin(self._say)
-            self.rungs = Rungs(chosen_from.levels, of_all, notices)
+            self.rungs = Rungs(chosen_from.levels, of_all, notices, is_alone=of_all is _of_one)
         with self.in_force():
             pass
 

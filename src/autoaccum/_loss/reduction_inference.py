@@ -7,6 +7,7 @@ and loss in evaluation mode and without gradients. `reduction_candidates` evalua
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -566,12 +567,12 @@ class Settler:
                 observed, _ = self._observe(window.part(start, start + 1), [[[0]]], run)
                 terms = observed[0].whole.items() if observed else ()
                 self._voids[alike] = {name for name, term in terms if not math.isfinite(float(term.value))}
-                for name in self._voids[alike]:
-                    self._leave_out(name)
             start += size
+        for name in sorted(set().union(*self._voids.values())):  # also where the loss was asked again since
+            self._leave_out(name)
 
     def _leave_out(self, name: str) -> None:
-        if self.known[name].over is not Over.OPAQUE:
+        if name not in self.known or self.known[name].over is not Over.OPAQUE:
             return
         void = frozenset(alike for alike, names in self._voids.items() if name in names)
         self.known[name] = Weighting(Over.OPAQUE, void=void)
@@ -583,18 +584,16 @@ class Settler:
 
 def _telling(question: Question, window: Window, size: int, chance: random.Random) -> tuple[Any, list[Rows]]:
     """Choose at most `size` samples of one batch that distinguish the candidates, and ways to split them."""
-    groups = window.groups()
-    largest = max(range(len(groups)), key=groups.__getitem__)
-    start, samples = sum(groups[:largest]), groups[largest]
-    if samples == 1:
-        return window.part(start, start + 1), [[[0]]]
-    elements = max(
-        (t.numel() // max(len(t), 1) for t in target_tensors(window.cut(start, start + 1)).values()), default=1
-    )
-    looked_at = min(samples, max(_LOOKED_AT_SAMPLES, _LOOKED_AT // max(elements, 1)))
-    start += chance.randrange(samples - looked_at + 1)
-    weights = tallies_of_each(question.candidates, window, start, start + looked_at)
     best = question.candidates.index(question.best)
+    looks = (_look(question, window, start, samples, chance) for start, samples in _groups_of(window) if samples > 1)
+    told = [next(looks, None)]
+    if told[0] is None:
+        start, _ = _groups_of(window)[0]
+        return window.part(start, start + 1), [[[0]]]
+    # Where nothing counts, a loss is a mean over nothing, and tells nothing; other samples may.
+    while told[-1] is not None and int((told[-1][1][best] > 0).sum()) < _PAIR:
+        told.append(next(looks, None))
+    start, weights = told[-1] or told[0]
     sums = [how.over is Over.SUM for how in question.candidates]
     split = telling_split(weights, best, size, chance, draws=_DRAWS, sums=sums)
     rows = [row for part in split for row in part]
@@ -602,6 +601,23 @@ def _telling(question: Question, window: Window, size: int, chance: random.Rando
     of_those = weights[:, rows]
     further = [telling_split(of_those, best, size, chance, draws=_FURTHER_DRAWS, sums=sums) for _ in range(_SPLITS - 1)]
     return sample, [[list(range(len(split[0]))), list(range(len(split[0]), len(rows)))], *further]
+
+
+def _groups_of(window: Window) -> list[tuple[int, int]]:
+    """Return where groups of samples that can be joined begin, and how many these are, the largest first."""
+    groups = window.groups()
+    starts = itertools.accumulate(groups, initial=0)
+    return sorted(zip(starts, groups, strict=False), key=lambda group: -group[1])
+
+
+def _look(question: Question, window: Window, start: int, samples: int, chance: random.Random) -> tuple[int, Tensor]:
+    """Look at samples of a group; return the first, and what each weighs for every candidate."""
+    elements = max(
+        (t.numel() // max(len(t), 1) for t in target_tensors(window.cut(start, start + 1)).values()), default=1
+    )
+    looked_at = min(samples, max(_LOOKED_AT_SAMPLES, _LOOKED_AT // max(elements, 1)))
+    start += chance.randrange(samples - looked_at + 1)
+    return start, tallies_of_each(question.candidates, window, start, start + looked_at)
 
 
 def _some(window: Window, most: int, chance: random.Random) -> tuple[Window, Rows]:

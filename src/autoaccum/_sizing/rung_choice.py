@@ -166,7 +166,9 @@ class RungChoice:
         base = () if self._chunked is None or self._is_slower_in_chunks(self._chunked) else (self._chunked,)
         if level != "offload":
             return (*base, level)
-        return (*base, *(("checkpoint",) if "checkpoint" in self._levels else ()), level)
+        blocks = self.judged.get((*base, "checkpoint"))
+        is_borne = "checkpoint" in self._levels and (blocks is None or not blocks.is_refused)
+        return (*base, *(("checkpoint",) if is_borne else ()), level)
 
     def _is_slower_in_chunks(self, chunked: str) -> bool:
         plain, less = self.judged.get((), Judged()), self.judged.get((chunked,), Judged())

@@ -118,6 +118,7 @@ class Training:
             world=world,
         )
         self._request = StopRequest()
+        rungs = Rungs(fallbacks.levels, world.of_all, notices, compiles=compiling is not None, is_alone=world.is_alone)
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
@@ -131,7 +132,7 @@ class Training:
             batchnorm=batchnorm,
             noise=noise,
             order=order,
-            rungs=Rungs(fallbacks.levels, world.of_all, notices, compiles=compiling is not None) if climbs else None,
+            rungs=rungs if climbs else None,
         )
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks

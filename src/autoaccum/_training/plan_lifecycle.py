@@ -330,9 +330,10 @@ class PlanLifecycle:
         started = time.perf_counter()
         try:
             report = self.current.step(part)
-        except AVOIDABLE as error:
+        except Exception as error:
             # Once the update is made, here or on other ranks, no fallback can help.
-            if self.current.is_past_return or not self._falls_back(error):
+            may_help = isinstance(error, AVOIDABLE) if self._rungs is None else self._rungs.may_avoid(error)
+            if self.current.is_past_return or not may_help or not self._falls_back(error):
                 raise
             _oom.let_go(error)
         else:
