@@ -143,6 +143,14 @@ def test_batches_of_one_width_are_ordered_wherever_their_padding_is(left):
     assert window.cut(0, 4)["input_ids"].shape == (4, 12)
 
 
+def test_row_of_several_sequences_stays_one_sample():
+    batch = padded(texts(6, 6)) | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}
+    window = Window([batch])
+
+    assert ByLength.of(window.part(0, 1)).samples == 1
+    assert window.part(0, 1).reordered(torch.zeros(1, dtype=torch.int64)).samples == 1
+
+
 def test_mask_of_pairs_of_tokens_keeps_the_batch_whole():
     batch = padded(texts(3, 7), 12)
     pairs = batch["attention_mask"][:, None, None, :].expand(2, 1, 12, 12).contiguous()

@@ -235,9 +235,11 @@ class Window(Sequence[Any]):
         Its samples must be of one group, and cut without a split.
         """
         whole = self.cut(0, self.samples)
-        piece = piece_of(whole, ByDefault() if self._split is None else self._split)
+        split = ByDefault() if self._split is None else self._split
+        piece = piece_of(whole, split, is_joined=True)
         assert isinstance(piece, NestedPiece)
-        return Window.of_checked([piece.reordered(order)], self._split)
+        made = piece_of(piece.reordered(order), split, is_joined=True)
+        return Window.of_spans([Span(made, 0, made.samples)], split)
 
     def raw(self) -> list[Any]:
         """Return the samples as the loader would yield them, from which `Window(raw, split)` makes the window again."""

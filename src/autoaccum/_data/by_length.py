@@ -94,7 +94,7 @@ class ByLength(Window):
             raise CannotBeOrderedError(f"the batches hold {what}")
         found = _Found(window, lengths)
         order = sorted(range(window.samples), key=found.lengths.__getitem__, reverse=True)
-        piece = piece_of(found.joined(order), window.split)
+        piece = piece_of(found.joined(order), window.split, is_joined=True)
         made = cls.of_spans([Span(piece, 0, piece.samples)], window.split)
         in_order = tuple(found.lengths[index] for index in order)
         made._note(in_order, tuple(order), columns=found.columns, is_left=found.is_left)

@@ -142,6 +142,7 @@ class NestedPiece(Piece):
         *,
         reading: Reading | None = None,
         weigh: Callable[[Any], float] | None = None,
+        is_joined: bool = False,
     ) -> None:
         self.batch = batch
         self.dims = dims
@@ -152,7 +153,8 @@ class NestedPiece(Piece):
         self._spec: optree.PyTreeSpec | None = None
         whole: frozenset[int] = frozenset()
         if reading is not None and not (is_flat and type(batch) is tuple):
-            refuse_flattened(batch)
+            if not is_joined:
+                refuse_flattened(batch)
             whole = reading.lists_of_samples(batch)
         self.is_plain = not whole and dims == 0
         if is_flat:

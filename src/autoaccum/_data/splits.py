@@ -178,9 +178,14 @@ class ByDefault(Along):
         super().__init__(0)
         self._reading = Reading()
 
-    def piece(self, batch: Any) -> NestedPiece:
-        """Return a batch of the loader, ready to be cut."""
-        return NestedPiece(batch, reading=self._reading)
+    def piece(self, batch: Any, *, is_joined: bool = False) -> NestedPiece:
+        """Return a batch, ready to be cut.
+
+        Args:
+            batch: The batch.
+            is_joined: Whether it was joined of samples here, so that each of its rows is one.
+        """
+        return NestedPiece(batch, reading=self._reading, is_joined=is_joined)
 
 
 def is_first(split: Split | None) -> bool:
@@ -193,13 +198,20 @@ def is_default(split: Split | None) -> bool:
     return split is None or isinstance(split, ByDefault)
 
 
-def piece_of(batch: Any, split: Split | None) -> Piece:
-    """Return a batch of a loader, ready to be cut.
+def piece_of(batch: Any, split: Split | None, *, is_joined: bool = False) -> Piece:
+    """Return a batch, ready to be cut.
+
+    Args:
+        batch: The batch.
+        split: As for `fit`.
+        is_joined: Whether it was joined of a loader's samples here.
 
     Raises:
         InvalidInputError: The batch cannot be counted or cut.
     """
     split = split or ByDefault()
+    if isinstance(split, ByDefault):
+        return split.piece(batch, is_joined=is_joined)
     return split.piece(batch) if isinstance(split, Along) else SplitPiece(batch, split)
 
 
