@@ -267,13 +267,15 @@ def test_what_a_block_was_given_by_name_and_is_changed_later_is_refused():
 class Steps(Block):
     """Keeps what no one else knows in an object of its own."""
 
+    says = "too late"
+
     def begin(self):
         self.state = SimpleNamespace(calls=0)
 
     def factor(self, inside):
         self.state.calls += 1
         if self.state.calls > 1:
-            raise RuntimeError("too late")
+            raise RuntimeError(self.says)
         return 1.0
 
 
@@ -283,6 +285,20 @@ def test_block_that_fails_where_it_is_computed_again_is_named():
         loss = model(INPUTS).sum()
 
         with pytest.raises(SavingRefusedError, match=r"a Steps fails where it is computed again.*too late"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    "says", ["CUDA error: device-side assert triggered", "CUDA out of memory. Tried to allocate 1.00 GiB."]
+)
+def test_error_of_the_device_stays_one_where_a_block_is_computed_again(says):
+    model = Model(Steps)
+    for block in model.blocks:
+        block.says = says
+    with checkpointed([model], CPU):
+        loss = model(INPUTS).sum()
+
+        with pytest.raises(RuntimeError, match=says):
             loss.backward()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum._oom import is_oom
+from autoaccum._oom import is_device_lost, is_oom, is_too_large
 from autoaccum._snapshot import OwnGenerators, RandomState
 from autoaccum.errors import SavingRefusedError
 
@@ -113,7 +113,8 @@ class Before(AbstractContextManager[None]):
         # Checkpoints stop a computation by an exception of their own once they have what they need.
         if not isinstance(error, Exception) or type(error).__module__ == checkpoint.__module__:
             return
-        if not isinstance(error, SavingRefusedError) and not is_oom(error):
+        is_known = is_oom(error) or is_too_large(error) or is_device_lost(error)
+        if not is_known and not isinstance(error, SavingRefusedError):
             text = str(error).partition("\n")[0]
             raise SavingRefusedError(
                 f"memory='checkpoint': a {self._name} fails where it is computed again, and not the first time "

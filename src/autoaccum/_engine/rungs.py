@@ -155,7 +155,6 @@ class Rungs:
     def end(self) -> None:
         """Tell what was tried, if nothing is chosen yet."""
         if self.is_measuring and self.trials:
-            self.is_measuring = False
             self._notices.say(f"memory='auto' was still comparing when the training ended; tried: {self.tried}")
 
     def may_avoid(self, error: Exception) -> bool:

@@ -586,14 +586,14 @@ def _telling(question: Question, window: Window, size: int, chance: random.Rando
     """Choose at most `size` samples of one batch that distinguish the candidates, and ways to split them."""
     best = question.candidates.index(question.best)
     looks = (_look(question, window, start, samples, chance) for start, samples in _groups_of(window) if samples > 1)
-    told = [next(looks, None)]
-    if told[0] is None:
+    first = look = next(looks, None)
+    if first is None:
         start, _ = _groups_of(window)[0]
         return window.part(start, start + 1), [[[0]]]
     # Where nothing counts, a loss is a mean over nothing, and tells nothing; other samples may.
-    while told[-1] is not None and int((told[-1][1][best] > 0).sum()) < _PAIR:
-        told.append(next(looks, None))
-    start, weights = told[-1] or told[0]
+    while look is not None and int((look[1][best] > 0).sum()) < _PAIR:
+        look = next(looks, None)
+    start, weights = look or first
     sums = [how.over is Over.SUM for how in question.candidates]
     split = telling_split(weights, best, size, chance, draws=_DRAWS, sums=sums)
     rows = [row for part in split for row in part]
