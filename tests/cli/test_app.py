@@ -139,6 +139,9 @@ def test_without_options_the_jobs_own_arguments_reach_fit(invoke, recipe, given)
         ("--resume", "auto", "resume", "auto"),
         ("--resume", "yes", "resume", True),
         ("--resume", "no", "resume", False),
+        ("--target-tokens", "400", "target_tokens", 400),
+        ("--order", "length", "order", "length"),
+        ("--memory", "auto", "memory", ["auto"]),
     ],
 )
 def test_an_option_replaces_what_the_job_says(invoke, recipe, given, option, text, name, value):
@@ -148,11 +151,11 @@ def test_an_option_replaces_what_the_job_says(invoke, recipe, given, option, tex
     assert type(given[name]) is type(value)
 
 
-@pytest.mark.parametrize("name", ["shard", "overlap"])
+@pytest.mark.parametrize("name", ["shard", "overlap", "noise_scale"])
 def test_a_switch_replaces_what_the_job_says(invoke, recipe, given, name):
     invoke("fit", recipe)
     without = given[name]
-    invoke("fit", recipe, f"--{name}")
+    invoke("fit", recipe, f"--{name.replace('_', '-')}")
 
     assert (without, given[name]) == (False, True)
 
