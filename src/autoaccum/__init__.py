@@ -3,8 +3,6 @@
 result = autoaccum.fit(model, loader, target_batch=100)
 """
 
-from importlib.metadata import version as _version
-
 from autoaccum._callbacks import Callback, StopTraining
 from autoaccum._data.batches import Window
 from autoaccum._data.pieces import Split
@@ -33,6 +31,7 @@ from autoaccum._records import (
 from autoaccum._report import Report
 from autoaccum._report.api import preflight
 from autoaccum._sizing.planner import plan
+from autoaccum._system.own_distribution import __version__ as __version__
 from autoaccum._training.accumulator import Accumulator
 from autoaccum._training.api import fit
 from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
@@ -51,8 +50,6 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
-
-__version__ = _version("autoaccum")
 
 __all__ = [
     "Accumulator",

@@ -195,7 +195,7 @@ def test_other_settings_versions_and_devices_are_other_jobs(monkeypatch):
     }
     for name, change in {
         "torch": ("torch.version.__version__", "9.9"),
-        "autoaccum": ("autoaccum._sizing.job_key.version", lambda _: "9.9"),
+        "autoaccum": ("autoaccum._sizing.job_key.__version__", "9.9"),
     }.items():
         with monkeypatch.context() as other:
             other.setattr(*change)

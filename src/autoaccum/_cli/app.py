@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +30,7 @@ from autoaccum._json import evaluation_record, finite, oom_record, plan_record, 
 from autoaccum._launch import load_recipe
 from autoaccum._launch.recipe_exit_guard import exits_refused
 from autoaccum._system.output import Dropping, stand_in_for_closed
+from autoaccum._system.own_distribution import __version__
 from autoaccum._training.api import fit
 from autoaccum._training.loggers import JSONLinesLog
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"autoaccum {version('autoaccum')}")
+        typer.echo(f"autoaccum {__version__}")
         raise typer.Exit
 
 
@@ -148,7 +148,7 @@ def _document(recipe: str, result: FitResult, memory_log: _MemoryLog) -> dict[st
     """Return what --json prints; docs/cli.md describes it."""
     probe = memory_log.probe
     return {
-        "autoaccum": version("autoaccum"),
+        "autoaccum": __version__,
         "recipe": recipe,
         "steps": result.steps,
         "samples": result.samples,

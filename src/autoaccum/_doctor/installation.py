@@ -13,6 +13,7 @@ import torch
 
 from autoaccum._doctor.findings import Fact, Finding, Problem, fact
 from autoaccum._sizing.cache import folder_of_plans
+from autoaccum._system.own_distribution import REQUIREMENTS, __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,12 +32,13 @@ def of_installation(environment: Mapping[str, str]) -> Iterator[Finding]:
     Args:
         environment: The variables of this process.
     """
-    yield fact("autoaccum", metadata.version(_OWN))
+    yield fact("autoaccum", __version__)
     yield fact("Python", f"{platform.python_version()}, {sys.executable}")
     yield fact("system", platform.platform())
     yield fact("PyTorch", f"{torch.__version__}, built for {_built_for()}")
-    yield from _too_old(metadata.requires(_OWN) or [])
-    yield from _optional(metadata.requires(_OWN) or [])
+    yield from _too_old(REQUIREMENTS)
+    if REQUIREMENTS:
+        yield from _optional(REQUIREMENTS)
     yield from _plans()
     own = sorted(f"{name}={value}" for name, value in environment.items() if name.startswith("AUTOACCUM_"))
     if own:

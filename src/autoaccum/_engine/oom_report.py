@@ -13,7 +13,6 @@ import platform
 import traceback
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from autoaccum._engine.live_storages import CATEGORIES, survey
 from autoaccum._engine.tensor_origins import Places
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files, signals
+from autoaccum._system.own_distribution import __version__
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def _sum(those: Sequence[Alive]) -> int:
 
 
 def _software() -> dict[str, str]:
-    return {"autoaccum": version("autoaccum"), "torch": torch.__version__, "python": platform.python_version()}
+    return {"autoaccum": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _lines(snapshot: Mapping[str, Any]) -> Iterator[tuple[int, str]]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from importlib import resources
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._json import finite, plan_record, trial_record
 from autoaccum._sizing.step_memory import KINDS
+from autoaccum._system.own_distribution import __version__
 
 if TYPE_CHECKING:
     from autoaccum._records import Plan
@@ -34,7 +34,7 @@ def document_of(report: Findings) -> dict[str, Any]:
     """Return the report as JSON types; NaN and infinity become None."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "autoaccum": version("autoaccum"),
+        "autoaccum": __version__,
         "fits": report.fits,
         "micro_batch": report.micro_batch,
         "safe_micro_batch": report.safe_micro_batch,

@@ -10,7 +10,6 @@ import base64
 import hashlib
 from html import escape
 from importlib import resources
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
@@ -24,6 +23,7 @@ from autoaccum._report.wording import (
     verdicts_of,
 )
 from autoaccum._system.html_page import article_of, document_of, figure_of, header_of, lacking_of
+from autoaccum._system.own_distribution import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ def _body(report: Findings, drawings: Sequence[Drawing] | None) -> Iterator[str]
         yield from _section(section)
     for title, notes in notes_of(report):
         yield from _list(title, "notes", notes)
-    yield f"<footer>autoaccum {escape(version('autoaccum'))}</footer>"
+    yield f"<footer>autoaccum {escape(__version__)}</footer>"
     yield f"<script>{_script()}</script>"
 
 

@@ -7,7 +7,6 @@ device, limit and versions, but not code, values or settings such as learning ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from autoaccum._records import SAMPLES
 from autoaccum._sizing.cache import Key, digest_of
+from autoaccum._system.own_distribution import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def key_of(
         "target_batch": target_batch,
         "loss_scope": loss_scope,
         "torch": str(torch.version.__version__),
-        "autoaccum": version("autoaccum"),
+        "autoaccum": __version__,
     }
     structures = [_structure(module) for module in modules]
     marks = [*([counts] if counts != SAMPLES else []), *saves]

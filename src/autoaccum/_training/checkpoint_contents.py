@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from autoaccum._engine.dtensor import is_sharded, is_spread
 from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import SAMPLES, Plan
 from autoaccum._sizing.sizing import Cutting
+from autoaccum._system.own_distribution import __version__
 from autoaccum._training import checkpoint_schema, checkpoint_trial
 from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed, not_ours
 from autoaccum.errors import CheckpointError
@@ -160,7 +160,7 @@ class Contents:
         optimizer = self._step.optimizer
         state = dcp.rest_of_optimizer(optimizer) if self.is_sharded else optimizer.state_dict()
         return {
-            "autoaccum": version("autoaccum"),
+            "autoaccum": __version__,
             "torch": str(torch.version.__version__),
             "format": FORMAT,
             "ranks": None if ranks is None else list(ranks),
@@ -413,7 +413,7 @@ def _check_format(content: Mapping[str, Any], path: Path) -> None:
     if number > FORMAT:
         raise CheckpointError(
             f"the checkpoint {path} was written by autoaccum {content['autoaccum']} in format {content['format']}, and "
-            f"this one, {version('autoaccum')}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
+            f"this one, {__version__}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
             "resume=False to start from scratch"
         )
     if not content.keys() & {"windows", "modules", "optimizer"}:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from autoaccum._launch.slurm.stop import Stop
 from autoaccum._oom import first_line, is_oom
 from autoaccum._system.environment import MAX_MICRO_BATCH
 from autoaccum._system.notices import Notices
+from autoaccum._system.own_distribution import __version__
 from autoaccum._training.api import fit
 from autoaccum._training.loggers import JSONLinesLog
 from autoaccum.errors import (
@@ -96,7 +96,7 @@ class _Run:
         self._progress: ProgressFile | None = None
 
     def run(self) -> dict[str, Any]:
-        self._notices.say(f"{version('autoaccum')}, job {self._environment.job_id}, {self._task.recipe}")
+        self._notices.say(f"{__version__}, job {self._environment.job_id}, {self._task.recipe}")
         if self._rank == 0:
             self._note_requeue()
             self._progress = ProgressFile(self._folder, self._notices)
