@@ -142,9 +142,12 @@ wheel-check: $(VENV)/.for-development  ## build the wheel and use it and its com
 .PHONY: test-all
 test-all: $(addprefix test-on-,$(VERSIONS))  ## run every test, sweeps included, on each Python that is here
 
+# Sets `found` to the path of a Python of this version, or to nothing.
+find_python = found="$$(command -v python$(1) || true)"; \
+	"$${found:-false}" --version >/dev/null 2>&1 || found="$$(ls -d "$$(pyenv root 2>/dev/null || echo ~/.pyenv)"/versions/$(1).*/bin/python 2>/dev/null | tail -1 || true)"
+
 test-on-%:
-	@found="$$(command -v python$* || true)"; \
-	"$${found:-false}" --version >/dev/null 2>&1 || found="$$(ls -d "$$(pyenv root 2>/dev/null || echo ~/.pyenv)"/versions/$*.*/bin/python 2>/dev/null | tail -1 || true)"; \
+	@$(call find_python,$*); \
 	if [ -z "$$found" ]; then echo "Python $* is not on this machine: not tested"; exit 0; fi; \
 	echo "Python $*: $$found"; \
 	$(call new_environment,.venv-$*,$$found); \
@@ -248,5 +251,18 @@ attack: $(VENV)/.for-development  ## kill, damage, starve and misuse a training,
 	$(BIN)/python scripts/attack.py --page docs/attacks.md
 
 .PHONY: gpu
-gpu: $(VENV)/.for-development  ## run what only a card can show (some 8 minutes; nothing where there is none)
-	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/
+gpu: $(VENV)/.for-development  ## run what only a GPU can show (some 8 minutes; needs a GPU)
+	$(BIN)/python benchmarks/gpu.py --out build/gpu
+
+$(VENV)-gpu-machine/.made: scripts/gpu_machine.txt
+	$(call find_python,3.12); \
+	$(call new_environment,$(VENV)-gpu-machine,$${found:?there is no Python 3.12})
+	$(call install,$(VENV)-gpu-machine) --requirement $< --constraint constraints.txt
+	for name in autoaccum optree platformdirs torchao liger_kernel; do \
+		! $(VENV)-gpu-machine/bin/python -c "import $$name" 2>/dev/null || { echo "a GPU machine has no $$name" >&2; exit 1; }; \
+	done
+	touch $@
+
+.PHONY: gpu-rehearsal
+gpu-rehearsal: $(VENV)-gpu-machine/.made  ## run what a GPU machine would run, with small sizes and without a GPU
+	scripts/gpu_rehearsal.sh $(VENV)-gpu-machine
