@@ -376,3 +376,28 @@ def test_plain_function_with_class_weights_is_not_taken_for_a_mean_over_samples(
     runner.step((torch.randn(64, 4), targets))
 
     assert "could not be inferred" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_fused_step_that_failed_is_made_again_with_one_scale(name):
+    def trained(fails):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
+        if fails:
+            first = optimizer.register_step_pre_hook(lambda *_: (first.remove(), FailAt().fail()))
+        runner = autoaccum.Runner(
+            model,
+            optimizer,
+            autoaccum.plan(6, 3),
+            loss=nn.CrossEntropyLoss(),
+            precision="fp16",
+            notices=Notices(silent=True),
+        )
+        batch = torch.randn(6, 4), torch.arange(6) % 3
+        return runner.step(batch).oom_events, state_of(model, optimizer)
+
+    (none, expected), (once, found) = trained(fails=False), trained(fails=True)
+
+    assert (none, once) == (0, 1)
+    assert differences(found, expected) == []

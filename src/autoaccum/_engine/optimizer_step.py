@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
 
 
+# What a scaler gives a fused optimizer for the length of a step.
+_GIVEN_BY_SCALER = ("grad_scale", "found_inf")
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """The outcome of an update.
@@ -297,14 +301,24 @@ class Updates:
                 self.weights.step(self._optimizer, run, at_once=hooks.are_there)
             return False
         before = scaler.get_scale() if _handles_scale_itself(self._optimizer) else None
-        with hooks:
-            scaler.step(self._optimizer)
+        given = {name: value for name, value in vars(self._optimizer).items() if name in _GIVEN_BY_SCALER}
+        try:
+            with hooks:
+                scaler.step(self._optimizer)
+        except BaseException:
+            self._take_back(given)
+            raise
         if hooks.failure is not None:
-            for name in ("grad_scale", "found_inf"):  # a fused step received them, and may receive them only once
-                vars(self._optimizer).pop(name, None)
+            self._take_back({})
         scaler.update()
         # A fused optimizer is always called and skips inside its kernel; only the lowered scale shows it.
         return not hooks.stepped if before is None else scaler.get_scale() < before
+
+    def _take_back(self, given: dict[str, Any]) -> None:
+        """Leave a fused optimizer with what it had of a scaler, which multiplies its scale by one that is left over."""
+        for name in _GIVEN_BY_SCALER:
+            vars(self._optimizer).pop(name, None)
+        vars(self._optimizer).update(given)
 
 
 def _step_with(hooks: _Hooks, optimizer: torch.optim.Optimizer) -> None:
