@@ -36,6 +36,24 @@ _DECLARATIONS = ("set_materialize_grads", "set_output_grad_dtype")
 _Buffers = dict[Any, list[Tensor | None]]
 
 
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def _own_themselves() -> bool:
+    """Whether the node of a `torch.autograd.Function` outlives its output and the nodes before it."""
+    node: Any = _Same.apply(torch.zeros(1, requires_grad=True)).grad_fn
+    try:
+        return bool(node.next_functions)
+    except RuntimeError:
+        return False
+
+
+_OWN_THEMSELVES = _own_themselves()
+
+
 def loosened(value: Tensor) -> Tensor:
     """Return a tensor without the graph of `value`, from which `backward` continues into that graph.
 
@@ -95,6 +113,7 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     root = gradient = None
     waiting = _dependencies(list(buffers))
     ready = sorted(_entry(node) for node in buffers if node not in waiting)
+    owners: dict[Any, Any] = {}
     node = follower = None
     with torch.no_grad(), _known_as_one_pass() as at_work:
         while ready:
@@ -102,7 +121,9 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
             at_work.append(node)
             edges, outputs = _edges(node), _called(node, buffers.pop(node))
             at_work.clear()
-            node = None
+            owner: Any = node, owners.pop(node, None)
+            owners |= {follower: owner for follower, _ in edges if _needs_owner(follower)}
+            node = owner = follower = None
             # In the engine only the receiver of a gradient holds it.
             for (follower, slot), output in zip(edges, _emptied(outputs), strict=False):
                 if follower is None:
@@ -112,6 +133,14 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
                 del output
                 _count_down(follower, waiting, buffers, ready)
             follower = None
+
+
+def _needs_owner(node: Any) -> bool:
+    """Whether a node ends with the node before it: a `torch.autograd.Function`, in PyTorch 2.11 and before.
+
+    What the node before has saved then stays until the function has run, longer than in the engine.
+    """
+    return not _OWN_THEMSELVES and hasattr(node, "needs_input_grad")
 
 
 @contextmanager
