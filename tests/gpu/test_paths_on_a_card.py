@@ -154,8 +154,16 @@ def test_steady_window_launches_no_more_operators_than_by_hand(clip):
     assert counted[0].total() <= counted[1].total(), counted[0] - counted[1]
 
 
+@pytest.fixture(params=[False, True], ids=["", "deterministic"])
+def filled(request):
+    """Whether PyTorch fills new memory, so that reading what nobody wrote is reproducible."""
+    torch.use_deterministic_algorithms(request.param, warn_only=True)
+    yield request.param
+    torch.use_deterministic_algorithms(mode=False)
+
+
 @pytest.mark.parametrize("pinned", [False, True])
-def test_micro_batches_that_arrive_beside_the_computing_are_the_samples(pinned):
+def test_micro_batches_that_arrive_beside_the_computing_are_the_samples(pinned, filled):
     card = torch.device("cuda", torch.cuda.current_device())
     transfer, busy = Transfer(card), torch.randn(2048, 2048, device=card)
     window = torch.randn(64, 4096)

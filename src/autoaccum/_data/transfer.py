@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,15 +64,28 @@ class Transfer:
         computing = torch.cuda.current_stream(self._device)
         on_their_way: list[tuple[Any, torch.cuda.Event]] = []
         for batch in cuts:
-            # The memory comes from the computing stream's pool, so that copies need no pool of their own; the copying
-            # stream has to wait for its previous use.
-            stream.wait_stream(computing)
-            moved = map_tensors(lambda tensor: self._begin(tensor, stream), batch, objects=self._place_object)
-            on_their_way.append((moved, stream.record_event()))
+            on_their_way.append(self._begin(batch, stream, computing))
             if len(on_their_way) > 1:
                 yield _arrived(on_their_way, computing)
         if on_their_way:
             yield _arrived(on_their_way, computing)
+
+    def _begin(
+        self, batch: Any, stream: torch.cuda.Stream, computing: torch.cuda.Stream
+    ) -> tuple[Any, torch.cuda.Event]:
+        """Begin to copy a batch; return it on the device, and the event of its arrival."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        moved = map_tensors(functools.partial(self._place_for, copies), batch, objects=self._place_object)
+        # The memory comes from the computing stream's pool, so that copies need no pool of their own. The copying stream
+        # has to wait for its previous use, and for what the computing stream fills it with, as it does with
+        # deterministic algorithms (torch.utils.deterministic.fill_uninitialized_memory).
+        stream.wait_stream(computing)
+        with torch.cuda.stream(stream):
+            for place, host in copies:
+                place.copy_(host, non_blocking=True)
+                # If the window is abandoned during the copy, the memory must not be reused before it has ended.
+                place.record_stream(stream)
+        return moved, stream.record_event()
 
     def _place_object(self, thing: Any) -> Any:
         """Return an object that holds tensors, such as a graph or a PackedSequence, with them on the device.
@@ -91,16 +105,14 @@ class Transfer:
             f"{self._device}; give its class a method to(device), or let split.join return tensors"
         )
 
-    def _begin(self, tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    def _place_for(self, copies: list[tuple[Tensor, Tensor]], tensor: Tensor) -> Tensor:
+        """Return a place for a tensor on the device, and note what is to be copied there from pinned memory."""
         if tensor.device == self._device:
             return tensor
         host = tensor if tensor.is_pinned() else tensor.pin_memory()
-        moved = torch.empty_like(host, device=self._device)
-        with torch.cuda.stream(stream):
-            moved.copy_(host, non_blocking=True)
-        # If the window is abandoned during the copy, the memory must not be reused before the copy has ended.
-        moved.record_stream(stream)
-        return moved
+        place = torch.empty_like(host, device=self._device)
+        copies.append((place, host))
+        return place
 
 
 def _cuts(window: Window, sizes: Sequence[int], start: int) -> Generator[Any, None, None]:
