@@ -1,0 +1,249 @@
+"""Writes what `benchmarks/gpu.py` found on a GPU into benchmarks/results/ and into the documentation.
+
+    python scripts/gpu_results.py FOLDER [FOLDER ...]
+    python scripts/gpu_results.py [--check]
+
+A FOLDER is what `benchmarks/gpu.py --out FOLDER` wrote. Of several, a part of a later one replaces that of an earlier
+one unless it was skipped. Written are benchmarks/results/gpu-NAME.json, without logs and paths; beside it the predicted
+and real allocations, by which other rules of predictions can be judged; and what stands between the markers of the
+pages. Without a FOLDER the pages are written from benchmarks/results/. With `--check` nothing is written.
+
+Exit code: 0; 1, with `--check` a page is out of date; 2, a folder cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLES = "docs/gpu.md"
+STATUS = ("README.md", TABLES, "docs/estimates.md", "docs/guarantees.md", "docs/overhead.md", "docs/benchmarks.md")
+_SHORT = 200
+_NEAR = 0.05
+_LEFT_OUT = ("autoaccum_from", "platform", "notes", "text", "causes")
+_PATH = re.compile(r"(?<![\w./:])/(?:[\w.+-]+/)+")
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    """Keep what the folders have, rewrite or check the pages, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    options = parser.parse_args(arguments)
+    try:
+        if options.folders and not options.check:
+            keep(options.folders, root / "benchmarks" / "results")
+        stale = rewrite(root, write=not options.check)
+    except ValueError as error:
+        print(f"gpu_results: {error}", file=sys.stderr)
+        return 2
+    for page in stale:
+        print(f"{page}: {'out of date; run scripts/gpu_results.py' if options.check else 'written'}")
+    return int(options.check and bool(stale))
+
+
+def keep(folders: list[Path], results: Path) -> None:
+    """Write the record of these folders, and copy the allocations."""
+    runs = [_read(folder) for folder in folders]
+    names = {run["machine"]["gpu"] for run in runs}
+    if len(names) > 1:
+        raise ValueError(f"these are of different GPUs: {', '.join(sorted(names))}; give the folders of one")
+    last = runs[-1]
+    gpu, parts = last["machine"]["gpu"], {}
+    at = results / f"gpu-{re.sub(r'[^a-z0-9]+', '-', gpu.lower().removeprefix('nvidia '))}"
+    results.mkdir(parents=True, exist_ok=True)
+    for folder, run in zip(folders, runs, strict=True):
+        for name, part in run["parts"].items():
+            if part["status"] == "skipped" and name in parts:
+                continue
+            parts[name] = {key: part[key] for key in ("title", "status", "skipped", "rows") if key in part}
+            if (made := _made(run)) != _made(last):
+                parts[name]["made"] = made
+            if name == "predictions":
+                for source in folder.glob("*.json.gz"):
+                    shutil.copyfile(source, at.with_name(f"{at.name}-{source.name}"))
+    record = {"gpu": gpu, "written": last["written"], "machine": last["machine"], "parts": parts}
+    at.with_name(f"{at.name}.json").write_text(json.dumps(_slim(record), indent=1) + "\n")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / "gpu.json"
+    try:
+        run = json.loads(path.read_text())
+        on_gpu = run["device"] == "cuda" and run["machine"].get("gpu") and not run["tiny"]
+        _ = on_gpu and _made(run), [(part["title"], part["status"], part["rows"]) for part in run["parts"].values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no result of benchmarks/gpu.py ({type(error).__name__}: {error})") from None
+    if not on_gpu:
+        raise ValueError(f"{path} was not made on a GPU, or was made with --tiny")
+    return run
+
+
+def _slim(value: Any) -> Any:
+    """Return a value without logs, paths and digits that say nothing."""
+    if isinstance(value, dict):
+        return {key: _slim(one) for key, one in value.items() if key not in _LEFT_OUT}
+    if isinstance(value, list):
+        return [_slim(one) for one in value]
+    if isinstance(value, str):
+        return _PATH.sub("", value)
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def rewrite(root: Path, *, write: bool) -> list[str]:
+    """Return the pages that differ from the records, and write them."""
+    found = [json.loads(path.read_text()) for path in sorted((root / "benchmarks" / "results").glob("gpu-*.json"))]
+    records = sorted(found, key=lambda record: record["written"], reverse=True)
+    changed = []
+    for page in STATUS:
+        before = (root / page).read_text()
+        after = _between(before, "gpu-status", _status(records, page), page)
+        if page == TABLES:
+            after = _between(after, "gpu", "\n\n".join(map(_tables, records)), page)
+        if after != before:
+            changed.append(page)
+            if write:
+                (root / page).write_text(after)
+    return changed
+
+
+def _between(text: str, name: str, found: str, page: str) -> str:
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{page} must have {begin} and {end} once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{found}\n\n{end}{rest.split(end)[1]}"
+
+
+def _status(records: list[dict[str, Any]], page: str) -> str:
+    if not records:
+        return "**Not yet run on a GPU.**"
+    runs = [f"{'an' if one['gpu'][0] in 'AEINO' else 'a'} {one['gpu']} ({_made(one)})" for one in records]
+    rows = [row for record in records for part in record["parts"].values() for row in part["rows"]]
+    failed, checks = (sum(row["ok"] in kinds for row in rows) for kinds in ((False,), (False, True)))
+    link = "#what-failed-and-what-was-skipped" if page == TABLES else f"{'' if '/' in page else 'docs/'}gpu.md"
+    return f"Run on {' and '.join(runs)}; [{failed} of {checks} checks failed]({link})."
+
+
+def _made(run: dict[str, Any]) -> str:
+    about = run["machine"]
+    versions = f"driver {about.get('driver')}, CUDA {about.get('cuda')}, PyTorch {about['packages']['torch']}"
+    return f"{run['written'][:10]}, {versions}"
+
+
+def _tables(record: dict[str, Any]) -> str:
+    texts, parts = [f"## {record['gpu']}, {record['written'][:10]}"], record["parts"]
+    made = {"predictions": _predictions, "survival": _survival, "overhead": _overhead, "probe": _finders}
+    for name, part in parts.items():
+        rows = part["rows"] + (parts.get("finders", {}).get("rows", []) if name == "probe" else [])
+        # Other finders are in the table of the probe, whose truth they share.
+        if not (name == "finders" and "probe" in parts) and (text := made.get(name, _plain)(rows)):
+            about = f" ({part['made']})" if "made" in part else ""
+            texts.append(f"### {part['title']}{about}\n\n{text}")
+    return "\n\n".join([*texts, f"### What failed, and what was skipped\n\n{_failed(parts)}"])
+
+
+def _table(head: str, rows: list[tuple[Any, ...]]) -> str:
+    lines = [head.split(" | "), ["---"] * (head.count(" | ") + 1), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) if rows else ""
+
+
+def _clean(text: str) -> str:
+    text = re.sub(r"\s+", " ", text).strip().removeprefix("E ")
+    text = text if len(text) <= _SHORT else f"{text[:_SHORT].rstrip()} ..."
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _plain(rows: list[dict[str, Any]]) -> str:
+    rows = [row for row in rows if row["ok"] is not False and not row.get("skipped")]
+    return _table("what | found", [(row["what"], _clean(row["found"])) for row in rows])
+
+
+def _predictions(rows: list[dict[str, Any]]) -> str:
+    table, beyond, errors = [], [], {"allocated": {}, "reserved": {}}
+    for row in rows:
+        said, real, segments = (row["data"].get(of) or {} for of in ("predicted", "real", "expandable"))
+        if not said.get("reserved_bytes") or not real.get("reserved_bytes"):
+            continue
+        cells = [row["what"], said["samples"]]
+        for what, found in errors.items():
+            found[row["what"]] = error = said[f"{what}_bytes"] / real[f"{what}_bytes"] - 1
+            cells += [f"{real[f'{what}_bytes'] / 2**30:.2f}", f"{error:+.1%}"]
+        beyond += [row["what"]] if real["reserved_bytes"] > said["reserved_bytes"] * (1 + said["uncertainty"]) else []
+        cells += [f"{said['uncertainty']:.1%}", f"{segments['reserved_bytes'] / 2**30:.2f}" if segments else "-"]
+        table.append(cells)
+    lines: list[str] = []
+    for what, found in errors.items() if table else ():
+        most, least = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
+        sizes = [abs(error) for error in found.values()]
+        said = f"median error {statistics.median(sizes):.1%}, {sum(one <= _NEAR for one in sizes)} within {_NEAR:.0%}"
+        ends = f"most over {found[most]:+.1%} ({most}), most under {found[least]:+.1%} ({least})"
+        lines.append(f"- **{what.capitalize()}**, {len(sizes)} jobs: {said}; {ends}.")
+    lines += [f"- **Reserved more than predicted with its margin**: {'; '.join(beyond) or 'none'}."] if table else []
+    head = "job | samples | allocated, GiB | predicted | reserved, GiB | predicted | margin | expandable segments, GiB"
+    return "\n".join([_table(head, table), "", *lines]).strip()
+
+
+def _survival(rows: list[dict[str, Any]]) -> str:
+    table = []
+    for row, found in ((row, row["data"]) for row in rows if "phases" in row["data"]):
+        state = "**differs**" if found["wrong"] else "every bit the same"
+        phases = ", ".join(f"{phase} {times}" for phase, times in found["phases"].items())
+        missed = ", ".join(found["missed"]) or "-"
+        table.append((row["what"], phases, state, found["damaged"], found["gave_up"], missed))
+    head = "model, precision, optimizer | memory ran out in | state | damage told | gave up | nothing failed in"
+    others = _plain([row for row in rows if "phases" not in row["data"]])
+    return "\n\n".join(filter(None, (_table(head, table), others)))
+
+
+def _overhead(rows: list[dict[str, Any]]) -> str:
+    def spread(values: list[float], digits: int) -> str:
+        low, middle, high = (f"{value:.{digits}f}" for value in values)
+        return f"{middle} ({low} to {high})"
+
+    keys = {"by_hand_ms": 2, "ratio": 3, "added_us": 1}
+    table = [
+        (row["what"], *(spread(row["data"][key], n) for key, n in keys.items()))
+        for row in rows
+        if "ratio" in row["data"]
+    ]
+    return _table("loop, model, micro-step | by hand, ms | ratio | added, µs a micro-step", table)
+
+
+def _finders(rows: list[dict[str, Any]]) -> str:
+    truths = {row["what"].split(": ")[0]: row["data"] for row in rows if row["data"].get("low")}
+    table = []
+    for row in sorted(rows, key=lambda row: row["what"].split(": ")[0]):
+        model, found = row["what"].split(": ")[0], row["data"]
+        if found.get("size"):
+            truth = truths.get(model, {"low": None})
+            most = f"{truth['low'] or '-'}{'' if truth.get('closed', True) else ' or more'}"
+            share = f"{found['size'] / truth['low']:.1%}" if truth["low"] else "-"
+            tried = found.get("trials", found.get("sizes"))
+            table.append((row["what"], found["size"], most, share, tried, f"{found['seconds']:.1f}"))
+    head = "model: finder | answer | most that fits | share | sizes tried | seconds"
+    others = _plain([row for row in rows if not row["data"]])
+    return "\n\n".join(filter(None, (_table(head, table), others)))
+
+
+def _failed(parts: dict[str, Any]) -> str:
+    lines, skipped = [], {}
+    for name, part in parts.items():
+        lines += [] if part["status"] in ("done", "skipped") else [f"- {name}: {part['status']}"]
+        lines += [f"- {name}: {row['what']}: {_clean(row['found'])}" for row in part["rows"] if row["ok"] is False]
+        for row in ({"what": "all"} | part, *part["rows"]):
+            if why := row.get("skipped"):
+                skipped.setdefault(f"{name}: skipped ({why})", []).append(row["what"])
+    lines += [f"- {why}: {'; '.join(names)}" for why, names in skipped.items()]
+    return "\n".join(lines) or "Nothing."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
