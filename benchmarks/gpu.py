@@ -1,16 +1,18 @@
-"""Runs what needs a card in one command: tests, real out-of-memory errors, the probe against the truth, overhead.
+"""Runs what only a GPU can show, in one command: survival, predictions, overhead, the probe against the truth.
 
-    PYTHONPATH=src python benchmarks/gpu.py [--out benchmarks/results/] [--budget 470] [--parts probe,overhead]
+    python benchmarks/gpu.py [--out FOLDER] [--budget 440] [--parts survival,overhead] [--device cpu --tiny]
 
-It needs no network, no make and no installation. Each part is a program (gpu_*.py) with its own time limit, so that one
-that crashes, hangs or breaks the device does not stop the others. After each part two files are written, named after
-the card: all results as JSON, and a table. Without a card it says so and runs nothing.
+autoaccum and what it needs must be installed; nothing is downloaded. Each part is a process of its own with a time
+limit. It writes its findings as it makes them, so a part that hangs, dies or breaks the GPU keeps them and does not
+stop the others. FOLDER receives gpu.json (all findings, written anew after each part), gpu.log (all output), and
+timelines.json.gz and allocations.json.gz (predicted and real allocations of each predicted job).
+`python scripts/gpu_results.py FOLDER` turns them into benchmarks/results/gpu-NAME.json and the tables of the docs.
 
-It requires torch and the package's own imports (optree, psutil, platformdirs, others). If torchvision, transformers,
-lightning, accelerate, pytest or hypothesis is missing, what uses it is left out. Install extra packages rather than put
-them on PYTHONPATH: the tests of host memory replace that variable, and are then left out.
+With `--device cpu --tiny` the same program runs small sizes without a GPU: everything except what only CUDA has.
 
-It exits with 0 if every part was completed and found what is promised, otherwise with 1.
+Exit code: 0, every part was completed and found what is promised; 1, a part failed or a promise was broken; 3, neither,
+but a part was skipped (no GPU, a GPU too small, a package missing, no time left). With `--device cpu` a part that needs
+CUDA may be skipped.
 """
 
 from __future__ import annotations
@@ -20,219 +22,398 @@ import contextlib
 import datetime as dt
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_common import ROOT, child_environment, last_json, replace_text
-
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET_S = 440.0
+NO_GPU, NO_TIME = "no GPU", "the time is over"
 _TAIL_LINES = 40
-# With less time left, a part is not started: importing torch and making a context takes much of it.
-_LEAST_S = 15.0
-# A part is asked to finish shortly before it is killed.
+# Without a GPU the code is tried, not the time.
+_CPU_PATIENCE = 6.0
+_COMPARES_BITS = ("survival", "tests", "neighbour")
+# With less time left a part is not started: importing torch and making a context takes much of it.
+_LEAST_S = 12.0
+# A part is told that its time is over this long before it is killed.
 _GRACE_S = 4.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the benchmark.
+    """One part of the run.
 
     Attributes:
-        name: As in `--parts`.
+        name: As in `--parts`; `gpu_cases.py` has a function of this name.
         title: Its subject.
-        script: The program, in this folder.
-        budget_s: Its time limit in seconds.
+        limit_s: Its time limit in seconds.
+        needs: Import names of packages without which it is skipped.
+        needs_gib: GPU memory without which it is skipped.
+        cuda_only: Whether there is nothing to run without CUDA.
     """
 
     name: str
     title: str
-    script: str
-    budget_s: float
+    limit_s: float
+    needs: tuple[str, ...] = ()
+    needs_gib: float = 1.0
+    cuda_only: bool = False
 
 
-PARTS = (
-    Part("contract", "The tests on a card", "gpu_contract.py", 75),
-    Part("failures", "Memory runs out, bit for bit", "gpu_failures.py", 75),
-    Part("resnet101", "ResNet-101, target batch 100 where about 50 fit", "gpu_resnet101.py", 60),
-    Part("neighbour", "A neighbour takes the card's memory and gives it back", "gpu_neighbour.py", 45),
-    Part("lost", "A device that can no longer be used", "gpu_lost.py", 45),
-    Part("probe", "The probe against the truth and other finders", "gpu_probe.py", 130),
-    Part("estimates", "Predicted memory against the card's own count", "gpu_estimates.py", 60),
-    Part("overhead", "The runner beside loops written by hand, and the transfer", "gpu_overhead.py", 75),
-    Part("gpt2", "GPT-2 in bf16", "gpu_gpt2.py", 60),
+# Stages run one after another. The lanes of a stage run side by side, the parts of a lane one after another.
+STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
+    ((Part("machine", "Versions, CUDA's context, cuBLAS's workspace", 20),),),
+    (
+        (
+            Part("survival", "Memory runs out for real; the state is compared bit for bit", 100, needs_gib=8),
+            Part("lost", "A device that can no longer be used", 30, cuda_only=True),
+        ),
+        (Part("tests", "tests/gpu and the contract of the CUDA backend", 130, ("pytest", "hypothesis"), 12),),
+        (Part("predictions", "Predicted memory against the real", 130, ("transformers", "torchvision", "peft"), 40),),
+    ),
+    ((Part("neighbour", "A neighbour takes the memory and gives it back", 25, needs_gib=4),),),
+    ((Part("overhead", "Runner and Accumulator beside the loop by hand", 35),),),
+    ((Part("transfer", "Transfers beside computing", 20),),),
+    ((Part("throughput", "GPT-2: tokens a second", 50, ("transformers",), 40),),),
+    ((Part("probe", "The probe against the truth", 45, ("transformers", "torchvision"), 40),),),
+    ((Part("finders", "Other finders", 45, ("lightning", "accelerate", "transformers", "torchvision"), 16),),),
+    ((Part("saving", "memory= with peaks and seconds", 50, ("transformers",), 40),),),
+    ((Part("resnet101", "ResNet-101, target batch 100 where 50 fit", 20, ("torchvision",), 16),),),
 )
 
 
-def run_child(command, timeout_s, log):
-    """Run a program in its own process group and end the group with it; return its code, None if it hung."""
-    # Results of earlier runs must not help this one.
-    environment = child_environment(AUTOACCUM_CACHE_DIR=str(log.with_suffix(".cache")))
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=ROOT
-        )
-        try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            # Its children belong to its group, and must not keep memory of the card.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def parts_of(stages=STAGES):
+    return [part for stage in stages for lane in stage for part in lane]
 
 
-def run_part(part, options, timeout_s, folder):
-    """Run a part; return its record, whatever happened."""
-    out, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
-    command = [sys.executable, str(Path(options.scripts) / part.script), "--out", str(out), "--device", options.device]
-    command += ["--budget", str(max(1.0, timeout_s - _GRACE_S)), *(["--tiny"] if options.tiny else [])]
-    started = time.monotonic()
-    code = run_child(command, timeout_s, log)
-    record = {"rows": [], "data": {}, "error": None, "finished": False}
-    with contextlib.suppress(OSError, ValueError):
-        record |= json.loads(out.read_text())
-    record |= {"title": part.title, "seconds": round(time.monotonic() - started, 1), "code": code}
-    if code is None:
-        record["status"] = f"stopped after {timeout_s:.0f} s"
-    elif code < 0:
-        record["status"] = f"killed by signal {-code}"
-    else:
-        record["status"] = "done" if code == 0 and record["finished"] else f"failed with code {code}"
-    if record["status"] != "done" or any(row["ok"] is False for row in record["rows"]):
-        record["log"] = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return record
+def critical_path_s(stages=STAGES):
+    """Return the seconds that all stages take if every part uses its limit."""
+    return sum(max(sum(part.limit_s for part in lane) for lane in stage) for stage in stages)
 
 
-def not_run(part, why):
-    return {"title": part.title, "status": f"not run: {why}", "rows": [], "data": {}, "error": None, "seconds": 0.0}
+# --- a part, in its own process ---------------------------------------------------------------------------------------
 
 
-def is_good(record):
+class Findings:
+    """The findings of a part, written to its file after each, so that a part that is killed keeps them.
+
+    Args:
+        path: The file.
+        limit_s: The part's time limit in seconds.
+        device: "cuda" or "cpu".
+        tiny: Whether sizes are small.
+        machine: What the part "machine" found.
+        folder: Where the part may leave files.
+    """
+
+    def __init__(self, path, limit_s, device, *, tiny=False, machine=None, folder=None):
+        self._path = Path(path)
+        self._ends = time.monotonic() + limit_s
+        self.device = device
+        self.tiny = tiny
+        self.machine = machine or {}
+        self.folder = Path(folder or self._path.parent)
+        self.record = {"finished": False, "rows": [], "data": {}, "error": None}
+        self._write()
+
+    @property
+    def on_gpu(self):
+        """Whether there is CUDA."""
+        return self.device == "cuda"
+
+    def left_s(self):
+        """Return the seconds left."""
+        return self._ends - time.monotonic()
+
+    def add(self, what, found, *, ok=None, **data):
+        """Record one finding.
+
+        Args:
+            what: Its subject.
+            found: The result, as text.
+            ok: Whether it is as promised; None if nothing was promised.
+            data: The result, as data.
+        """
+        self.record["rows"].append({"what": what, "found": str(found), "ok": ok, "data": data})
+        print(f"{what}: {found} [{ {True: 'ok', False: 'NOT AS PROMISED', None: '-'}[ok] }]", flush=True)
+        self._write()
+
+    def skip(self, what, why):
+        """Record a finding that could not be made."""
+        self.record["rows"].append({"what": what, "found": f"skipped: {why}", "ok": None, "skipped": why, "data": {}})
+        print(f"{what}: skipped: {why}", flush=True)
+        self._write()
+
+    def keep(self, **data):
+        """Record data of the whole part."""
+        self.record["data"] |= data
+        self._write()
+
+    def end(self, error=None):
+        """Record that the part is over, or the error that ended it."""
+        self.record |= {"finished": error is None, "error": error}
+        self._write()
+
+    def _write(self):
+        replace_text(self._path, json.dumps(self.record, indent=1, default=str))
+
+
+def run_inside(options):
+    """Run one part in this process."""
+    findings = Findings(
+        options.result,
+        options.budget,
+        options.device,
+        tiny=options.tiny,
+        machine=json.loads(options.machine),
+        folder=options.out,
+    )
+    # tests/ has the state that a step may leave behind.
+    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+    try:
+        import gpu_cases  # noqa: PLC0415 - it imports torch
+
+        getattr(gpu_cases, options.part)(findings)
+        findings.end()
+    except BaseException:  # noqa: BLE001 - however it ends, what was found is kept
+        traceback.print_exc()
+        findings.end(traceback.format_exc())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A broken device may disturb the interpreter's exit, which no longer matters.
+    os._exit(0 if findings.record["finished"] else 1)
+
+
+# --- all parts --------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Runs the parts and writes the files."""
+
+    def __init__(self, options, stages, scratch):
+        self._options = options
+        self._stages = stages
+        self._scratch = Path(scratch)
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._machine = {}
+        self._records = {}
+        self._children = {}
+        (options.out / "gpu.log").unlink(missing_ok=True)
+
+    def run(self):
+        """Run all stages; return the exit code."""
+        for stage in self._stages:
+            lanes = [threading.Thread(target=self._lane, args=(lane,)) for lane in stage]
+            for lane in lanes:
+                lane.start()
+            for lane in lanes:
+                lane.join()
+        return self._code()
+
+    def stop(self):
+        """End the parts that run, and keep what they found."""
+        with self._lock:
+            for name, process in self._children.items():
+                _kill(process)
+                part = next(part for part in parts_of(self._stages) if part.name == name)
+                self._records[name] = self._read(part) | {"status": "stopped from outside"}
+        self._write()
+
+    def _lane(self, lane):
+        for part in lane:
+            why = self._why_not(part)
+            began = time.monotonic()
+            record = {"status": "skipped", "skipped": why, "rows": []} if why else self._run(part)
+            record |= {"title": part.title, "limit_s": part.limit_s, "seconds": round(time.monotonic() - began, 1)}
+            with self._lock:
+                self._records[part.name] = record
+            self._tell(part, record)
+            self._write()
+
+    def _why_not(self, part):
+        if part.name != "machine":
+            if self._options.device == "cuda" and not self._machine.get("gpu"):
+                return NO_GPU
+            if self._options.device == "cpu" and part.cuda_only:
+                return NO_GPU
+            lacking = [name for name in part.needs if not self._machine.get("packages", {}).get(name)]
+            if lacking:
+                return f"missing: {', '.join(lacking)}"
+            gib = self._machine.get("total_bytes", 0) / 2**30
+            if self._options.device == "cuda" and gib < part.needs_gib:
+                return f"needs a GPU of {part.needs_gib:.0f} GiB, and this one has {gib:.1f}"
+        if self._left_s() < _LEAST_S:
+            return NO_TIME
+        return None
+
+    def _run(self, part):
+        limit_s = min(part.limit_s * self._options.patience, self._left_s())
+        command = [sys.executable, str(self._options.program), "--part", part.name, "--result", self._result(part)]
+        command += ["--budget", f"{max(1.0, limit_s - _GRACE_S):.0f}", "--device", self._options.device]
+        command += ["--out", str(self._options.out), "--machine", json.dumps(self._machine)]
+        command += ["--tiny"] if self._options.tiny else []
+        print(f"{part.name}: {part.title} (at most {limit_s:.0f} s) ...", flush=True)
+        log = self._scratch / f"{part.name}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=_environment(self._scratch / part.name),
+                start_new_session=True,
+                cwd=ROOT,
+            )
+            with self._lock:
+                self._children[part.name] = process
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _kill(process)
+                with self._lock:
+                    self._children.pop(part.name, None)
+        record = self._read(part)
+        if part.name == "machine":
+            self._machine = record["data"]
+        if code is None:
+            record["status"] = f"stopped after {limit_s:.0f} s"
+        elif code < 0:
+            record["status"] = f"killed by signal {-code}"
+        else:
+            record["status"] = "done" if code == 0 and record["finished"] else f"failed with code {code}"
+        if not _is_good(record):
+            record["log"] = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return record
+
+    def _read(self, part):
+        record = {"rows": [], "data": {}, "error": None, "finished": False}
+        with contextlib.suppress(OSError, ValueError):
+            record |= json.loads(self._result(part).read_text())
+        return record
+
+    def _result(self, part):
+        return self._scratch / f"{part.name}.json"
+
+    def _left_s(self):
+        return self._options.patience * self._options.budget - (time.monotonic() - self._began)
+
+    def _tell(self, part, record):
+        reason = f": {record['skipped']}" if record.get("skipped") else ""
+        lines = [f"{part.name}: {record['status']}{reason}, {record['seconds']:.0f} s"]
+        lines += [f"  {'!!' if r['ok'] is False else '  '} {r['what']}: {r['found']}" for r in record["rows"]]
+        lines += [f"     > {line}" for line in record.get("log", ())[-12:]]
+        print("\n".join(lines), flush=True)
+
+    def _write(self):
+        with self._lock:
+            record = {
+                "written": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+                "seconds": round(time.monotonic() - self._began, 1),
+                "device": self._options.device,
+                "tiny": self._options.tiny,
+                "machine": self._machine,
+                "parts": {part.name: self._records[part.name] for part in parts_of() if part.name in self._records},
+            }
+            replace_text(self._options.out / "gpu.json", json.dumps(record, indent=1) + "\n")
+            logs = sorted(self._scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
+            texts = [f"===== {path.stem}\n{path.read_text(errors='replace')[-400_000:]}" for path in logs]
+            replace_text(self._options.out / "gpu.log", "\n".join(texts))
+
+    def _code(self):
+        if any(record["status"] != "skipped" and not _is_good(record) for record in self._records.values()):
+            return 1
+        return 3 if any(not self._is_excused(why) for record in self._records.values() for why in _skips(record)) else 0
+
+    def _is_excused(self, why):
+        return self._options.device == "cpu" and why == NO_GPU
+
+
+def _skips(record):
+    return [why for one in (record, *record["rows"]) if (why := one.get("skipped"))]
+
+
+def _is_good(record):
     return record["status"] == "done" and all(row["ok"] is not False for row in record["rows"])
 
 
-def table(machine, parts, seconds):
-    """Return all findings as one Markdown table."""
-    versions = machine.get("versions", {})
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    missing = machine.get("missing_optional") or []
-    lines = [
-        f"# {machine['name']}",
-        "",
-        f"Driver {machine.get('driver')}, CUDA {machine.get('cuda')}, cuDNN {machine.get('cudnn')}, "
-        f"Python {machine.get('python')}, {machine.get('cores')} cores; {listed}."
-        + (f" Missing: {', '.join(missing)}." if missing else ""),
-        "",
-        f"{seconds:.0f} s in all.",
-        "",
-        "| part | what | found | as promised |",
-        "|---|---|---|---|",
-    ]
-    for name, record in parts.items():
-        whole = "yes" if is_good(record) else "NO"
-        if record["status"].startswith("not run"):
-            whole = ""
-        lines.append(f"| **{name}** | {record['title']} | {record['status']}, {record['seconds']:.0f} s | {whole} |")
-        for row in record["rows"]:
-            mark = {True: "yes", False: "NO", None: ""}[row["ok"]]
-            lines.append("| " + " | ".join(map(_cell, ("", row["what"], row["found"], mark))) + " |")
-        if record["error"]:
-            lines.append(f"| | error | {_cell(record['error'].strip().splitlines()[-1])} | NO |")
-    return "\n".join(lines) + "\n"
+def _kill(process):
+    """End a part and everything that it started, which must not keep memory of the GPU."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def _cell(text):
-    return " ".join(str(text).split()).replace("|", "\\|")
-
-
-def file_name(machine_name):
-    return "gpu-" + re.sub(r"[^A-Za-z0-9.]+", "-", machine_name).strip("-")
-
-
-def ask_what_there_is():
-    """Ask a child process, so that this one uses no memory of the card."""
-    script = str(Path(__file__).with_name("gpu_common.py"))
-    done = subprocess.run(
-        [sys.executable, script], env=child_environment(), capture_output=True, text=True, timeout=120, check=False
+def _environment(scratch):
+    return (
+        os.environ
+        | {
+            "AUTOACCUM_CACHE_DIR": str(scratch),  # sizes that an earlier run found must not help this one
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_MODULE_LOADING": "LAZY",  # torch sets this itself, and the tests would see the change
+            # Asking whether there is a GPU must not make a context that a forked child could not use.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+        | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if scratch.name in _COMPARES_BITS else {})
     )
-    machine = last_json(done.stdout)
-    if machine is None:
-        raise SystemExit(f"what there is could not be found out:\n{done.stderr[-3000:]}")
-    return machine
 
 
-def run(machine, parts, options):
-    """Run the parts one after another, writing after each; return the exit code."""
-    started = time.monotonic()
-    records = {}
-    path = options.out / file_name(machine["name"])
-    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-        for part in parts:
-            left_s = options.budget - (time.monotonic() - started)
-            timeout_s = min(part.budget_s, left_s)
-            if timeout_s < min(_LEAST_S, part.budget_s):
-                record = not_run(part, "the time is over")
-            else:
-                print(f"{part.name}: {part.title} (at most {timeout_s:.0f} s) ...", flush=True)
-                record = run_part(part, options, timeout_s, Path(folder))
-            records[part.name] = record
-            print(f"{part.name}: {record['status']}, {record['seconds']:.0f} s", flush=True)
-            for row in record["rows"]:
-                print(f"  {'!!' if row['ok'] is False else '  '} {row['what']}: {row['found']}", flush=True)
-            for line in record.get("log", ())[-12:]:
-                print(f"     > {line}", flush=True)
-            write(path, machine, records, time.monotonic() - started)
-    print(f"written: {path}.json, {path}.md")
-    return 0 if all(map(is_good, records.values())) else 1
-
-
-def write(path, machine, records, seconds):
-    record = {"machine": machine, "seconds": round(seconds, 1), "parts": records}
-    record["written"] = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    # A dot in a card's name is not a suffix.
-    replace_text(path.with_name(path.name + ".json"), json.dumps(record, indent=1) + "\n")
-    replace_text(path.with_name(path.name + ".md"), table(machine, records, seconds))
+def replace_text(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the two files")
-    parser.add_argument("--budget", type=float, default=470.0, help="seconds for all parts together")
-    parser.add_argument("--parts", default="", help=f"only these: {','.join(part.name for part in PARTS)}")
-    # To try the parts' code without a card.
-    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--scripts", default=str(Path(__file__).parent), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for the result files")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts together")
+    parser.add_argument("--parts", default="", help=f"only these: {','.join(part.name for part in parts_of())}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
+    parser.add_argument("--program", default=__file__, help=argparse.SUPPRESS)  # what runs a part; tests replace it
+    for name in ("--part", "--result", "--machine"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.out = options.out.resolve()
+    options.patience = _CPU_PATIENCE if options.device == "cpu" else 1.0
     wanted = [name for name in options.parts.split(",") if name]
-    unknown = set(wanted) - {part.name for part in PARTS}
+    unknown = set(wanted) - {part.name for part in parts_of()}
     if unknown:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
-    return options, [part for part in PARTS if not wanted or part.name in wanted]
+    # Without the machine nothing is known about what can run.
+    keep = {*wanted, "machine"} if wanted else {part.name for part in parts_of()}
+    stages = [[[part for part in lane if part.name in keep] for lane in stage] for stage in STAGES]
+    return options, stages
 
 
 def main(arguments=None):
-    options, parts = parse(arguments)
-    machine = ask_what_there_is()
-    if machine["missing"]:
-        print(f"missing here, and needed: {', '.join(machine['missing'])}; nothing was run")
-        return 2
-    if options.device != "cpu" and not machine["available"]:
-        print("there is no CUDA card here: nothing was run")
-        return 0
-    if machine["missing_optional"]:
-        print(f"missing here, what needs them is left out: {', '.join(machine['missing_optional'])}")
-    if options.device == "cpu":
-        machine["name"] = "cpu"
-    # So that the running part's processes end with this one.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    return run(machine, parts, options)
+    options, stages = parse(arguments)
+    if options.part:
+        run_inside(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+        run = Run(options, stages, scratch)
+
+        def stopped(*_):
+            run.stop()
+            os._exit(143)
+
+        signal.signal(signal.SIGTERM, stopped)
+        code = run.run()
+    print(f"written: {options.out}/gpu.json")
+    return code
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
+_TOLD_LINES = 100
 PRELOADED = ["torch", "torchvision.models", "autoaccum", "lightning.pytorch", "accelerate"]
 
 
@@ -22,9 +24,9 @@ class GoneError(Exception):
     """A child died, raised or did not answer in time; the text says which."""
 
 
-def prepare():
-    """Start the process that children are forked from."""
-    CONTEXT.set_forkserver_preload(PRELOADED)
+def prepare(preloaded=PRELOADED):
+    """Start the process that children are forked from, with these modules imported."""
+    CONTEXT.set_forkserver_preload(list(preloaded))
     call(_nothing, timeout_s=600)
 
 
@@ -72,7 +74,9 @@ class Child:
     def _how_it_ended(self):
         self._process.join(5)
         code = self._process.exitcode
-        last = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        print(*lines[-_TOLD_LINES:], sep="\n", file=sys.stderr)
+        last = lines[-1:]
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return f"died: {how}" + (f" ({last[0].strip()[:160]})" if last else "")
 
