@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -63,12 +64,20 @@ class Transfer:
     def _ahead(self, cuts: Iterable[Any], stream: torch.cuda.Stream) -> Generator[Any, None, None]:
         computing = torch.cuda.current_stream(self._device)
         on_their_way: list[tuple[Any, torch.cuda.Event]] = []
-        for batch in cuts:
-            on_their_way.append(self._begin(batch, stream, computing))
-            if len(on_their_way) > 1:
+        try:
+            for batch in cuts:
+                on_their_way.append(self._begin(batch, stream, computing))
+                if len(on_their_way) > 1:
+                    yield _arrived(on_their_way, computing)
+            if on_their_way:
                 yield _arrived(on_their_way, computing)
-        if on_their_way:
-            yield _arrived(on_their_way, computing)
+        finally:
+            if on_their_way:
+                # The window is abandoned during a copy: the memory must not be used again before that has ended.
+                # `Tensor.record_stream` would do it too, but ends the process where such memory is freed on a lost
+                # device.
+                with contextlib.suppress(RuntimeError):  # the device is lost
+                    computing.wait_stream(stream)
 
     def _begin(
         self, batch: Any, stream: torch.cuda.Stream, computing: torch.cuda.Stream
@@ -83,8 +92,6 @@ class Transfer:
         with torch.cuda.stream(stream):
             for place, host in copies:
                 place.copy_(host, non_blocking=True)
-                # If the window is abandoned during the copy, the memory must not be reused before it has ended.
-                place.record_stream(stream)
         return moved, stream.record_event()
 
     def _place_object(self, thing: Any) -> Any:
