@@ -1,12 +1,11 @@
 """Compares estimates of a training step's memory with the real step, and with other estimators.
 
-    python benchmarks/estimates.py [--device cuda] [--models resnet18 gpt2] [--precisions fp32] [--out FILE]
+    python benchmarks/estimates.py [--models resnet18 gpt2] [--precisions fp32] [--out FILE]
 
-On the CPU the truth is the memory that PyTorch's allocator hands out, from the profiler's memory events, during a step
-in the middle of training (gradients and optimizer state exist). On a card it is torch.cuda's peaks after two steps. Of
-the others, MemTracker is torch's, on the same fake tensors and only for a few models; accelerate's is the arithmetic of
-`accelerate estimate-memory`, which ignores the batch. All use AdamW. Seconds are for all sizes, including the model's
-construction.
+The truth is the memory that PyTorch's CPU allocator hands out, from the profiler's memory events, during a step in the
+middle of training (gradients and optimizer state exist); `gpu.py` does the same on a GPU. Of the others, MemTracker is
+torch's, on the same fake tensors and only for a few models; accelerate's is the arithmetic of `accelerate
+estimate-memory`, which ignores the batch. All use AdamW. Seconds are for all sizes, including the model's construction.
 """
 
 from __future__ import annotations
@@ -27,14 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from bench import keep, machine
 
 from allocations import real_peak
-from autoaccum._data.batches import Window
-from autoaccum._engine.forward_backward import Accumulated, assemble
 from autoaccum._estimate.estimate import estimate_step
 from autoaccum._estimate.fake import Stage
-from autoaccum._estimate.gpus import Card
-from autoaccum._loss.objective import Factors
-from autoaccum._memory import backend_for
-from autoaccum._system.notices import Notices
 
 TORCHVISION = [
     "resnet18",
@@ -103,14 +96,14 @@ def make(name):
     ).train()
 
 
-def batch_for(name, device="cpu"):
+def batch_for(name):
     torch.manual_seed(0)
     if name in TORCHVISION:
         return (
-            torch.randn(SAMPLES, 3, IMAGE, IMAGE, device=device),
-            torch.randint(1000, (SAMPLES,), device=device),
+            torch.randn(SAMPLES, 3, IMAGE, IMAGE),
+            torch.randint(1000, (SAMPLES,)),
         )
-    tokens = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH), device=device)
+    tokens = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH))
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
@@ -153,33 +146,6 @@ def of_accelerate(name, precision):
     return int(max(sizes.values()))
 
 
-def on_card(name, precision):
-    """Return a card's peak allocated and reserved memory in two steps like those of `find_micro_batch`."""
-    batch = batch_for(name)
-    step = assemble(
-        make(name),
-        None,
-        None,
-        memory=backend_for(torch.device("cuda", 0)),
-        precision_name=precision,
-        forward=None,
-        loss_reduction=None,
-        clip_grad_norm=None,
-        notices=Notices(silent=True),
-    )
-    for _ in range(2):
-        sizes = [SAMPLES] * 2
-        for placed in step.transfer.feed(Window([batch, batch]), sizes):
-            step.accumulate(placed, SAMPLES, Factors(1.0, 1.0 / SAMPLES, alone=False), Accumulated())
-        step.optimizer.step()
-    torch.cuda.synchronize()
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    del step
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return peaks
-
-
 def tried(function, *arguments):
     """Return a peer's answer, or in a word why there is none."""
     try:
@@ -188,30 +154,19 @@ def tried(function, *arguments):
         return f"{type(error).__name__}: {str(error)[:80]}"
 
 
-def card_at_hand():
-    about = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info()
-    name = about.name.lower().removeprefix("nvidia ").replace(" ", "-")
-    return Card(name, total, total - free, bf16=True, source="at hand")
-
-
-def measure(name, precision, device):
+def measure(name, precision):
     batch = batch_for(name)
-    card = card_at_hand() if device == "cuda" else None
     make(name)  # its import is not part of the estimate's time
     began_s = time.perf_counter()
-    estimate = estimate_step(functools.partial(make, name), batch, card=card, precision=precision)
+    estimate = estimate_step(functools.partial(make, name), batch, precision=precision)
     row = {"model": name, "precision": precision, "seconds": time.perf_counter() - began_s}
     predicted = estimate.footprints[-1]
     row |= {"predicted_bytes": predicted.peak_bytes, "predicted_reserved_bytes": predicted.reserved_bytes}
-    if device == "cuda":
-        row["real_bytes"], row["real_reserved_bytes"] = on_card(name, precision)
-    else:
-        row["real_bytes"] = real_peak(make(name), batch, precision=precision)
-        tracked = tried(mem_tracker, name, precision) if name in WITH_MEM_TRACKER else None
-        row["mem_tracker_bytes"], row["mem_tracker_seconds"] = tracked if isinstance(tracked, tuple) else (None, None)
-        said = tried(of_accelerate, name, precision)
-        row["accelerate_bytes"] = said if isinstance(said, int) else None
+    row["real_bytes"] = real_peak(make(name), batch, precision=precision)
+    tracked = tried(mem_tracker, name, precision) if name in WITH_MEM_TRACKER else None
+    row["mem_tracker_bytes"], row["mem_tracker_seconds"] = tracked if isinstance(tracked, tuple) else (None, None)
+    said = tried(of_accelerate, name, precision)
+    row["accelerate_bytes"] = said if isinstance(said, int) else None
     return row
 
 
@@ -250,20 +205,16 @@ def markdown(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--precisions", nargs="+", default=("fp32", "bf16"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no card here: nothing measured", file=sys.stderr)
-        return
     results = {"machine": machine(), "threads": torch.get_num_threads(), "rows": []}
     # Imports of the first estimate are not part of any model's time.
     estimate_step(torch.nn.Linear(2, 2), (torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)))
     for name, precision in itertools.product(options.models, options.precisions):
-        row = measure(name, precision, options.device)
+        row = measure(name, precision)
         results["rows"].append(row)
         print(f"{name} {precision}: {error_of(row):+.2%} in {row['seconds']:.2f} s", file=sys.stderr, flush=True)
         keep(options.out, results)
