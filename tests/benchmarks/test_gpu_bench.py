@@ -1,36 +1,36 @@
-"""The orchestration of benchmarks/gpu.py, with parts that only pretend: what one does must not touch the others.
-
-What the parts find takes a card; that their files can be imported and keep their promises to each other does not.
-"""
+"""The orchestration of benchmarks/gpu.py, with parts that only pretend: what one does must not touch the others."""
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from folders import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
+HANG = "; time.sleep(600)"
+PROGRAM = """
+import argparse, json, os, pathlib, subprocess, time
+parser = argparse.ArgumentParser()
+[parser.add_argument(f"--{name}", required=True) for name in "part result budget device out machine".split()]
+options = parser.parse_args()
+here, out, result = pathlib.Path(__file__).parent, pathlib.Path(options.out), pathlib.Path(options.result)
+def tell(finished=True, data=(), **row):
+    row = {"what": "a thing", "found": "its result", "ok": True, "data": {}} | row
+    result.write_text(json.dumps({"finished": finished, "rows": [row], "data": dict(data), "error": None}))
+exec((here / options.part).read_text())
+"""
 
-ENTRY = (
-    "import argparse, json, os, pathlib, sys, time\n"
-    "options = argparse.ArgumentParser()\n"
-    "[options.add_argument(name) for name in ('--out', '--device', '--budget')]\n"
-    "out = pathlib.Path(options.parse_args().out)\n"
-    "row = {'what': 'a thing', 'found': 'a | b', 'ok': True}\n"
-    "tell = lambda finished=True, ok=True: out.write_text(json.dumps(\n"
-    "    {'rows': [row | {'ok': ok}], 'data': {}, 'error': None, 'finished': finished}))\n"
-)
 
-
-def load(name):
+def load(name, monkeypatch):
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, name, module)  # tests/gpu may have the name, too
     spec.loader.exec_module(module)
     return module
 
@@ -38,128 +38,184 @@ def load(name):
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield load("gpu")
-    for name in set(sys.modules) - before:
-        if name.startswith("gpu"):
-            del sys.modules[name]
+    return load("gpu", monkeypatch)
 
 
 @pytest.fixture
-def run(gpu, tmp_path):
-    """Runs parts whose programs are given as source; returns the exit code and the files that were written."""
+def part(gpu, tmp_path):
+    """Makes a part of a source. Its name is one of `STAGES`, as the files of a run have no other."""
+    (tmp_path / "program.py").write_text(PROGRAM)
 
-    def run_parts(budget_s=30.0, **sources):
-        parts = []
-        for name, (source, part_s) in sources.items():
-            (tmp_path / f"{name}.py").write_text(ENTRY + source)
-            parts.append(gpu.Part(name, f"The part {name}", f"{name}.py", part_s))
-        arguments = ["--device", "cpu", "--out", str(tmp_path / "out"), "--scripts", str(tmp_path)]
-        options, _ = gpu.parse([*arguments, "--budget", str(budget_s)])
-        code = gpu.run({"name": "NVIDIA Test (1.5)", "versions": {}}, parts, options)
-        written = tmp_path / "out" / "gpu-NVIDIA-Test-1.5"
-        return code, json.loads(Path(f"{written}.json").read_text()), Path(f"{written}.md").read_text()
+    def make(name, source, limit_s=60, **needs):
+        (tmp_path / name).write_text(source)
+        return gpu.Part(name, "its title", limit_s, **needs)
 
-    return run_parts
+    return make
 
 
-def test_part_that_hangs_or_crashes_keeps_what_it_had_and_does_not_stop_the_next(run):
-    code, record, table = run(
-        budget_s=90.0,
-        hangs=("tell(False); time.sleep(60)", 3),
-        crashes=("tell(False); os.kill(os.getpid(), 11)", 20),
-        fails=("raise SystemExit(3)", 20),
-        good=("tell()", 20),
-    )
+@pytest.fixture
+def run(gpu, part, tmp_path):
+    """Runs the part "machine", which finds this machine, and stages; returns the exit code and the records."""
 
-    parts = record["parts"]
-    assert code == 1
-    assert parts["hangs"]["status"] == "stopped after 3 s"
-    assert parts["hangs"]["rows"][0]["what"] == "a thing"
-    assert parts["crashes"]["status"] == "killed by signal 11"
-    assert parts["fails"]["status"] == "failed with code 3"
-    assert parts["good"]["status"] == "done"
-    assert "| **good** | The part good | done" in table
-    assert "a \\| b" in table
+    def run_stages(*stages, device="cpu", budget_s=120, **machine):
+        arguments = ["--device", device, "--budget", str(budget_s), "--out", str(tmp_path / "out")]
+        options, _ = gpu.parse([*arguments, "--program", str(tmp_path / "program.py")])
+        options.patience = 1
+        (tmp_path / "scratch").mkdir()
+        first = part("machine", f"tell(data={machine})")
+        code = gpu.Run(options, [[[first]], *stages], tmp_path / "scratch").run()
+        return code, json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]
+
+    return run_stages
 
 
-def test_what_a_hanging_part_started_is_ended_with_it(run, tmp_path):
-    source = (
-        "import subprocess; child = subprocess.Popen(['sleep', '60']); "
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); time.sleep(60)"
-    )
-    run(hangs=(source, 3))
-
-    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+def wait_for(done):
     deadline = time.monotonic() + 60
-    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+    while not done() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert done()
 
 
-def test_files_are_written_after_each_part(run, tmp_path):
-    look = (
-        f"found = pathlib.Path({str(tmp_path / 'out' / 'gpu-NVIDIA-Test-1.5.json')!r}).exists(); assert found; tell()"
-    )
-    code, record, _ = run(first=("tell()", 20), second=(look, 20))
+def wait_for_end(pid):
+    def has_ended():
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+        except OSError:
+            return True
+
+    wait_for(has_ended)
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ("tell(False)" + HANG, "stopped after 5 s"),
+        ("tell(False); os.kill(os.getpid(), 11)", "killed by signal 11"),
+        ("tell(); raise SystemExit(7)", "failed with code 7"),
+        ("tell(False)", "failed with code 0"),
+    ],
+)
+def test_part_that_does_not_end_well_keeps_its_findings_and_does_not_stop_the_next(run, part, source, status):
+    code, parts = run([[part("survival", source, limit_s=5), part("lost", "tell()")]])
+
+    assert (code, parts["survival"]["status"], parts["lost"]["status"]) == (1, status, "done")
+    assert parts["survival"]["rows"][0]["found"] == "its result"
+
+
+def test_what_a_hanging_part_started_is_ended_with_it(run, part, tmp_path):
+    run([[part("survival", f"(here / 'pid').write_text(str(subprocess.Popen(['sleep', '600']).pid)){HANG}", 4)]])
+
+    wait_for_end((tmp_path / "pid").read_text())
+
+
+def test_files_are_written_after_each_part(run, part):
+    look = "assert 'survival' in json.loads((out / 'gpu.json').read_text())['parts']; "
+    look += "assert 'the output' in (out / 'gpu.log').read_text(); tell()"
+    code, _ = run([[part("survival", "print('the output'); tell()"), part("lost", look)]])
 
     assert code == 0
-    assert record["parts"]["second"]["status"] == "done"
 
 
-def test_parts_beyond_the_time_for_all_are_told_as_not_run(run):
-    code, record, _ = run(budget_s=1.0, late=("tell()", 20))
+def test_finding_is_in_the_file_as_soon_as_it_is_made(gpu, tmp_path):
+    gpu.Findings(tmp_path / "found.json", 10, "cpu").add("a thing", "its result", ok=False)
 
-    assert code == 1
-    assert record["parts"]["late"]["status"] == "not run: the time is over"
-
-
-def test_finding_that_breaks_a_promise_fails_the_run_and_shows_the_log(run):
-    code, record, table = run(wrong=("print('the log'); tell(ok=False)", 20))
-
-    assert code == 1
-    assert record["parts"]["wrong"]["log"] == ["the log"]
-    assert "| a thing | a \\| b | NO |" in table
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert (record["rows"][0]["ok"], record["finished"]) == (False, False)
 
 
-def test_without_a_card_it_says_so_and_runs_nothing(gpu, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu, "ask_what_there_is", lambda: {"missing": [], "missing_optional": [], "available": False})
-
-    code = gpu.main(["--out", str(tmp_path / "out")])
+def test_lanes_run_side_by_side_and_stages_one_after_another(run, part):
+    meet = "(here / '{}').touch()\nwhile not (here / '{}').exists(): time.sleep(0.05)\ntell()"
+    left = part("survival", meet.format("left", "right"))
+    right = part("tests", meet.format("right", "left") + "; time.sleep(1); (here / 'ended').touch()")
+    code, _ = run([[left], [right]], [[part("neighbour", "assert (here / 'ended').exists(); tell()")]])
 
     assert code == 0
-    assert "there is no CUDA card here: nothing was run" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
 
 
-def test_missing_package_is_named_and_nothing_is_run(gpu, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu, "ask_what_there_is", lambda: {"missing": ["optree"], "missing_optional": []})
+def test_parts_for_which_no_time_is_left_say_so(run, gpu, part):
+    lane = [part("survival", "time.sleep(3); tell()"), part("lost", "tell()"), part("tests", "tell()")]
+    code, parts = run([lane], budget_s=gpu._LEAST_S + 3)
 
-    assert gpu.main(["--out", str(tmp_path / "out")]) == 2
-    assert "optree" in capsys.readouterr().out
-
-
-def test_what_there_is_is_described_without_a_card(gpu):
-    common = sys.modules["gpu_common"]
-
-    found = common.describe()
-
-    assert found["missing"] == []
-    assert found["available"] is torch.cuda.is_available()
-    assert found["versions"]["torch"]
+    assert (code, parts["survival"]["status"]) == (3, "done")
+    assert [parts[name].get("skipped") for name in ("lost", "tests")] == ["the time is over"] * 2
 
 
-def test_every_part_has_its_program_and_all_fit_into_eight_minutes(gpu):
-    assert all((BENCHMARKS / part.script).exists() for part in gpu.PARTS)
-    assert gpu.parse([])[0].budget < 8 * 60
+def test_finding_that_breaks_a_promise_fails_the_run_and_shows_the_end_of_the_log(run, part, capsys):
+    code, parts = run([[part("survival", "print(*range(99), 'the end', sep='\\n'); tell(ok=False)")]])
+
+    assert (code, parts["survival"]["log"][-1]) == (1, "the end")
+    assert "> the end" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("truth", [33, 100, 101, 104, 140, 700])
-def test_bracket_around_the_truth_closes(gpu, truth):
-    probe = load("gpu_probe")
+def test_without_a_gpu_every_part_but_the_machine_is_skipped(run, part):
+    lane = [part("survival", "tell()"), part("lost", "tell()", cuda_only=True), part("tests", "tell()", needs=("no",))]
+    code, parts = run([lane], device="cuda")
 
-    low, high, _ = probe.bracket(
-        100, lambda sizes: {n: n <= truth for n in sizes}, at_once=6, left_s=lambda: 100.0, least_s=1.0
-    )
+    assert (code, parts["machine"]["status"]) == (3, "done")
+    assert [parts[one.name].get("skipped") for one in lane] == ["no GPU"] * 3
+
+
+@pytest.mark.parametrize(
+    ("device", "needs", "source", "skipped", "expected"),
+    [
+        ("cuda", {"needs": ("there",), "needs_gib": 16}, "tell()", None, 0),
+        ("cuda", {"needs_gib": 40}, "tell()", "needs a GPU of 40 GiB, and this one has 16.0", 3),
+        ("cuda", {}, "tell(ok=None, skipped='no GPU')", None, 3),
+        ("cpu", {"cuda_only": True}, "tell()", "no GPU", 0),
+        ("cpu", {"needs": ("there", "lacking")}, "tell()", "missing: lacking", 3),
+        ("cpu", {"needs_gib": 40}, "tell(ok=None, skipped='no GPU')", None, 0),
+        ("cpu", {}, "tell(ok=None, skipped='the time is over')", None, 3),
+    ],
+)
+def test_reason_to_skip_is_told_and_with_device_cpu_no_gpu_is_excused(
+    run, part, device, needs, source, skipped, expected
+):
+    machine = {"gpu": "NVIDIA", "total_bytes": 16 * 2**30, "packages": {"there": "1.0", "lacking": None}}
+    code, parts = run([[part("survival", source, **needs)]], device=device, **machine)
+
+    assert (code, parts["survival"].get("skipped")) == (expected, skipped)
+
+
+def test_sigterm_keeps_what_was_found_and_ends_what_runs(part, tmp_path):
+    pid = tmp_path / "pid"
+    part("machine", "tell()")
+    part("survival", f"tell(False); (here / 'pid').write_text(str(os.getpid())){HANG}")
+    options = ["--device", "cpu", "--parts", "survival", "--program", tmp_path / "program.py", "--out", tmp_path]
+    with subprocess.Popen(
+        [sys.executable, BENCHMARKS / "gpu.py", *options], env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as process:
+        try:
+            wait_for(lambda: pid.exists() and pid.read_text())
+        finally:
+            process.terminate()
+
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert (process.returncode, parts["machine"]["status"]) == (143, "done")
+    assert parts["survival"]["rows"][0]["found"] == "its result"
+    wait_for_end(pid.read_text())
+
+
+def test_critical_path_is_that_of_the_longest_lane_of_each_stage(gpu):
+    one, two, five = (gpu.Part("", "", limit_s) for limit_s in (1, 2, 5))
+
+    assert gpu.critical_path_s([[[one]], [[two, two, two], [five]], [[one], [two]]]) == 1 + 6 + 2
+
+
+def test_limits_fit_the_time_for_all_which_is_below_eight_minutes(gpu):
+    assert gpu.critical_path_s(gpu.STAGES) <= gpu.parse([])[0].budget < 8 * 60
+
+
+def test_every_part_has_its_function(gpu, monkeypatch):
+    cases = load("gpu_cases", monkeypatch)
+
+    assert [one.name for one in gpu.parts_of() if not callable(getattr(cases, one.name, None))] == []
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("truth", [0, 33, 100, 101, 104, 140, 700])
+def test_bracket_around_the_truth_closes(monkeypatch, truth):
+    bracket = load("gpu_cases", monkeypatch).bracket
+
+    low, high, _ = bracket(100, lambda sizes: {n: n <= truth for n in sizes}, at_once=6, has_time=lambda: True)
 
     assert (low, high) == (truth, truth + 1)
