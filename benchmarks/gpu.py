@@ -22,6 +22,7 @@ import contextlib
 import datetime as dt
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,8 @@ class Run:
         self._machine = {}
         self._records = {}
         self._children = {}
+        self._failure = None
+        self._is_stopped = False
         (options.out / "gpu.log").unlink(missing_ok=True)
 
     def run(self):
@@ -218,24 +221,30 @@ class Run:
         return self._code()
 
     def stop(self):
-        """End the parts that run, and keep what they found."""
+        """End the parts that run, begin no other, and keep what they found."""
         with self._lock:
+            self._is_stopped = True
             for name, process in self._children.items():
                 _kill(process)
                 part = next(part for part in parts_of(self._stages) if part.name == name)
-                self._records[name] = self._read(part) | {"status": "stopped from outside"}
+                about = {"title": part.title, "limit_s": part.limit_s, "status": "stopped from outside", "seconds": 0.0}
+                self._records[name] = self._read(part) | about
         self._write()
 
     def _lane(self, lane):
-        for part in lane:
-            why = self._why_not(part)
-            began = time.monotonic()
-            record = {"status": "skipped", "skipped": why, "rows": []} if why else self._run(part)
-            record |= {"title": part.title, "limit_s": part.limit_s, "seconds": round(time.monotonic() - began, 1)}
-            with self._lock:
-                self._records[part.name] = record
-            self._tell(part, record)
-            self._write()
+        try:
+            for part in lane:
+                why = self._why_not(part)
+                began = time.monotonic()
+                record = {"status": "skipped", "skipped": why, "rows": []} if why else self._run(part)
+                record |= {"title": part.title, "limit_s": part.limit_s, "seconds": round(time.monotonic() - began, 1)}
+                with self._lock:
+                    self._records[part.name] = record
+                self._tell(part, record)
+                self._write()
+        except Exception:  # noqa: BLE001 - of the file system, mostly; the other lanes go on
+            self._failure = traceback.format_exc()
+            print(self._failure, file=sys.stderr, flush=True)
 
     def _why_not(self, part):
         if part.name != "machine":
@@ -259,20 +268,21 @@ class Run:
         command += ["--budget", f"{max(1.0, limit_s - _GRACE_S):.0f}", "--device", self._options.device]
         command += ["--out", str(self._options.out), "--machine", json.dumps(self._machine)]
         command += ["--tiny"] if self._options.tiny else []
-        print(f"{part.name}: {part.title} (at most {limit_s:.0f} s) ...", flush=True)
+        print(f"{part.name}: {part.title} (at most {limit_s:.0f} s) ...\n", end="", flush=True)
         log = self._scratch / f"{part.name}.log"
         with log.open("w") as output:
-            process = subprocess.Popen(
-                [str(word) for word in command],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=_environment(self._scratch / part.name),
-                start_new_session=True,
-                cwd=ROOT,
-            )
             with self._lock:
-                self._children[part.name] = process
+                if self._is_stopped:
+                    return self._read(part) | {"status": "stopped from outside"}
+                process = self._children[part.name] = subprocess.Popen(
+                    [str(word) for word in command],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(self._scratch / part.name),
+                    start_new_session=True,
+                    cwd=ROOT,
+                )
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -311,7 +321,7 @@ class Run:
         lines = [f"{part.name}: {record['status']}{reason}, {record['seconds']:.0f} s"]
         lines += [f"  {'!!' if r['ok'] is False else '  '} {r['what']}: {r['found']}" for r in record["rows"]]
         lines += [f"     > {line}" for line in record.get("log", ())[-12:]]
-        print("\n".join(lines), flush=True)
+        print("\n".join(lines) + "\n", end="", flush=True)  # in one piece, since lanes print side by side
 
     def _write(self):
         with self._lock:
@@ -321,7 +331,9 @@ class Run:
                 "device": self._options.device,
                 "tiny": self._options.tiny,
                 "machine": self._machine,
-                "parts": {part.name: self._records[part.name] for part in parts_of() if part.name in self._records},
+                "parts": {
+                    part.name: self._records[part.name] for part in parts_of(self._stages) if part.name in self._records
+                },
             }
             replace_text(self._options.out / "gpu.json", json.dumps(record, indent=1) + "\n")
             logs = sorted(self._scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
@@ -329,7 +341,9 @@ class Run:
             replace_text(self._options.out / "gpu.log", "\n".join(texts))
 
     def _code(self):
-        if any(record["status"] != "skipped" and not _is_good(record) for record in self._records.values()):
+        if self._failure or any(
+            record["status"] != "skipped" and not _is_good(record) for record in self._records.values()
+        ):
             return 1
         return 3 if any(not self._is_excused(why) for record in self._records.values() for why in _skips(record)) else 0
 
@@ -406,11 +420,13 @@ def main(arguments=None):
     with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
         run = Run(options, stages, scratch)
 
-        def stopped(*_):
+        def stopped(number, _):
             run.stop()
-            os._exit(143)
+            shutil.rmtree(scratch, ignore_errors=True)
+            os._exit(128 + number)
 
-        signal.signal(signal.SIGTERM, stopped)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, stopped)
         code = run.run()
     print(f"written: {options.out}/gpu.json")
     return code

@@ -102,6 +102,22 @@ def test_part_that_does_not_end_well_keeps_its_findings_and_does_not_stop_the_ne
     assert parts["survival"]["rows"][0]["found"] == "its result"
 
 
+def test_results_that_could_not_be_written_are_told_by_the_exit_code(gpu, run, part, monkeypatch):
+    write = gpu.replace_text
+
+    def fail_once(path, text):
+        if '"survival"' in text and '"lost"' not in text:
+            raise OSError("No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(gpu, "replace_text", fail_once)
+    lanes = [part("survival", "tell()"), part("tests", "tell()")], [part("lost", "time.sleep(2); tell()")]
+    code, parts = run(lanes)
+
+    assert code == 1
+    assert parts["lost"]["status"] == "done"
+
+
 def test_what_a_hanging_part_started_is_ended_with_it(run, part, tmp_path):
     run([[part("survival", f"(here / 'pid').write_text(str(subprocess.Popen(['sleep', '600']).pid)){HANG}", 4)]])
 
