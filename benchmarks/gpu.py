@@ -10,9 +10,9 @@ timelines.json.gz and allocations.json.gz (predicted and real allocations of eac
 
 With `--device cpu --tiny` the same program runs small sizes without a GPU: everything except what only CUDA has.
 
-Exit code: 0, every part was completed and found what is promised; 1, a part failed or a promise was broken; 3, neither,
-but a part was skipped (no GPU, a GPU too small, a package missing, no time left). With `--device cpu` a part that needs
-CUDA may be skipped.
+Exit code: 0, every part was completed and found what is promised; 1, a part failed or a promise was broken; 2, an
+option cannot be used; 3, a part was skipped (no GPU, a GPU too small, a package missing, no time left) and nothing
+failed; 128 and the signal's number, it was stopped. With `--device cpu` a part that needs CUDA may be skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import datetime as dt
 import json
+import math
 import os
 import shutil
 import signal
@@ -39,6 +40,7 @@ NO_GPU, NO_TIME = "no GPU", "the time is over"
 _TAIL_LINES = 40
 # Without a GPU the code is tried, not the time.
 _CPU_PATIENCE = 6.0
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _COMPARES_BITS = ("survival", "tests", "neighbour")
 # With less time left a part is not started: importing torch and making a context takes much of it.
 _LEAST_S = 12.0
@@ -166,7 +168,8 @@ class Findings:
 
 
 def run_inside(options):
-    """Run one part in this process."""
+    """Run one part in this process, which ends also where gpu.py was killed."""
+    signal.alarm(math.ceil(options.budget + 2 * _GRACE_S))
     findings = Findings(
         options.result,
         options.budget,
@@ -208,7 +211,8 @@ class Run:
         self._children = {}
         self._failure = None
         self._is_stopped = False
-        (options.out / "gpu.log").unlink(missing_ok=True)
+        for name in ("gpu.json", "gpu.log", "timelines.json.gz", "allocations.json.gz"):
+            (options.out / name).unlink(missing_ok=True)  # of an earlier run
 
     def run(self):
         """Run all stages; return the exit code."""
@@ -239,6 +243,8 @@ class Run:
                 record = {"status": "skipped", "skipped": why, "rows": []} if why else self._run(part)
                 record |= {"title": part.title, "limit_s": part.limit_s, "seconds": round(time.monotonic() - began, 1)}
                 with self._lock:
+                    if self._is_stopped:
+                        return
                     self._records[part.name] = record
                 self._tell(part, record)
                 self._write()
@@ -247,19 +253,21 @@ class Run:
             print(self._failure, file=sys.stderr, flush=True)
 
     def _why_not(self, part):
-        if part.name != "machine":
-            if self._options.device == "cuda" and not self._machine.get("gpu"):
-                return NO_GPU
-            if self._options.device == "cpu" and part.cuda_only:
-                return NO_GPU
-            lacking = [name for name in part.needs if not self._machine.get("packages", {}).get(name)]
-            if lacking:
-                return f"missing: {', '.join(lacking)}"
-            gib = self._machine.get("total_bytes", 0) / 2**30
-            if self._options.device == "cuda" and gib < part.needs_gib:
-                return f"needs a GPU of {part.needs_gib:.0f} GiB, and this one has {gib:.1f}"
-        if self._left_s() < _LEAST_S:
-            return NO_TIME
+        """Return why a part cannot run; None if it can."""
+        why = None if part.name == "machine" else self._lacks(part)
+        return NO_TIME if why is None and self._left_s() < _LEAST_S else why
+
+    def _lacks(self, part):
+        if self._records["machine"]["status"] != "done":
+            return "the part machine failed"
+        on_gpu, gib = self._options.device == "cuda", self._machine.get("total_bytes", 0) / 2**30
+        if (on_gpu and not self._machine.get("gpu")) or (not on_gpu and part.cuda_only):
+            return NO_GPU
+        lacking = [name for name in part.needs if not self._machine.get("packages", {}).get(name)]
+        if lacking:
+            return f"missing: {', '.join(lacking)}"
+        if on_gpu and gib < part.needs_gib:
+            return f"needs a GPU of {part.needs_gib:.0f} GiB, and this one has {gib:.1f}"
         return None
 
     def _run(self, part):
@@ -389,10 +397,17 @@ def replace_text(path, text):
     beside.replace(path)
 
 
+def _seconds(text):
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time")
+    return seconds
+
+
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for the result files")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts together")
+    parser.add_argument("--budget", type=_seconds, default=BUDGET_S, help="seconds for all parts together")
     parser.add_argument("--parts", default="", help=f"only these: {','.join(part.name for part in parts_of())}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes")
@@ -416,16 +431,22 @@ def main(arguments=None):
     options, stages = parse(arguments)
     if options.part:
         run_inside(options)
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"gpu.py: --out cannot be made: {error}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
         run = Run(options, stages, scratch)
 
         def stopped(number, _):
+            for name in _STOPS:
+                signal.signal(name, signal.SIG_IGN)
             run.stop()
             shutil.rmtree(scratch, ignore_errors=True)
             os._exit(128 + number)
 
-        for name in (signal.SIGTERM, signal.SIGINT):
+        for name in _STOPS:
             signal.signal(name, stopped)
         code = run.run()
     print(f"written: {options.out}/gpu.json")

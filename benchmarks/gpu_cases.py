@@ -122,12 +122,14 @@ def nvml_of_this_process():
 def machine(findings):
     """Describe the machine; measure what a context takes, and cuBLAS."""
     versions = {name: _version(name) for name in PACKAGES}
+    # Of the wheel, not of a source beside it.
     commit = ROOT / "build" / "gpu-bundle" / "commit"
+    is_wheel = commit.exists() and not Path(autoaccum.__file__).is_relative_to(ROOT)
     findings.keep(
         gpu=None,
         packages=versions,
         autoaccum_from=autoaccum.__file__,
-        commit=commit.read_text().strip() if commit.exists() else None,
+        commit=commit.read_text().strip() if is_wheel else None,
         python=platform.python_version(),
         platform=platform.platform(),
         cores=os.cpu_count(),
@@ -332,6 +334,7 @@ class Hog(autoaccum.Callback):
         self._armed, self._passes, self._blocks = True, 0, []
         self.now = 0
         self.phases = []
+        self.hit = False  # whether memory ran out in the window in which it was taken
 
     def hang_on(self, model, optimizer):
         """Attach to the model and the optimizer."""
@@ -348,6 +351,7 @@ class Hog(autoaccum.Callback):
     def on_oom(self, event, *, step):  # noqa: ARG002 - as the base has it
         """Record the phase, and free the memory."""
         self.phases.append(event.phase)
+        self.hit |= not self._armed and self.now == self._window
         if not self._keeps:
             self.give()
 
@@ -487,6 +491,7 @@ class Judge:
             options: As for `play`.
         """
         played = self.play(hog=hog, **options)
+        hog.hit |= played.error is not None
         self.phases.update(hog.phases)
         if isinstance(played.error, autoaccum.StateDamagedError):
             self.damaged += 1  # reported, never silent: the only exception
@@ -560,7 +565,7 @@ def survival(findings):
             judge.look(f"{moment} of window {window}", hog, limit_bytes=room)
         _tight(judge, findings)
         text, data = judge.told()
-        missed = [f"{moment} of window {window}" for (moment, window), hog in hogs.items() if not hog.phases]
+        missed = [f"{moment} of window {window}" for (moment, window), hog in hogs.items() if not hog.hit]
         text += f"; nothing failed in {', '.join(missed)}" if missed else ""
         # A step that needs no more memory than was reserved cannot fail.
         ok = not judge.wrong and {"forward", "backward"} <= judge.phases.keys()

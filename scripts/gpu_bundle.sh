@@ -30,7 +30,7 @@ if [ -n "$packages" ]; then
         --implementation cp --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
         $packages >&2
 fi
-git rev-parse HEAD >"$bundle/commit" 2>/dev/null || true  # for the results
+git describe --always --dirty >"$bundle/commit" 2>/dev/null || true  # for the results
 bytes="$(cat "$bundle"/*.whl | wc -c)"
 if ((bytes > most_mib << 20)); then
     echo "gpu_bundle: the wheels in $bundle have $((bytes >> 10)) KiB, and $most_mib MiB are allowed" >&2
@@ -43,5 +43,5 @@ into = pathlib.Path(sys.argv[1]);
 [zipfile.ZipFile(wheel).extractall(into) for wheel in pathlib.Path("$bundle").glob("*.whl")];
 own = [f"import site; site.addsitedir({folder!r})\n" for folder in site.getsitepackages()];
 (into / "machine.pth").write_text("".join(own))' "\$v"/lib/python3*/site-packages &&
-"\$v/bin/python" benchmarks/gpu.py --out "\$OUT" --budget 440${*:+$(printf ' %q' "$@")}
+"\$v/bin/python" benchmarks/gpu.py --out "\${OUT:?}" --budget 440${*:+$(printf ' %q' "$@")}
 END

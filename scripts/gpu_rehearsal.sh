@@ -10,8 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin="$(realpath "$1")/bin"
 shift
 OUT="$(realpath -m "${OUT:-build/gpu-rehearsal}")"
-rm -rf "$OUT"
-mkdir -p "$OUT"
+mkdir -p "$OUT"  # gpu.py removes its files of an earlier run
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/tree" "$scratch/tmp"

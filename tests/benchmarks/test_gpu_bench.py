@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -192,7 +193,8 @@ def test_reason_to_skip_is_told_and_with_device_cpu_no_gpu_is_excused(
     assert (code, parts["survival"].get("skipped")) == (expected, skipped)
 
 
-def test_sigterm_keeps_what_was_found_and_ends_what_runs(part, tmp_path):
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGTERM)])
+def test_signals_keep_what_was_found_and_end_what_runs(part, tmp_path, signals):
     pid = tmp_path / "pid"
     part("machine", "tell()")
     part("survival", f"tell(False); (here / 'pid').write_text(str(os.getpid())){HANG}")
@@ -203,12 +205,23 @@ def test_sigterm_keeps_what_was_found_and_ends_what_runs(part, tmp_path):
         try:
             wait_for(lambda: pid.exists() and pid.read_text())
         finally:
-            process.terminate()
+            for number in signals:
+                process.send_signal(number)
+                time.sleep(0.002)
 
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert (process.returncode, parts["machine"]["status"]) == (143, "done")
+    assert (process.returncode, parts["machine"]["status"]) == (128 + signals[0], "done")
     assert parts["survival"]["rows"][0]["found"] == "its result"
     wait_for_end(pid.read_text())
+
+
+@pytest.mark.parametrize("option", [("--budget", "nan"), ("--budget", "0"), ("--parts", "no such part")])
+def test_option_that_cannot_be_used_is_refused(gpu, option, capsys):
+    with pytest.raises(SystemExit) as refused:
+        gpu.parse(option)
+
+    assert refused.value.code == 2
+    assert option[1] in capsys.readouterr().err
 
 
 def test_critical_path_is_that_of_the_longest_lane_of_each_stage(gpu):
