@@ -71,13 +71,14 @@ class Transfer:
                     yield _arrived(on_their_way, computing)
             if on_their_way:
                 yield _arrived(on_their_way, computing)
-        finally:
-            if on_their_way:
-                # The window is abandoned during a copy: the memory must not be used again before that has ended.
-                # `Tensor.record_stream` would do it too, but ends the process where such memory is freed on a lost
-                # device.
+        except BaseException as error:
+            if on_their_way or not isinstance(error, GeneratorExit):
+                # The window is abandoned, or a copy interrupted: the memory must not be used again before copies have
+                # ended. `Tensor.record_stream` would do it too, but ends the process where such memory is freed on a
+                # lost device.
                 with contextlib.suppress(RuntimeError):  # the device is lost
                     computing.wait_stream(stream)
+            raise
 
     def _begin(
         self, batch: Any, stream: torch.cuda.Stream, computing: torch.cuda.Stream
@@ -85,8 +86,8 @@ class Transfer:
         """Begin to copy a batch; return it on the device, and the event of its arrival."""
         copies: list[tuple[Tensor, Tensor]] = []
         moved = map_tensors(functools.partial(self._place_for, copies), batch, objects=self._place_object)
-        # The memory comes from the computing stream's pool, so that copies need no pool of their own. The copying stream
-        # has to wait for its previous use, and for what the computing stream fills it with, as it does with
+        # The memory comes from the computing stream's pool, so that copies need no pool of their own. The copying
+        # stream has to wait for its previous use, and for what the computing stream fills it with, as it does with
         # deterministic algorithms (torch.utils.deterministic.fill_uninitialized_memory).
         stream.wait_stream(computing)
         with torch.cuda.stream(stream):

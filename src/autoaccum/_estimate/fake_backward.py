@@ -44,7 +44,8 @@ class _Same(torch.autograd.Function):
 
 def _own_themselves() -> bool:
     """Whether the node of a `torch.autograd.Function` outlives its output and the nodes before it."""
-    node: Any = _Same.apply(torch.zeros(1, requires_grad=True)).grad_fn
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        node: Any = _Same.apply(torch.zeros(1, device="cpu", requires_grad=True)).grad_fn
     try:
         return bool(node.next_functions)
     except RuntimeError:
@@ -138,7 +139,8 @@ def backward_from(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 def _needs_owner(node: Any) -> bool:
     """Whether a node ends with the node before it: a `torch.autograd.Function`, in PyTorch 2.11 and before.
 
-    What the node before has saved then stays until the function has run, longer than in the engine.
+    What the node before has saved then stays until the function has run, longer than in the engine; in a chain of
+    functions until the last of them has.
     """
     return not _OWN_THEMSELVES and hasattr(node, "needs_input_grad")
 
