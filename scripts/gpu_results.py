@@ -3,10 +3,10 @@
     python scripts/gpu_results.py FOLDER [FOLDER ...]
     python scripts/gpu_results.py [--check]
 
-A FOLDER is what `benchmarks/gpu.py --out FOLDER` wrote. Of several, a part of a later one replaces that of an earlier
-one unless it was skipped. Written are benchmarks/results/gpu-NAME.json, without logs and paths; beside it the predicted
-and real allocations, by which other rules of predictions can be judged; and what stands between the markers of the
-pages. Without a FOLDER the pages are written from benchmarks/results/. With `--check` nothing is written.
+A FOLDER is what `benchmarks/gpu.py --out FOLDER` wrote. Its parts that found something replace those of earlier
+folders, and of the record that there is. Written are benchmarks/results/gpu-NAME.json, without logs and paths; beside
+it the predicted and real allocations, by which other rules of predictions can be judged; and what stands between the
+markers of the pages. Without a FOLDER the pages are written from benchmarks/results/, and with `--check` compared.
 
 Exit code: 0; 1, with `--check` a page is out of date; 2, a folder cannot be used.
 """
@@ -37,8 +37,10 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     options = parser.parse_args(arguments)
+    if options.folders and options.check:
+        parser.error("--check compares the pages with benchmarks/results/, and takes no FOLDER")
     try:
-        if options.folders and not options.check:
+        if options.folders:
             keep(options.folders, root / "benchmarks" / "results")
         stale = rewrite(root, write=not options.check)
     except ValueError as error:
@@ -56,21 +58,35 @@ def keep(folders: list[Path], results: Path) -> None:
     if len(names) > 1:
         raise ValueError(f"these are of different GPUs: {', '.join(sorted(names))}; give the folders of one")
     last = runs[-1]
-    gpu, parts = last["machine"]["gpu"], {}
+    gpu = last["machine"]["gpu"]
     at = results / f"gpu-{re.sub(r'[^a-z0-9]+', '-', gpu.lower().removeprefix('nvidia '))}"
+    record = at.with_name(f"{at.name}.json")
+    parts = _parts_of([*([json.loads(record.read_text())] if record.exists() else []), *runs])
+    found = _slim({"gpu": gpu, "written": last["written"], "machine": last["machine"], "parts": parts})
+    try:
+        _tables(found)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"a row is none of benchmarks/gpu.py ({type(error).__name__}: {error})") from None
     results.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(found, indent=1) + "\n")
     for folder, run in zip(folders, runs, strict=True):
+        if run["parts"].get("predictions", {}).get("rows"):
+            for source in folder.glob("*.json.gz"):
+                shutil.copyfile(source, at.with_name(f"{at.name}-{source.name}"))
+
+
+def _parts_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last of each part that found something, with where it was made if not as the last run."""
+    parts: dict[str, Any] = {}
+    for run in runs:
         for name, part in run["parts"].items():
-            if part["status"] == "skipped" and name in parts:
-                continue
-            parts[name] = {key: part[key] for key in ("title", "status", "skipped", "rows") if key in part}
-            if (made := _made(run)) != _made(last):
-                parts[name]["made"] = made
-            if name == "predictions":
-                for source in folder.glob("*.json.gz"):
-                    shutil.copyfile(source, at.with_name(f"{at.name}-{source.name}"))
-    record = {"gpu": gpu, "written": last["written"], "machine": last["machine"], "parts": parts}
-    at.with_name(f"{at.name}.json").write_text(json.dumps(_slim(record), indent=1) + "\n")
+            if part["rows"] or name not in parts:
+                kept = {key: part[key] for key in ("title", "status", "skipped", "rows") if key in part}
+                parts[name] = kept | {"made": part.get("made", _made(run))}
+    for part in parts.values():
+        if part["made"] == _made(runs[-1]):
+            del part["made"]
+    return parts
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -83,6 +99,8 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no result of benchmarks/gpu.py ({type(error).__name__}: {error})") from None
     if not on_gpu:
         raise ValueError(f"{path} was not made on a GPU, or was made with --tiny")
+    if not any(part["rows"] for part in run["parts"].values()):
+        raise ValueError(f"{path} has no part that found anything")
     return run
 
 
@@ -126,7 +144,9 @@ def _status(records: list[dict[str, Any]], page: str) -> str:
     if not records:
         return "**Not yet run on a GPU.**"
     runs = [f"{'an' if one['gpu'][0] in 'AEINO' else 'a'} {one['gpu']} ({_made(one)})" for one in records]
-    rows = [row for record in records for part in record["parts"].values() for row in part["rows"]]
+    # The first row of the tests stands for all of them.
+    parts = [(name, part["rows"]) for record in records for name, part in record["parts"].items()]
+    rows = [row for name, found in parts for row in (found[:1] if name == "tests" else found)]
     failed, checks = (sum(row["ok"] in kinds for row in rows) for kinds in ((False,), (False, True)))
     link = "#what-failed-and-what-was-skipped" if page == TABLES else f"{'' if '/' in page else 'docs/'}gpu.md"
     return f"Run on {' and '.join(runs)}; [{failed} of {checks} checks failed]({link})."
@@ -135,7 +155,8 @@ def _status(records: list[dict[str, Any]], page: str) -> str:
 def _made(run: dict[str, Any]) -> str:
     about = run["machine"]
     versions = f"driver {about.get('driver')}, CUDA {about.get('cuda')}, PyTorch {about['packages']['torch']}"
-    return f"{run['written'][:10]}, {versions}"
+    commit = f", commit {about['commit']}" if about.get("commit") else ""
+    return f"{run['written'][:10]}, {versions}{commit}"
 
 
 def _tables(record: dict[str, Any]) -> str:
@@ -163,7 +184,7 @@ def _clean(text: str) -> str:
 
 def _plain(rows: list[dict[str, Any]]) -> str:
     rows = [row for row in rows if row["ok"] is not False and not row.get("skipped")]
-    return _table("what | found", [(row["what"], _clean(row["found"])) for row in rows])
+    return _table("what | found", [(_clean(row["what"]), _clean(row["found"])) for row in rows])
 
 
 def _predictions(rows: list[dict[str, Any]]) -> str:
@@ -237,7 +258,9 @@ def _failed(parts: dict[str, Any]) -> str:
     lines, skipped = [], {}
     for name, part in parts.items():
         lines += [] if part["status"] in ("done", "skipped") else [f"- {name}: {part['status']}"]
-        lines += [f"- {name}: {row['what']}: {_clean(row['found'])}" for row in part["rows"] if row["ok"] is False]
+        lines += [
+            f"- {name}: {_clean(row['what'])}: {_clean(row['found'])}" for row in part["rows"] if row["ok"] is False
+        ]
         for row in ({"what": "all"} | part, *part["rows"]):
             if why := row.get("skipped"):
                 skipped.setdefault(f"{name}: skipped ({why})", []).append(row["what"])

@@ -130,12 +130,34 @@ def test_later_folder_replaces_parts_that_it_did_not_skip(root, folder):
     assert (root / "benchmarks" / "results" / "gpu-h200-allocations.json.gz").read_bytes() == b"first"
 
 
+def test_run_of_one_part_leaves_the_others_of_the_record(root, folder):
+    gpu_results.main([folder("one", allocations=b"first")], root)
+    alone = other(written="2026-12-01T00:00:00+00:00", parts={"lost": SAMPLE["parts"]["lost"]})
+
+    assert gpu_results.main([folder("two", alone, allocations=b"second")], root) == 0
+
+    assert record(root)["parts"].keys() == SAMPLE["parts"].keys()
+    assert record(root)["parts"]["survival"]["made"].startswith("2026-11-26")
+    assert (root / "benchmarks" / "results" / "gpu-h200-allocations.json.gz").read_bytes() == b"first"
+
+
+def test_failed_tests_count_as_one_check(root, folder):
+    rows = [{"what": f"test {number}", "found": "E", "ok": False, "data": {}} for number in range(3)]
+    run = other(parts={"tests": {"title": "Tests", "status": "done", "rows": rows}})
+
+    gpu_results.main([folder(run=run)], root)
+
+    assert "[1 of 1 checks failed]" in (root / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     [
         (other(device="cpu"), "was not made on a GPU"),
         (other(machine=SAMPLE["machine"] | {"gpu": None}), "was not made on a GPU"),
         (other(tiny=True), "was made with --tiny"),
+        (other(parts={}), "has no part that found anything"),
+        (other(parts={"lost": {"title": "", "status": "done", "rows": [{"what": ""}]}}), "a row is none of"),
         ('{"device": "cu', "is no result of benchmarks/gpu.py (JSONDecodeError"),
         ('{"device": "cuda"}', "is no result of benchmarks/gpu.py (KeyError: 'machine')"),
         ("[]", "is no result of benchmarks/gpu.py (TypeError"),
