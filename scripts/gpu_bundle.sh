@@ -30,7 +30,9 @@ if [ -n "$packages" ]; then
         --implementation cp --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
         $packages >&2
 fi
-git describe --always --dirty >"$bundle/commit" 2>/dev/null || true  # for the results
+if commit="$(git describe --always --dirty 2>/dev/null)"; then
+    echo "$commit" >"$bundle/commit"  # for the results
+fi
 bytes="$(cat "$bundle"/*.whl | wc -c)"
 if ((bytes > most_mib << 20)); then
     echo "gpu_bundle: the wheels in $bundle have $((bytes >> 10)) KiB, and $most_mib MiB are allowed" >&2

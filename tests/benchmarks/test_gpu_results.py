@@ -1,19 +1,18 @@
 """What scripts/gpu_results.py makes of a run of benchmarks/gpu.py; gpu_sample.json is a part of a real one."""
 
 import copy
+import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from folders import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import gpu_results
-
+_SPEC = importlib.util.spec_from_file_location("gpu_results", ROOT / "scripts" / "gpu_results.py")
+gpu_results = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(gpu_results)
 SAMPLE = json.loads((Path(__file__).parent / "gpu_sample.json").read_text())
 
 
