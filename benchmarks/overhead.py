@@ -6,7 +6,8 @@ the median ratio of a window's time with its quartiles, and the microseconds tha
 
     python benchmarks/overhead.py [--windows 400] [--micro-batches 1 4 16] [--out benchmarks/results/overhead.json]
 
-Windows of 1 and of 16 micro-batches tell what belongs to a window from what belongs to each micro-batch.
+Windows of 1 and of 16 micro-batches tell what belongs to a window from what belongs to each micro-batch. On a GPU
+`gpu.py` measures the overhead.
 """
 
 from __future__ import annotations
@@ -37,30 +38,27 @@ def network(width):
 
 def hand_written(model, criterion, optimizer, images, target, sub_batch_size):
     """Document 002's preferred form, with its mean corrected and transfers as written there."""
-    device = next(model.parameters()).device
     micro_batches = len(images) // sub_batch_size
     optimizer.zero_grad()
     for step in range(micro_batches):
         part = slice(step * sub_batch_size, (step + 1) * sub_batch_size)
-        outputs = model(images[part].to(device, non_blocking=True))
-        loss = criterion(outputs, target[part].to(device, non_blocking=True))
+        outputs = model(images[part].to("cpu", non_blocking=True))
+        loss = criterion(outputs, target[part].to("cpu", non_blocking=True))
         loss = loss / micro_batches
         loss.backward()
     optimizer.step()
 
 
-def measure(width, sub_batch_size, micro_batches, windows, device):
+def measure(width, sub_batch_size, micro_batches, windows):
     torch.manual_seed(0)
-    by_hand = network(width).to(device)
+    by_hand = network(width)
     ours, accumulated = copy.deepcopy(by_hand), copy.deepcopy(by_hand)
     criterion = nn.CrossEntropyLoss()
     samples = micro_batches * sub_batch_size
     images, target = torch.randn(samples, 64), torch.randint(0, 10, (samples,))
-    if device.type == "cuda":
-        images, target = images.pin_memory(), target.pin_memory()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=1e-3)
     optimizer_of_accumulated = torch.optim.SGD(accumulated.parameters(), lr=1e-3)
-    settings = {"loss": criterion, "device": device, "precision": "fp32", "notices": Notices(silent=True)}
+    settings = {"loss": criterion, "device": "cpu", "precision": "fp32", "notices": Notices(silent=True)}
     plan = autoaccum.plan(samples, sub_batch_size)
     runner = autoaccum.Runner(ours, torch.optim.SGD(ours.parameters(), lr=1e-3), plan, **settings)
     accumulator = autoaccum.Accumulator(accumulated, micro_batch=sub_batch_size, **settings)
@@ -70,12 +68,9 @@ def measure(width, sub_batch_size, micro_batches, windows, device):
         accumulator.backward((images, target))
         optimizer_of_accumulated.step()
 
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
     def timed(function):
         started = time.perf_counter()
         function()
-        wait()
         return time.perf_counter() - started
 
     loops = [
@@ -114,12 +109,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=400)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[MICRO_BATCHES], help="in a window")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # small operators on several threads measure the threads
+    torch.set_num_threads(1)  # small operators on several threads measure the threads
     results = {}
     print(
         "| | micro-step | micro-batches | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |"
@@ -127,7 +119,7 @@ def main():
     print("|---|---|---|---|---|---|")
     for (name, (width, sub_batch_size)), micro_batches in itertools.product(SIZES.items(), options.micro_batches):
         windows = max(40, options.windows * MICRO_BATCHES // micro_batches // (10 if name == "10 ms" else 1))
-        times = measure(width, sub_batch_size, micro_batches, windows, device)
+        times = measure(width, sub_batch_size, micro_batches, windows)
         for which, loop in enumerate(("Runner", "Accumulator"), 1):
             found = results[f"{loop}, {name}, {micro_batches}"] = summary(times, which, micro_batches)
             low, high = found["ratio_quartiles"]
@@ -137,7 +129,7 @@ def main():
                 f"| {found['ratio_median']:.3f} ({low:.3f} to {high:.3f}) "
                 f"| {found['added_us_per_micro_step_median']:.1f} ({added_low:.1f} to {added_high:.1f}) |"
             )
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, 1 thread"
+    machine = f"{processor()}, 1 thread"
     python = platform.python_version()
     print(f"\n{machine}, torch {torch.__version__}, Python {python}")
     if options.out is not None:

@@ -80,7 +80,7 @@ def _parts_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for run in runs:
         for name, part in run["parts"].items():
-            if part["rows"] or name not in parts:
+            if name not in parts or any(not row.get("skipped") for row in part["rows"]):
                 kept = {key: part[key] for key in ("title", "status", "skipped", "rows") if key in part}
                 parts[name] = kept | {"made": part.get("made", _made(run))}
     for part in parts.values():
@@ -99,7 +99,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no result of benchmarks/gpu.py ({type(error).__name__}: {error})") from None
     if not on_gpu:
         raise ValueError(f"{path} was not made on a GPU, or was made with --tiny")
-    if not any(part["rows"] for part in run["parts"].values()):
+    if not any(not row.get("skipped") for part in run["parts"].values() for row in part["rows"]):
         raise ValueError(f"{path} has no part that found anything")
     return run
 
@@ -198,6 +198,8 @@ def _predictions(rows: list[dict[str, Any]]) -> str:
             found[row["what"]] = error = said[f"{what}_bytes"] / real[f"{what}_bytes"] - 1
             cells += [f"{real[f'{what}_bytes'] / 2**30:.2f}", f"{error:+.1%}"]
         beyond += [row["what"]] if real["reserved_bytes"] > said["reserved_bytes"] * (1 + said["uncertainty"]) else []
+        process_bytes = real.get("nvml_process_bytes")
+        cells += [f"{process_bytes / 2**30:.2f}" if process_bytes else "-"]
         cells += [f"{said['uncertainty']:.1%}", f"{segments['reserved_bytes'] / 2**30:.2f}" if segments else "-"]
         table.append(cells)
     lines: list[str] = []
@@ -208,7 +210,8 @@ def _predictions(rows: list[dict[str, Any]]) -> str:
         ends = f"most over {found[most]:+.1%} ({most}), most under {found[least]:+.1%} ({least})"
         lines.append(f"- **{what.capitalize()}**, {len(sizes)} jobs: {said}; {ends}.")
     lines += [f"- **Reserved more than predicted with its margin**: {'; '.join(beyond) or 'none'}."] if table else []
-    head = "job | samples | allocated, GiB | predicted | reserved, GiB | predicted | margin | expandable segments, GiB"
+    head = "job | samples | allocated, GiB | predicted | reserved, GiB | predicted | NVML, GiB | margin | "
+    head += "expandable segments, GiB"
     return "\n".join([_table(head, table), "", *lines]).strip()
 
 
