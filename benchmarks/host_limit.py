@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autoaccum._memory import Host, format_bytes
 from autoaccum._oom import first_line, is_oom, let_go

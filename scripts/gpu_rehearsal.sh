@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_rehearsal.sh ENVIRONMENT [OPTION OF benchmarks/gpu.py]...
 #
-# The environment stands for the GPU machine's Python (`make gpu-rehearsal` makes one). The copy of the tree has no src/,
+# The environment stands for the GPU machine's Python (`make gpu-rehearsal` makes one). The copy of the tree has no autoaccum/,
 # so that only the wheel can be imported. OUT names the folder for the results, by default build/gpu-rehearsal.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,5 +21,5 @@ git ls-files -coz --exclude-standard | while read -rd '' path; do
 done | tar -c --null --files-from - | tar -x -C "$scratch/tree"
 cd "$scratch/tree"
 command="$(scripts/gpu_bundle.sh --device cpu --tiny "$@")"
-rm -r src
+rm -r autoaccum
 env -u PYTHONPATH PATH="$bin:$PATH" TMPDIR="$scratch/tmp" OUT="$OUT" bash -c "$command"

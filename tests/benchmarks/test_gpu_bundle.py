@@ -26,7 +26,7 @@ def run(*command, root=ROOT, check=True, **variables):
 def copy(tmp_path_factory):
     """The tree, as far as its wheel takes it: the bundle that a person has made stays as it is."""
     root = tmp_path_factory.mktemp("tree")
-    for name in ("src", "scripts"):
+    for name in ("autoaccum", "scripts"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root)

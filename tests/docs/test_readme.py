@@ -123,7 +123,7 @@ def test_commands_that_it_names_are_in_the_makefile():
 @pytest.mark.parametrize("page", ["architecture.md", "design.md"])
 def test_modules_that_the_pages_for_developers_name_are_there(page):
     text = (ROOT / "docs" / page).read_text()
-    package = ROOT / "src" / "autoaccum"
+    package = ROOT / "autoaccum"
     named = set(re.findall(r"`((?:_[a-z]+/)[a-z_/]*(?:\.py)?)`", text))
 
     assert named

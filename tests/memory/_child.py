@@ -23,7 +23,7 @@ def run_checks(*names):
     """Run checks in one child process and return what each returned, or its traceback as a string."""
     import warm
 
-    source = Path(__file__).resolve().parents[2] / "src"
+    source = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [*warm.python(), "-W", "error", __file__, *names],
         capture_output=True,

@@ -215,7 +215,7 @@ def run_in_child():
         text=True,
         timeout=240,
         check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(TESTS)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
     )
     assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])

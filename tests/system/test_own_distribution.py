@@ -19,7 +19,7 @@ def run_source(tmp_path):
             (tmp_path / entry.name).symlink_to(entry.path)
 
     def run(*arguments):
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
         command = [sys.executable, "-S", *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
