@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum._system import html_page
@@ -29,24 +29,36 @@ class _HasItem(Protocol):
     def item(self) -> Any: ...
 
 
+@runtime_checkable
+class _Sum(Protocol):
+    def total(self) -> _HasItem:
+        """Return the sum of its parts."""
+
+
 class DeviceScalar:  # noqa: PLW1641 - a hash would wait for the device
-    """A number that may still be on the device; the first `read()` waits for it and keeps the float."""
+    """A number that may still be on the device; the first `read()` waits for it and keeps the float.
+
+    Args:
+        value: The number, or parts that are added when it is needed.
+    """
 
     __slots__ = ("_value",)
 
-    def __init__(self, value: float | _HasItem) -> None:
-        self._value = value
+    def __init__(self, value: float | _HasItem | _Sum) -> None:
+        self._value: Any = value
 
     def read(self) -> float:
         """Return the number; the first call waits for the device."""
         if not isinstance(self._value, float):
-            value = self._value
+            value = self.value
             self._value = float(value if isinstance(value, int) else value.item())
-        return self._value
+        return float(self._value)
 
     @property
     def value(self) -> Any:
         """The number without waiting: a float, or a tensor that may still be on the device."""
+        if isinstance(self._value, _Sum):
+            self._value = self._value.total()
         return self._value
 
     def __eq__(self, other: object) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
-from autoaccum._data.pieces import NestedPiece, Span, WholePiece
+from autoaccum._data.pieces import NestedPiece, Span, WholePiece, structure_of_flat
 from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
@@ -52,6 +52,7 @@ class Window(Sequence[Any]):
     """
 
     _split: Split | None
+    is_known = False  # whether it is just like one before
 
     def __init__(self, batches: Iterable[Any], split: Split | None = None) -> None:
         check_split(split)
@@ -101,6 +102,17 @@ class Window(Sequence[Any]):
         self._seen: dict[tuple[int, int], Any] = {}
         self._groups: list[int] | None = None
         self._tensors: list[Tensor] | None = None
+
+    def plain_batch(self) -> Any:
+        """The only batch, if all of it is here and it is a tuple or a list of tensors that are cut along their rows."""
+        if len(self._spans) != 1 or not self._spans[0].is_whole:
+            return None
+        piece = self._spans[0].piece
+        return piece.batch if isinstance(piece, NestedPiece) and piece.is_flat else None
+
+    def structure(self) -> Hashable:
+        """The nesting, types and dimensions of its pieces, without their sizes."""
+        return tuple(dict.fromkeys(span.piece.structure() for span in self._spans))
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -296,6 +308,38 @@ class Window(Sequence[Any]):
             pieces = {id(span.piece): span.piece for span in self._spans}  # one may be there with each of its samples
             self._tensors = [tensor for piece in pieces.values() for tensor in piece.tensors()]
         return self._tensors
+
+
+class KnownWindow(Window):
+    """A window of one batch of tensors that is just like one before, which is read only when it has to be."""
+
+    is_known = True
+    _READ = ("_spans", "_starts", "_seen", "_groups")
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self.samples = len(batch[0])
+        self._split = ByDefault()
+        self._tensors = list(batch)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read the batch.
+
+        Raises:
+            AttributeError: That gives no attribute of this name.
+        """
+        if name not in self._READ:
+            raise AttributeError(name)
+        self._read([self._batch], ByDefault())
+        return vars(self)[name]
+
+    def plain_batch(self) -> Any:
+        """The batch."""
+        return self._batch
+
+    def structure(self) -> Hashable:
+        """The types and dimensions of its tensors, without their sizes."""
+        return (structure_of_flat(self._batch),)
 
 
 def check_windows(target_batch: object, last_window: str) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
-    from autoaccum._snapshot import RandomState
+    from autoaccum._data.random_state import RandomState
 
 # The value of `RandomState.taken`, never modified.
 RandomStates = tuple[Any, ...]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoaccum._snapshot import OwnGenerators, RandomState
+from autoaccum._data.random_state import OwnGenerators, RandomState
 from autoaccum._system.exceptions import contextmanager
 
 _PLAIN = (bool, int, float, str, type(None))

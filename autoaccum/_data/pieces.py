@@ -22,7 +22,7 @@ from autoaccum._data.reading import Reading, refuse_flattened
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     import optree
 
@@ -92,6 +92,10 @@ class Piece(ABC):
     @abstractmethod
     def tensors(self) -> list[Tensor]:
         """The tensors in the batch."""
+
+    def structure(self) -> Hashable:
+        """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
+        return type(self), type(self.batch)
 
     def sample_bytes(self) -> int:
         """Bytes of the tensors of one sample."""
@@ -168,6 +172,18 @@ class NestedPiece(Piece):
             for leaf, dim in zip(self._leaves, self._dims, strict=True)
         ]
         self._kind: tuple[Any, ...] | None = None
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is a list or a tuple of tensors that are all cut along their rows."""
+        return self._sequence is not None and self.is_plain and all(self._cuttable)
+
+    def structure(self) -> Hashable:
+        """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
+        if self._sequence is not None:
+            return structure_of_flat(self.batch)
+        leaves = ((leaf.dtype, leaf.ndim) if isinstance(leaf, Tensor) else type(leaf) for leaf in self._leaves)
+        return self._structure(), tuple(leaves)
 
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
@@ -425,6 +441,11 @@ class WholePiece(Piece):
     def tensors(self) -> list[Tensor]:
         """The tensors found in the batch, also inside of objects."""
         return tensors_in(self.batch)
+
+
+def structure_of_flat(batch: Sequence[Tensor]) -> Hashable:
+    """Return the structure of a list or a tuple of tensors."""
+    return type(batch), tuple([(tensor.dtype, tensor.ndim, tensor.device.type) for tensor in batch])
 
 
 def weigher_of(split: Split | None) -> Callable[[Any], float] | None:

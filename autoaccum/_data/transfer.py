@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,14 @@ class Transfer:
 
     Args:
         device: The device to move them to.
+
+    Attributes:
+        copies: Whether batches already on the device are copied, since the model modifies its input in place.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = False
+        self.copies = False
         # Created with the first batch that has to be moved: it needs a driver, and memory of the card.
         self._stream: torch.cuda.Stream | None = None
 
@@ -42,19 +46,23 @@ class Transfer:
 
     def copy_always(self) -> None:
         """From now on also copy batches already on the device, because the model modifies its input in place."""
-        self._copies = True
+        self.copies = True
 
-    def feed(self, window: Window, sizes: Sequence[int], start: int = 0) -> Generator[Any, None, None]:
+    def feed(
+        self, window: Window, sizes: Sequence[int], starts: Sequence[int] | None = None
+    ) -> Generator[Any, None, None]:
         """Return the micro-batches of a window on the device, prefetching the next one.
 
         Args:
             window: The samples, on any device.
-            sizes: Sizes of the micro-batches, up to the window's end.
-            start: The sample at which the first of them begins.
+            sizes: Sizes of the micro-batches.
+            starts: The samples at which they begin; None for one after the other from the first sample on.
         """
-        cuts = _cuts(window, sizes, start)
+        if starts is None:
+            starts = tuple(itertools.accumulate(sizes[:-1], initial=0))
+        cuts = (window.cut(start, start + size) for start, size in zip(starts, sizes, strict=True))
         if window.is_on(self._device):
-            return (copied(batch) for batch in cuts) if self._copies else cuts
+            return (copied(batch) for batch in cuts) if self.copies else cuts
         if self._device.type != "cuda":
             return (self.place(batch) for batch in cuts)
         if self._stream is None:
@@ -121,12 +129,6 @@ class Transfer:
         place = torch.empty_like(host, device=self._device)
         copies.append((place, host))
         return place
-
-
-def _cuts(window: Window, sizes: Sequence[int], start: int) -> Generator[Any, None, None]:
-    for size in sizes:
-        yield window.cut(start, start + size)
-        start += size
 
 
 def _arrived(on_their_way: list[tuple[Any, torch.cuda.Event]], computing: torch.cuda.Stream) -> Any:

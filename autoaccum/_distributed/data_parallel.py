@@ -23,7 +23,7 @@ from autoaccum._distributed.joint_questions import JointQuestions
 from autoaccum._distributed.overlap import SHARED, Overlap
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.gradients import Reduced
+from autoaccum._engine.gradients import Parts, Reduced
 from autoaccum._engine.noise_scale import Spread, pooled, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.objective import PAIR, SUM
@@ -162,10 +162,9 @@ class DataParallel:
         """Samples of the current window, over all ranks."""
         return sum(part.samples for part in self.parts)
 
-    def expected_gradients(self) -> int:
-        """Return how many parameters will have a gradient, as far as this rank knows."""
-        own = sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None)
-        return (own | self._present).bit_count()
+    def expected_gradients(self) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient on other ranks, as far as this rank knows."""
+        return [parameter for n, parameter in enumerate(self._trained) if self._present >> n & 1]
 
     def check_parameters(self) -> None:
         """Check that all parameters trained now were trained from the start.
@@ -230,7 +229,8 @@ class DataParallel:
         if not self.samples:
             return Reduced()
         outcome = self.add_up(given)
-        outcome.run(lambda: before_update(outcome.losses, self.samples))
+        losses = {name: Parts([loss]) for name, loss in outcome.losses.items()}
+        outcome.run(lambda: before_update(losses, self.samples))
         # From here on, this rank cannot know whether the others have received its message and make the update. If the
         # model sums gradients itself, they all meet once more.
         self.is_decided = self.adds_up_gradients
@@ -241,7 +241,7 @@ class DataParallel:
             work.start_over(self.share)
             return None
         self.is_decided = True
-        return Reduced(outcome.losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
+        return Reduced(losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
 
     def commit(self, reduced: Reduced) -> Update:
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.

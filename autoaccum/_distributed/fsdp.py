@@ -27,12 +27,12 @@ from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import SAMPLES, Factors
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
 from autoaccum._sizing.fsdp_growth import Growth
 from autoaccum._sizing.planner import balanced
-from autoaccum._snapshot import Mark
 from autoaccum._system import reason_file
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
@@ -80,7 +80,7 @@ class ShardedDataParallel(DataParallel):
     def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
         self._training = step
-        self._mark = Mark(step.objective.modules, step.memory.device)
+        self._mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
         self._growth = None if grows_to is None else Growth(grows_to)
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
@@ -275,7 +275,7 @@ class ShardedDataParallel(DataParallel):
         self._mark.take()
         batch, samples = self._nothing()
         self._step.accumulate(batch, samples, _NOTHING, Accumulated())
-        self._mark.put_back()
+        self._mark.restore()
 
     def _nothing(self) -> tuple[Any, int]:
         """Return samples that will count for nothing, on the device, and their number."""

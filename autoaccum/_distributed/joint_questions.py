@@ -11,7 +11,7 @@ from autoaccum import _oom
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
 from autoaccum._engine.phases import Phase
-from autoaccum._snapshot import Mark
+from autoaccum._engine.savepoint import Savepoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ class JointQuestions:
             )
             return
         step.stage.phase = Phase.WEIGH
-        mark = Mark(step.objective.modules, step.memory.device)
+        mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
         try:
             step.objective.settle(asked, (1,) * asked.samples, step.transfer.place, mark, step.precision.autocast)
         except Exception as error:

@@ -9,20 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._engine.batchnorm import BatchNorms
-from autoaccum._engine.gradient_hooks import no_gradient, tell_of_hooks
+from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.gradients import Reduced
-from autoaccum._engine.micro_batches import MicroBatches
-from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.noise_scale import shuffled
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.recovery import Recovery
-from autoaccum._engine.watched_gradients import WatchedGradients
+from autoaccum._engine.window import Engine
 from autoaccum._loss.reported import means
-from autoaccum._oom import let_go
 from autoaccum._records import BackwardReport, DeviceScalar
 from autoaccum._sizing.cache_entry import CacheEntry
-from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -32,7 +26,7 @@ from autoaccum._system.environment import max_micro_batch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.events import Events
@@ -58,30 +52,13 @@ class _Lane:
 
     Attributes:
         sizing: Cuts the batches.
-        room: Tracks how much memory they leave free.
-        work: Runs their micro-batches.
-        recovery: Recovers them from lack of memory.
+        engine: Computes their gradients.
         entry: What the cache holds of them.
     """
 
     sizing: Sizing
-    room: Headroom
-    work: MicroBatches
-    recovery: Recovery
+    engine: Engine
     entry: CacheEntry
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """The results of a batch that is complete, before anything of the user's is changed.
-
-    Attributes:
-        reduced: Those of the whole batch, over all processes.
-        sums: Its gradients, added to earlier ones, by parameter.
-    """
-
-    reduced: Reduced
-    sums: Sequence[Tensor | None]
 
 
 class AloneWithGradients:
@@ -108,13 +85,12 @@ class AloneWithGradients:
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct the gradient, which already is that of the whole window, by what single micro-batches lack."""
-        gradients = [gradient for gradient in map(_GRADIENT, self._step.parameters) if gradient is not None]
         factor = given.correction
-        if gradients and (not isinstance(factor, float) or factor != 1.0):
-            torch._foreach_mul_(gradients, factor)
-        losses, reported = given.corrected_losses(), means(given.slots) if given.reported else {}
+        if not isinstance(factor, float) or factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
+        losses = given.corrected()
         before_update(losses, given.samples)
-        return Reduced(losses, reported, given.samples, spread=given.spread)
+        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, spread=given.spread)
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
         """Do nothing: no other process is affected."""
@@ -136,7 +112,6 @@ class GradientAccumulator:
         noise: The gradient noise scale to measure; None without `noise_scale`.
         entry_of: Returns what the cache holds of batches like a window, whether `.grad` is empty before them, and what
             memory="auto" has chosen (None without it); None for nothing.
-        looks_always: As for `WatchedGradients`.
     """
 
     def __init__(
@@ -152,7 +127,6 @@ class GradientAccumulator:
         batchnorm: str = "keep",
         noise: NoiseScale | None = None,
         entry_of: Callable[[Window, bool, Rung | None], CacheEntry] | None = None,
-        looks_always: bool = True,
     ) -> None:
         self._step = step
         self._noise = noise
@@ -164,9 +138,12 @@ class GradientAccumulator:
         self._strategy = strategy or ("fastest" if micro_batch == "auto" else "balanced")
         self._scope = loss_scope
         self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
-        self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
-        self._moving = MovingLayers(step.objective.modules, notices)
-        self._watched = WatchedGradients(step, looks_always=looks_always)
+        self._batchnorm = batchnorm
+        self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
+        self._earlier: list[Tensor | None] = []
+        self._sparse: list[Tensor | None] | None = None  # the sums, where some are sparse
+        self._is_added = False
+        self._current: _Lane
         self._lanes: dict[bool, _Lane] = {}
         self._lanes_of: dict[Rung, dict[bool, _Lane]] = {}
         self._rung: Rung | None = None
@@ -174,7 +151,6 @@ class GradientAccumulator:
         self._compares, self._keeps = False, True
         self._found: dict[bool, Remembered | None] = {}
         self._looked_up: CacheEntry | None = None
-        self._has_told_of_hooks = False
 
     @property
     def plan(self) -> Plan | None:
@@ -192,53 +168,52 @@ class GradientAccumulator:
             AutoaccumError: As for `Accumulator.backward`.
         """
         started = time.perf_counter()
-        step = self._step
-        step.objective.begin_window()
-        if step.parameters_changed():
-            self._norms.search()
-            self._peers = self._make_peers()
-            self._lanes.clear()
-            self._lanes_of.clear()
-        self._watched.refuse_hooks()
-        earlier = list(map(_GRADIENT, step.parameters))
-        lane = self._lane(window, is_empty=_are_none(earlier))
-        noise = self._noise
+        step, noise = self._step, self._noise
+        self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
+        lane = self._lane(window, is_empty=_are_none(self._earlier))
+        engine = lane.engine
         measures = noise is not None and noise.is_due(self._events.windows + 1) and lane.sizing.is_settled
         if measures and not step.keeps_outputs:
             window = shuffled(window, self._events.windows)
         step.clear_gradients()
+        self._is_added = False
         try:
-            done = self._run(lane, window, earlier, measures_noise=measures)
-            outputs = lane.work.outputs
-        except BaseException:
-            self._put(earlier)
+            reduced, outputs = engine.run(
+                window, self._finish, is_decided=lambda: self._is_added, measures_noise=measures
+            )
+        except BaseException as error:
+            if not self._is_added:
+                self._put(self._earlier)
+            if _GRAPH_IS_GONE in str(error):
+                error.add_note(
+                    "autoaccum: the loss depends on a graph of an earlier micro-batch, which is gone once that is done;"
+                    " detach what is carried over from one call of the loss to the next"
+                )
             raise
         finally:
-            self._watched.end_batch()
-            lane.work.end()
-            if lane.recovery.lacks:
+            self._earlier, self._parameters = [], []
+            if engine.lacks:
                 lane.entry.forget()
-        if not self._has_told_of_hooks and len(lane.work.sizes) > 1:
-            self._has_told_of_hooks = True
-            tell_of_hooks(step.parameters, self._notices)
-        with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
-            self._put([_kept_in(before, both) for before, both in zip(earlier, done.sums, strict=True)])
-            self._events.windows += 1
-        lane.recovery.choose_next_sizes(self._notices)
-        if noise is not None and done.reduced.spread is not None:
-            noise.learn(done.reduced.spread, done.reduced.samples)
+        elapsed_s = time.perf_counter() - started
+        engine.complete(elapsed_s)
+        if noise is not None and reduced.spread is not None:
+            noise.learn(reduced.spread, reduced.samples)
         lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
         return BackwardReport(
-            samples=done.reduced.samples,
-            micro_batches=lane.work.sizes,
-            oom_events=len(lane.recovery.lacks),
-            elapsed_s=time.perf_counter() - started,
-            peak_bytes=lane.recovery.peak_bytes,
-            recomputed_samples=lane.work.recomputed,
-            device_losses={name: DeviceScalar(loss) for name, loss in done.reduced.losses.items()},
-            device_reported={name: DeviceScalar(value) for name, value in done.reduced.reported.items()},
+            samples=reduced.samples,
+            micro_batches=engine.sizes,
+            oom_events=len(engine.lacks),
+            elapsed_s=elapsed_s,
+            peak_bytes=engine.peak_bytes,
+            recomputed_samples=engine.recomputed,
+            device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
+            device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
             outputs=outputs,
         )
+
+    def knows(self, batch: Any) -> bool:
+        """Whether a batch is one of tensors just like those of the last window."""
+        return any(lane.engine.steady.knows(batch) for lane in self._lanes.values())
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
@@ -291,65 +266,59 @@ class GradientAccumulator:
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def _run(self, lane: _Lane, window: Window, earlier: Sequence[Tensor | None], *, measures_noise: bool) -> _Done:
-        """Compute the window's gradient in the empty `.grad`, and its sums with earlier ones."""
-        lane.room.follow(lane.sizing.plan)
-        lane.recovery.begin()
-        lane.sizing.begin(window)
-        lane.work.begin(window, self._peers.begin(window, lane.sizing), measures_noise=measures_noise)
-        self._watched.begin_batch(window.tensors(), has_earlier=any(gradient is not None for gradient in earlier))
-        try:
-            while (done := self._attempt(lane, earlier)) is None:
-                pass
-        except BaseException as error:
-            lane.recovery.give_up(error, window)
-            if _GRAPH_IS_GONE in str(error):
-                error.add_note(
-                    "autoaccum: the loss depends on a graph of an earlier micro-batch, which is gone once that is done;"
-                    " detach what is carried over from one call of the loss to the next"
-                )
-            raise
-        return done
+    def _on_change(self) -> None:
+        """Set gradients of new parameters aside, and let other processes know of them."""
+        known = dict(zip(self._parameters, self._earlier, strict=True))
+        new = [parameter for parameter in self._step.parameters if parameter not in known]
+        self._earlier += map(_GRADIENT, new)
+        self._parameters = [*self._parameters, *new]
+        for parameter in new:
+            parameter.grad = None
+        self._peers = self._make_peers()
+        for lane in self._lanes.values():
+            lane.engine.use(self._peers)
 
-    def _attempt(self, lane: _Lane, earlier: Sequence[Tensor | None]) -> _Done | None:
-        """Try to compute them, continuing from completed micro-batches; None to try again."""
-        peers, work, lack = self._peers, lane.work, None
-        sums: list[Tensor | None] = []
-        try:
-            peers.begin_attempt()
-            given = work.run(aside=lane.recovery.takes_gradients_aside)
-            self._step.stage.phase = Phase.ADD
-            reduced = peers.reduce(given, work, lambda *_: sums.extend(self._sums(earlier)))
-            if reduced is not None:
-                return _Done(reduced, sums)
-        except Exception as error:  # noqa: BLE001 - put_back_or_raise re-raises anything but lack of memory
-            peers.failed(error, work, self._events.windows + 1)
-            lack = lane.recovery.put_back_or_raise(error)
-        sums.clear()  # nothing of a failed attempt stays alive while the next one is planned
-        if lack is not None:
-            self._watched.refuse_what_is_not_restored()
-            lane.recovery.cut_smaller(lack)
-        else:
-            self._step.memory.release()
-        return None
+    def _finish(self, given: Given) -> tuple[Reduced, tuple[Any, ...]] | None:
+        """Add a window's gradient to earlier ones; None if another process lacks memory for it."""
+        self._step.stage.phase = Phase.ADD
+        lane = self._current
+        reduced = self._peers.reduce(given, lane.engine, self._before_adding)
+        if reduced is None:
+            return None
+        with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
+            self._is_added = True
+            if self._sparse is not None:
+                self._put(self._sparse)
+                self._sparse = None
+            else:
+                self._add()
+            self._events.windows += 1
+        return reduced, given.outputs
 
-    def _sums(self, earlier: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the sums of earlier gradients, which stay as they are, and this window's, which need not.
-
-        Raises:
-            InvalidInputError: There is no gradient.
-        """
+    def _before_adding(self, *_: object) -> None:
+        """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
             raise no_gradient(self._step.parameters)
-        with torch.no_grad():
-            return [
-                parameter.grad if before is None else _sum(before, parameter.grad)
-                for parameter, before in zip(self._step.parameters, earlier, strict=True)
-            ]
+        pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
+        if any(gradient is not None and gradient.layout is not torch.strided for pair in pairs for gradient in pair):
+            self._sparse = [own if before is None else before if own is None else before + own for before, own in pairs]
+
+    def _add(self) -> None:
+        """Add to earlier gradients in place, which allocates nothing."""
+        before, own = [], []
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                if parameter.grad is not None:
+                    before.append(earlier)
+                    own.append(parameter.grad)
+                parameter.grad = earlier
+        if before:
+            with torch.no_grad():
+                torch._foreach_add_(before, own)
 
     def _put(self, gradients: Sequence[Tensor | None]) -> None:
         with signals.held():
-            for parameter, gradient in zip(self._step.parameters, gradients, strict=True):
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
 
     # --- sizes --------------------------------------------------------------------------------------------------------
@@ -357,11 +326,10 @@ class GradientAccumulator:
     def _lane(self, window: Window, *, is_empty: bool) -> _Lane:
         """Return what cuts and runs a batch, newly made for the first one and for one larger than any that fitted."""
         lane = self._lanes.get(is_empty)
-        if lane is not None and not _is_outgrown(lane.sizing, window):
-            return lane
-        self._lanes[is_empty] = lane = self._new_lane(
-            window, lane or self._lanes.get(not is_empty), self._entry(window, is_empty=is_empty)
-        )
+        if lane is None or _is_outgrown(lane.sizing, window):
+            known = lane or self._lanes.get(not is_empty)
+            self._lanes[is_empty] = lane = self._new_lane(window, known, self._entry(window, is_empty=is_empty))
+        self._current = lane
         return lane
 
     def _new_lane(self, window: Window, known: _Lane | None, entry: CacheEntry) -> _Lane:
@@ -386,44 +354,24 @@ class GradientAccumulator:
             smaller = min(known.sizing.plan.micro_batch, asked.micro_batch)
             begins = plan(samples, smaller, strategy=strategy, multiple_of=multiple_of)
         sizing = Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
-        room = Headroom(step.memory)
-        work = MicroBatches(
+        engine = Engine(
             step,
             sizing,
-            loss_scope=self._scope,
-            norms=self._norms,
-            moving=self._moving,
+            self._events,
+            self._notices,
             peers=self._peers,
+            loss_scope=self._scope,
+            batchnorm=self._batchnorm,
             noise=self._noise,
+            on_change=self._on_change,
+            elsewhere="outside of Accumulator.backward()",
+            owns_gradients=False,
         )
-        return _Lane(sizing, room, work, Recovery(step, work, sizing, room, self._events, self._norms), entry)
-
-
-def _sum(before: Tensor, own: Tensor | None) -> Tensor:
-    """Return a sum that is not in `before`, and in `own` if that needs no memory."""
-    if own is None:
-        return before
-    return own.add_(before) if _are_dense(before, own) else before + own
-
-
-def _kept_in(before: Tensor | None, both: Tensor | None) -> Tensor | None:
-    """Write a sum to the tensor in which the user keeps the gradient, as autograd does, and return that."""
-    if before is None or both is None or both is before or not _are_dense(before, both):
-        return both
-    try:
-        with torch.no_grad():
-            return before.copy_(both)
-    except Exception as error:  # noqa: BLE001 - others may be written already, and the sum itself is as good
-        let_go(error)
-        return both
+        return _Lane(sizing, engine, entry)
 
 
 def _are_none(gradients: Iterable[Tensor | None]) -> bool:
     return all(gradient is None for gradient in gradients)
-
-
-def _are_dense(*gradients: Tensor) -> bool:
-    return all(gradient.layout is torch.strided for gradient in gradients)
 
 
 def _experience(known: _Lane | None) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from autoaccum._data.nesting import copied, map_tensors, without_graphs
 from autoaccum._engine.block_names import name_of
 from autoaccum._engine.checkpointing import all_blocks, with_their_own, without_cache
 from autoaccum._engine.replaced_forward import forward_replaced
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.plain_attributes import PlainAttributes
 from autoaccum._oom import is_device_lost, let_go
-from autoaccum._snapshot import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ def measured(step: GradientStep, window: Window) -> list[BlockCost] | None:
     if not attributes.can_be_put_back:
         return None
     found = [_Measured(block, memory) for block in blocks]
-    mark = Mark(modules, memory.device)
+    mark = Savepoint(modules, memory.device)
     is_marked = False
     try:
         mark.take()
@@ -80,7 +80,7 @@ def measured(step: GradientStep, window: Window) -> list[BlockCost] | None:
         return None
     finally:
         if is_marked:
-            mark.put_back()
+            mark.restore()
             attributes.put_back()
         step.memory.release()
     return _alike([one.cost for one in found], blocks)

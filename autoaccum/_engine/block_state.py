@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum._data.random_state import OwnGenerators, RandomState
 from autoaccum._oom import is_device_lost, is_oom, is_too_large
-from autoaccum._snapshot import OwnGenerators, RandomState
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:

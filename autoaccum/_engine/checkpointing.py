@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum._data.random_state import RandomState
 from autoaccum._engine.block_names import numbers_in
 from autoaccum._engine.block_state import Before, own_containers
 from autoaccum._engine.replaced_forward import forward_replaced
-from autoaccum._snapshot import RandomState
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:

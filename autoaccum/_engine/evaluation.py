@@ -23,13 +23,14 @@ from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._data.object_state import Holdings
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.counting import is_pair
+from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced, shrink
-from autoaccum._snapshot import Mark, evaluation_mode
 from autoaccum._system import exceptions
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
@@ -111,7 +112,7 @@ class Evaluator:
             self._max_size = min(self._max_size or trained_size, trained_size)
         for metric in self._metrics:
             metric.reset()
-        mark = Mark(self._step.objective.modules, self._step.memory.device)
+        mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
         with evaluation_mode(self._step.objective.modules), torch.no_grad():
             for batch in batches:
                 self._one_batch(Window.of_checked([batch], self._step.objective.split), totals, mark)
@@ -185,7 +186,7 @@ class Evaluator:
             if self._ranks is None:  # some metrics would communicate with other processes
                 metric.result(None)
 
-    def _one_batch(self, window: Window, totals: _Totals, mark: Mark) -> None:
+    def _one_batch(self, window: Window, totals: _Totals, mark: Savepoint) -> None:
         start = 0
         parts: list[Any] = []
         while start < window.samples:
@@ -203,7 +204,7 @@ class Evaluator:
         if self._whole is not None and parts:
             totals.add(self._over_all(self._whole, window, parts, mark), 0)
 
-    def _try(self, work: Callable[[], _T], size: int | None, mark: Mark) -> _T | MemoryEvent:
+    def _try(self, work: Callable[[], _T], size: int | None, mark: Savepoint) -> _T | MemoryEvent:
         """Do some work; if memory runs out, restore everything and return what happened."""
         self._fed = None
         is_marked = False
@@ -222,7 +223,7 @@ class Evaluator:
             let_go(error)
         # The handler has ended: inside it the traceback would still pin the activations.
         if is_marked:
-            mark.put_back()
+            mark.restore()
         self._step.memory.release()
         if self._fed is not None:
             for metric, state in zip(self._metrics, self._fed, strict=True):
@@ -230,7 +231,7 @@ class Evaluator:
         self._on_oom(failure)
         return failure
 
-    def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any], mark: Mark) -> list[_Loss]:
+    def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any], mark: Savepoint) -> list[_Loss]:
         """Return the losses over a whole batch, given its representations."""
 
         def work() -> list[_Loss]:
@@ -245,13 +246,13 @@ class Evaluator:
         at_once = f"the loss takes all {window.samples} samples of a validation batch at once: {failure}"
         raise DoesNotFitError(does_not_fit_text(self._step, None, at_once))
 
-    def _settle(self, window: Window, mark: Mark) -> None:
+    def _settle(self, window: Window, mark: Savepoint) -> None:
         """Let the objective determine what the losses run over, if not yet known: batches are weighted by it."""
         halves = balanced(window.samples, math.ceil(window.samples / 2))
         place, autocast = self._step.transfer.place, self._step.precision.autocast
         self._step.objective.settle(window, halves, place, mark, autocast)
 
-    def _one_cut(self, window: Window, start: int, size: int, mark: Mark) -> tuple[list[_Loss], Any]:
+    def _one_cut(self, window: Window, start: int, size: int, mark: Savepoint) -> tuple[list[_Loss], Any]:
         """Return a cut's losses; if the loss is taken over the whole batch, no losses but the cut's representations."""
         passes = self._step.passes
         if self._whole is None and passes is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from operator import attrgetter, is_not
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +23,6 @@ from autoaccum._engine import devices, optimizers, precision
 from autoaccum._engine.bf16_weights import Bf16Weights, check_weights
 from autoaccum._engine.dtensor import is_sharded, refuse_sharded
 from autoaccum._engine.optimizer_step import Updates
-from autoaccum._engine.parameters import Inventory
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._engine.time_first import TimeFirst
 from autoaccum._loss import reported
@@ -81,19 +80,7 @@ class Witness(Protocol):
 
 
 class Watch(Protocol):
-    """Checks gradients before and after each backward pass, and between them."""
-
-    def begin_aside(self) -> None:
-        """Check gradients before they are set aside for a micro-batch."""
-
-    def note(self) -> None:
-        """Record that gradients are as they have to be."""
-
-    def check(self) -> None:
-        """Check that they are as they were when last noted."""
-
-    def forget(self) -> None:
-        """Record that all gradients of the window were dropped."""
+    """Checks gradients before and after each backward pass of a careful window."""
 
     def begin(self, total: Tensor) -> None:
         """Check a loss before its backward pass."""
@@ -136,15 +123,14 @@ class GradientStep:
         memory: The device.
 
     Attributes:
-        parameters: Every parameter of the objective's modules, as of the last `parameters_changed`.
-        has_added: Whether gradients may have been added to since this was last set to False.
+        parameters: Every parameter of the objective's modules, as of the last `look`.
         sources_left: Losses with their own forward passes that the current micro-batch has yet to run.
         stage: Records the current phase.
         witness: Called on the first lack of memory, before anything is freed; None if not requested.
         passes: Notified of each pass; None if the model does not communicate in passes.
         time_first: Watches the first passes; None afterwards.
         scale: Multiplies a loss before its backward pass; None for no scaling.
-        watch: Checks gradients before and after each backward pass, within a window; None for no check.
+        watch: Checks gradients before and after each backward pass; None for no check.
         keeps_outputs: Whether to keep the outputs of micro-batches.
     """
 
@@ -153,7 +139,6 @@ class GradientStep:
         self.precision = precision
         self.memory = memory
         self.transfer = Transfer(memory.device)
-        self.has_added = False
         self.sources_left = 0
         self.witness: Witness | None = None
         self.passes: Passes | None = None
@@ -162,23 +147,34 @@ class GradientStep:
         self.watch: Watch | None = None
         self.keeps_outputs = False
         self.stage = Stage()
-        self._inventory = self._take_stock()
-        self.parameters = self._inventory.parameters
-
-    def _take_stock(self) -> Inventory:
-        modules = self.objective.modules
-        return Inventory(modules, is_fixed=is_sharded(modules))
+        # `fully_shard` swaps a module's parameters during a pass, which is not a change.
+        self.is_sharded = is_sharded(objective.modules)
+        self.parameters = self._found()
+        self._are_trained = [parameter.requires_grad for parameter in self.parameters]
 
     @property
     def phase(self) -> Phase:
         """The current phase."""
         return self.stage.phase
 
-    def parameters_changed(self) -> bool:
-        """Check the current parameters; return whether anything has changed since the last check."""
-        has_changed = self._inventory.look()
-        self.parameters = self._inventory.parameters
-        return has_changed
+    def look(self) -> bool:
+        """Look for the current parameters; return whether they, or which of them are trained, have changed."""
+        if self.is_sharded:
+            return False
+        before, were_trained = self.parameters, self._are_trained
+        self.parameters = self._found()
+        self._are_trained = [parameter.requires_grad for parameter in self.parameters]
+        is_same = len(before) == len(self.parameters) and all(map(is_, before, self.parameters))
+        return not is_same or were_trained != self._are_trained
+
+    @property
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """The optimizer's groups of parameters; none without one."""
+        return ()
+
+    def _found(self) -> list[nn.Parameter]:
+        own = (parameter for module in self.objective.modules for parameter in module.parameters())
+        return list(dict.fromkeys(own))
 
     def clear_gradients(self) -> None:
         """Release every gradient, including those of parameters that the optimizer does not hold."""
@@ -187,7 +183,8 @@ class GradientStep:
 
     def abandon(self) -> None:
         """Discard a window that did not become an update: its gradients, and the scaler's progress with them."""
-        self.clear_gradients()
+        for parameter in (*self.parameters, *self._found()):
+            parameter.grad = None
         if self.precision.scaler is not None:
             # There is no public way: otherwise the next unscale_() is rejected as the second one.
             self.precision.scaler._per_optimizer_states.clear()
@@ -200,7 +197,7 @@ class GradientStep:
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(map(is_not, map(_GRADIENT, self.parameters), itertools.repeat(None)))
+        return any(gradient is not None for gradient in map(_GRADIENT, self.parameters))
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.
@@ -270,7 +267,6 @@ class GradientStep:
         self.stage.phase = Phase.BACKWARD
         if self.watch is not None:
             self.watch.begin(total)
-        self.has_added = True
         (total if self.scale is None else self.scale(total)).backward()  # type: ignore[no-untyped-call]
         if self.watch is not None:
             self.watch.end()
@@ -303,7 +299,7 @@ class TrainingStep(GradientStep):
         clip_grad_norm: Maximum norm of the window's gradient; None for no clipping.
 
     Attributes:
-        parameters: Every parameter of the modules and of the optimizer, as of the last `parameters_changed`.
+        parameters: Every parameter of the modules and of the optimizer, as of the last `look`.
         updates: Makes updates from the gradients accumulated here.
     """
 
@@ -320,15 +316,17 @@ class TrainingStep(GradientStep):
         super().__init__(objective, precision, memory)
         self.updates = Updates(optimizer, precision.scaler, memory, clip_grad_norm=clip_grad_norm, stage=self.stage)
 
-    def _take_stock(self) -> Inventory:
-        modules = self.objective.modules
-        return Inventory(modules, self.optimizer, is_fixed=is_sharded(modules))
+    def _found(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys([*super()._found(), *self.held()]))
 
-    def parameters_changed(self) -> bool:
-        """Check the current parameters; return whether anything has changed since the last check."""
-        has_changed = self._inventory.look(self.optimizer)
-        self.parameters = self._inventory.parameters
-        return has_changed
+    @property
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """The optimizer's groups of parameters."""
+        return self.optimizer.param_groups
+
+    def held(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer holds."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def use_weights(self, name: str | None) -> None:
         """Keep weights as `fit` is asked to from now on; None leaves them as they are.

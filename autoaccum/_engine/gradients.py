@@ -5,13 +5,53 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autoaccum._loss.reported import LOSS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from autoaccum._engine.noise_scale import Spread
     from autoaccum._loss.reported import Slot
+
+    Losses = Mapping[str, "Parts"]
+
+
+class Parts:
+    """What each micro-batch adds to a loss, on the device. They are added only when the loss is read.
+
+    Args:
+        parts: Tensors without dimensions.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self._parts = parts
+
+    def total(self) -> Tensor:
+        """Return the loss, on the device."""
+        return self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts).sum()
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a window is.
+
+    Attributes:
+        sizes: The sizes of its micro-batches, in the order in which they run.
+        size: That of the micro-batch which is running; None for none.
+        done: Samples whose gradients are complete.
+        recomputed: Samples that were computed and discarded.
+    """
+
+    sizes: tuple[int, ...] = ()
+    size: int | None = None
+    done: int = 0
+    recomputed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +59,26 @@ class Given:
     """Results of a window's micro-batches, or of this process's part of it. Gradients are in `.grad`.
 
     Attributes:
-        losses: The losses by name, on the device.
+        samples: Samples of the window or part.
+        parts: The losses by name, as what each micro-batch adds to them.
         pair_weight: Weight of a (sum, weight) pair. Gradients and losses have been divided by the number of samples
             instead, and are still to be divided by it; None if nothing is left to correct.
-        samples: Samples of the window or part.
         reported: Values reported in addition to the losses: sums and weights, as `reported.means` expects them.
         spread: How far the gradients of the micro-batches are apart, if that is measured.
+        outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
     """
 
-    losses: dict[str, Tensor]
-    pair_weight: float | Tensor | None
     samples: int
+    parts: Losses
+    pair_weight: float | Tensor | None = None
     reported: dict[Slot, Any] = field(default_factory=dict)
     spread: Spread | None = None
+    outputs: tuple[Any, ...] = ()
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """The losses by name, on the device."""
+        return {name: parts.total() for name, parts in self.parts.items()}
 
     @property
     def slots(self) -> dict[Slot, Any]:
@@ -43,10 +90,11 @@ class Given:
         """The factor for gradients and losses if these samples are the whole window."""
         return 1.0 if self.pair_weight is None else self.samples / self.pair_weight
 
-    def corrected_losses(self) -> dict[str, Tensor]:
+    def corrected(self) -> Losses:
         """Return the losses if these samples are the whole window."""
-        correction = self.correction
-        return self.losses if self.pair_weight is None else {n: loss * correction for n, loss in self.losses.items()}
+        if self.pair_weight is None:
+            return self.parts
+        return {name: Parts([loss * self.correction]) for name, loss in self.losses.items()}
 
 
 @dataclass(slots=True)
@@ -54,14 +102,14 @@ class Reduced:
     """Results of a whole window, over all processes. Its gradient is in `.grad`, unscaled and clipped.
 
     Attributes:
-        losses: The window's losses by name, on the device.
+        losses: The window's losses by name, as parts that are still to be added.
         reported: Values reported in addition to the losses, by name.
         samples: Samples of the window; 0 means that there is no update to make.
         grad_norm: Norm of the gradient before clipping, on the device; None if it is not clipped.
         spread: How far the gradients of all micro-batches are apart, if that was measured.
     """
 
-    losses: dict[str, Tensor] = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)
     reported: dict[str, Tensor] = field(default_factory=dict)
     samples: int = 0
     grad_norm: Tensor | None = None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from autoaccum._engine.optimizer_copy import OptimizerCopy
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._memory._storages import Transients
 from autoaccum._oom import first_line, is_oom
-from autoaccum._snapshot import OptimizerSnapshot
 from autoaccum.errors import StateDamagedError, UpdateCompleteError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
 
 
+_VERSION = attrgetter("_version")
 # What a scaler gives a fused optimizer for the length of a step.
 _GIVEN_BY_SCALER = ("grad_scale", "found_inf")
 
@@ -56,22 +58,12 @@ class _Need:
     """The measured memory needs of an optimizer step.
 
     Attributes:
-        gradients: Number of parameters with a gradient when measured; with another number the step is measured again.
-        held: The parameters that the optimizer held then.
-        keeps_state: Whether it leaves any state behind.
-        state_bytes: Bytes that the measured step left behind.
+        states: How many parameters have state after it; a step before which fewer have is measured again.
         transient_bytes: Bytes that every step allocates and frees.
     """
 
-    gradients: int
-    held: Sequence[nn.Parameter]
-    keeps_state: bool
-    state_bytes: int
+    states: int
     transient_bytes: int
-
-    def is_of(self, gradients: int, held: Sequence[nn.Parameter]) -> bool:
-        """Whether this measurement applies to a step over these parameters, with that many gradients."""
-        return self.gradients == gradients and len(self.held) == len(held) and all(map(is_, self.held, held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +71,15 @@ class _Ready:
     """Preparations for the next optimizer step.
 
     Attributes:
-        gradients: Number of parameters with a gradient.
+        key: The parameters that have a gradient, if the step is to be measured; None if it is not.
         copy: Copy of what the optimizer will write; None if version counters have to show what was written.
-        is_measured: Whether to measure the step.
     """
 
-    gradients: int
-    copy: OptimizerSnapshot | None
-    is_measured: bool
+    key: tuple[int, ...] | None = None
+    copy: OptimizerCopy | None = None
+
+
+_READY = _Ready()
 
 
 class Updates:
@@ -120,7 +113,7 @@ class Updates:
         self._memory = memory
         self._clip_grad_norm = clip_grad_norm
         self._stage = stage
-        self._need: _Need | None = None
+        self._needs: dict[tuple[int, ...], _Need] = {}  # by the parameters that have a gradient
         self._ready: _Ready | None = None
         self.weights: Bf16Weights | None = None
         self.made = 0
@@ -130,7 +123,7 @@ class Updates:
         if self.weights is not None:
             self.weights.begin(optimizer)
         self._optimizer = optimizer
-        self._need = self._ready = None
+        self._needs, self._ready = {}, None
 
     def make(self, correction: float | Tensor = 1.0) -> Update:
         """Make one update from the accumulated gradients.
@@ -150,23 +143,27 @@ class Updates:
         finally:
             self._ready = None
 
-    def reserve(self, gradients: int | None = None) -> None:
+    def reserve(self, more: Sequence[nn.Parameter] = ()) -> None:
         """Ensure that the optimizer's step will have the memory it needs, without touching anything.
 
         Args:
-            gradients: How many parameters will have a gradient; None for as many as have one now.
+            more: Parameters that will have a gradient, beside those that have one now.
         """
-        held = self._held()
-        if gradients is None:
-            gradients = sum(parameter.grad is not None for parameter in held)
         self._stage.phase = Phase.RESERVE
         self._ready = None
-        need = self._need if self._need is not None and self._need.is_of(gradients, held) else None
-        makes_state = need is not None and need.keeps_state and not self._has_state
-        if need is not None:
-            self._memory.reserve(need.transient_bytes + (need.state_bytes if makes_state else 0))
-        copy = self._copy() if need is None or makes_state else None
-        self._ready = _Ready(gradients, copy, is_measured=need is None)
+        held = self._held()
+        if more:
+            coming = set(map(id, more))
+            key = tuple([id(p) for p in held if p.grad is not None or id(p) in coming])
+        else:
+            key = tuple([id(p) for p in held if p.grad is not None])
+        need = self._needs.get(key)
+        if need is not None and self._count_states() >= need.states:
+            if need.transient_bytes:
+                self._memory.reserve(need.transient_bytes)
+            self._ready = _READY
+        else:
+            self._ready = _Ready(key, self._copy())
 
     def unscale_and_clip(self, correction: float | Tensor = 1.0) -> Tensor | None:
         """Bring the gradients into the form that the optimizer needs.
@@ -221,13 +218,23 @@ class Updates:
         """
         assert self._ready is not None
         self._stage.phase = Phase.OPTIMIZER
-        ready, device = self._ready, self._memory.device.type
-        watch = Transients(device) if ready.is_measured else nullcontext()
+        ready = self._ready
+        watch = None if ready.key is None else Transients(self._memory.device.type)
         written = _Written(self._optimizer) if ready.copy is None else ready.copy
         # Everything needed after the step is created before it: after it there is no way back.
         update, skipped, coming = Update(norm, skipped=False), Update(norm, skipped=True), self.made + 1
         hooks = _Hooks(self._optimizer)
-        is_skipped = self._guarded(written, watch, hooks)
+        try:
+            with nullcontext() if watch is None else watch:
+                is_skipped = self._step(hooks)
+        except BaseException as error:
+            if not written.undo():
+                remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
+                raise StateDamagedError(
+                    f"the optimizer failed after it had begun to write, so the parameters are part old, part new "
+                    f"({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"
+                ) from error
+            raise
         self.made = coming
         failure, hooks.failure = hooks.failure, None
         if failure is not None and not isinstance(failure, Exception):
@@ -239,21 +246,14 @@ class Updates:
             ) from failure
         if is_skipped:
             return skipped
-        if isinstance(watch, Transients):
-            self._note_need(ready, watch)
+        if watch is not None and ready.key is not None:
+            # If there is no memory left for the record, the next step is measured instead.
+            with suppress(MemoryError):
+                self._needs[ready.key] = _Need(self._count_states(), watch.transient_bytes())
         return update
 
-    def _note_need(self, ready: _Ready, watch: Transients) -> None:
-        """Record what the step needed; if there is no memory left for that, the next step is measured instead."""
-        try:
-            left = self._has_state
-            self._need = _Need(ready.gradients, self._held(), left, watch.left_bytes(), watch.transient_bytes())
-        except MemoryError:
-            self._need = None
-
-    @property
-    def _has_state(self) -> bool:
-        return bool(self._optimizer.state) if self.weights is None else self.weights.has_state(self._optimizer)
+    def _count_states(self) -> int:
+        return len(self._optimizer.state) if self.weights is None else int(self.weights.has_state(self._optimizer))
 
     def drop_reservation(self) -> None:
         """Release the preparations for a step."""
@@ -266,29 +266,15 @@ class Updates:
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._held() if parameter.grad is not None]
 
-    def _copy(self) -> OptimizerSnapshot | None:
+    def _copy(self) -> OptimizerCopy | None:
         """Copy what the optimizer will write to host memory; None if only host memory is short."""
         try:
-            return OptimizerSnapshot(self._optimizer, self._scaler)
+            return OptimizerCopy(self._optimizer, self._scaler)
         except Exception as error:
             # Lack of host memory says nothing about a step on another device: version counters have to suffice then.
             if self._memory.device.type == "cpu" or not is_oom(error):
                 raise
         return None
-
-    def _guarded(self, written: _Written | OptimizerSnapshot, watch: Any, hooks: _Hooks) -> bool:
-        """Step, and undo what a failed step did; return whether the scaler skipped it."""
-        try:
-            with watch:
-                return self._step(hooks)
-        except BaseException as error:
-            if not written.undo():
-                remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
-                raise StateDamagedError(
-                    f"the optimizer failed after it had begun to write, so the parameters are part old, part new "
-                    f"({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"
-                ) from error
-            raise
 
     def _step(self, hooks: _Hooks) -> bool:
         """Step the optimizer; return whether the scaler skipped it."""
@@ -385,28 +371,30 @@ class _Written:
         self._optimizer = optimizer
         # Step counters may be kept there.
         self._settings = [dict(group) for group in optimizer.param_groups]
-        self._parameters = [(p, p._version) for group in optimizer.param_groups for p in group["params"]]
-        self._state = [
-            (parameter, name, value, value._version if isinstance(value, Tensor) else 0)
-            for parameter, state in optimizer.state.items()
-            for name, value in state.items()
-        ]
+        self._holders, self._entries = list(optimizer.state), list(map(dict, optimizer.state.values()))
+        self._tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._tensors += chain.from_iterable(map(dict.values, self._entries))
+        self._versions = _versions(self._tensors)
 
     def undo(self) -> bool:
         """Remove newly created state and restore settings; return whether everything is as it was."""
         if any(_moves_no_counters(group) for group in self._optimizer.param_groups):
             return False
-        if any(parameter._version != version for parameter, version in self._parameters):
-            return False
-        if any(isinstance(value, Tensor) and value._version != version for _, _, value, version in self._state):
+        if _versions(self._tensors) != self._versions:
             return False
         self._optimizer.state.clear()
-        for parameter, name, value, _ in self._state:
-            self._optimizer.state[parameter][name] = value
+        self._optimizer.state.update(zip(self._holders, self._entries, strict=True))
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             group.clear()
             group.update(settings)
         return True
+
+
+def _versions(values: list[Any]) -> list[int]:
+    try:
+        return list(map(_VERSION, values))
+    except AttributeError:  # some are numbers
+        return [getattr(value, "_version", 0) for value in values]
 
 
 def _moves_no_counters(group: dict[str, Any]) -> bool:

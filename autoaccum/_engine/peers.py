@@ -13,17 +13,17 @@ from autoaccum._engine.gradients import Reduced
 from autoaccum._loss.reported import means
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
+    from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.gradients import Given
+    from autoaccum._engine.gradients import Given, Losses
     from autoaccum._engine.optimizer_step import Update, Updates
     from autoaccum._sizing.sizing import Sizing
 
-    BeforeUpdate = Callable[[dict[str, Tensor], int], None]
+    BeforeUpdate = Callable[[Losses, int], None]
 
 
 class SharedWeights(Protocol):
@@ -139,8 +139,8 @@ class Peers(GradientPeers, Protocol):
 
     is_decided: bool
 
-    def expected_gradients(self) -> int | None:
-        """Return how many parameters will have a gradient; None for as many as have one now."""
+    def expected_gradients(self) -> Sequence[nn.Parameter]:
+        """Return parameters that will have a gradient, of which some have one now."""
 
     def commit(self, reduced: Reduced) -> Update:
         """Step the optimizer, which all processes do now."""
@@ -168,18 +168,16 @@ class Alone:
     def begin_attempt(self) -> None:
         """Do nothing: no other process is waiting."""
 
-    def expected_gradients(self) -> None:
-        """Return None: as many as have one now."""
+    def expected_gradients(self) -> tuple[()]:
+        """Return nothing: those that have one now."""
+        return ()
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
-        losses, correction = given.losses, given.correction
-        if given.pair_weight is not None:
-            losses = given.corrected_losses()
+        losses = given.corrected()
         before_update(losses, given.samples)
-        norm = self._updates.unscale_and_clip(correction)
-        reported = means(given.slots) if given.reported else {}
-        return Reduced(losses, reported, given.samples, norm, given.spread)
+        norm = self._updates.unscale_and_clip(given.correction)
+        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def commit(self, reduced: Reduced) -> Update:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""

@@ -13,14 +13,15 @@ from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
 from autoaccum._engine.fallback import ways_left
 from autoaccum._engine.forward_backward import TrainingStep, assemble
+from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.optimizer_list import name_of
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.trial import Trials
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._memory import backend_for
 from autoaccum._memory.limits import describe_neighbours, format_bytes, parse_limit
 from autoaccum._records import ProbeResult
 from autoaccum._sizing.offline_search import line_through, next_size
-from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError
@@ -138,11 +139,15 @@ def probe(
     """
     memory = step.memory
     modules = step.objective.modules
-    whole = WholeWindow(step, Mark(modules, memory.device)) if loss_scope == "window" else None
+    whole = (
+        WholeWindow(step, Savepoint(modules, memory.device, step.objective.functions))
+        if loss_scope == "window"
+        else None
+    )
     # Before the limit begins, since the copy is not part of the step.
     host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))
     with devices.failures_told(host, "the copy of all that a search puts back"):
-        snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler)
+        snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler, step.objective.functions)
     step.clear_gradients()
     made = step.updates.made
     with devices.failures_told(memory, "the search for a micro-batch"):
@@ -152,7 +157,7 @@ def probe(
         finally:
             with signals.held():
                 step.abandon()
-                snapshot.put_back()
+                snapshot.restore()
                 step.updates.made = made
 
 

@@ -13,39 +13,35 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum import _oom
 from autoaccum._arguments import shown
 from autoaccum._callbacks import check_callbacks
-from autoaccum._data.batches import as_window
+from autoaccum._data.batches import KnownWindow, as_window
 from autoaccum._data.loader_checks import check_loader
+from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices, optimizers, update_complete
-from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
+from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble, drop_old_gradients, largest_norm
-from autoaccum._engine.gradient_hooks import no_gradient, tell_of_hooks
-from autoaccum._engine.micro_batches import MicroBatches
-from autoaccum._engine.moving_layers import MovingLayers
+from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale, shuffled
 from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
-from autoaccum._engine.recovery import Recovery
 from autoaccum._engine.rungs import AVOIDABLE
 from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.step_savings import StepSavings
-from autoaccum._engine.untouched_gradients import UntouchedGradients
+from autoaccum._engine.window import Engine
 from autoaccum._engine.window_loss import check_loss_scope
+from autoaccum._loss.closures import used_by
 from autoaccum._memory.limits import parse_limit
 from autoaccum._oom import let_go
 from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
-from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
-from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices, check_notices
 from autoaccum.errors import InvalidInputError, UpdateCompleteError
@@ -54,13 +50,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Given, Reduced
+    from autoaccum._engine.gradients import Given, Losses, Reduced
     from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
@@ -89,43 +85,6 @@ class MovesWithUpdates(Protocol):
         """
 
 
-class NothingMoves:
-    """The `MovesWithUpdates` of a user's own loop, in which nothing moves with an update."""
-
-    def prepare(self, samples: int) -> None:
-        """Do nothing."""
-
-    def update_made(self, *, skipped: bool) -> None:
-        """Do nothing."""
-
-
-@dataclass(slots=True)
-class _WindowState:
-    """The state of a runner and of its current window.
-
-    Attributes:
-        made_before: Number of updates made before the current window.
-        number: The number of its update.
-        has_moved: Whether everything that moves with the update has moved.
-        is_at_work: Whether a window has begun and not ended.
-        is_checked: Whether an earlier window has shown that the loss and the gradients are usable.
-        checks_finite: Whether the first loss still has to be checked for being finite.
-        has_told_of_hooks: Whether a window of several micro-batches has looked for hooks on gradients.
-        rates: The learning rates of its update, by group.
-        measures_noise: Whether the gradient noise scale is measured in the current window.
-    """
-
-    made_before: int
-    number: int
-    has_moved: bool = False
-    is_at_work: bool = False
-    is_checked: bool = False
-    checks_finite: bool = False
-    has_told_of_hooks: bool = False
-    rates: tuple[DeviceScalar | None, ...] = ()
-    measures_noise: bool = False
-
-
 class WindowRunner:
     """Makes one update from each window.
 
@@ -135,7 +94,7 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        moves: Moves with every update.
+        moves: Moves with every update; None for nothing.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
@@ -163,18 +122,24 @@ class WindowRunner:
         self._events = events
         self._notices = notices
         self._peers: Peers = peers or Alone(step.updates)
-        self._moves = moves or NothingMoves()
+        self._moves = moves
         self._loss_scope = loss_scope
-        self._room = Headroom(step.memory)
-        self._norms = BatchNorms(step.objective.modules, batchnorm, notices)
-        moving = MovingLayers(step.objective.modules, notices)
-        self._work = MicroBatches(
-            step, sizing, loss_scope=loss_scope, norms=self._norms, moving=moving, peers=self._peers, noise=noise
+        self._engine = Engine(
+            step,
+            sizing,
+            events,
+            notices,
+            peers=self._peers,
+            loss_scope=loss_scope,
+            batchnorm=batchnorm,
+            noise=noise,
+            on_change=self._on_change,
         )
-        self._recovery = Recovery(step, self._work, sizing, self._room, events, self._norms)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
-        self._state = _WindowState(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
-        self._untouched = UntouchedGradients(step)
+        self._checks_finite = events.windows == 0
+        self._made_before = step.updates.made
+        self._number = events.windows + 1  # of the current update
+        self._has_moved = self._is_at_work = False
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -191,75 +156,126 @@ class WindowRunner:
             AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
-        state, updates = self._state, self._step.updates
-        state.made_before, state.number, state.has_moved = updates.made, self._events.windows + 1, False
-        noise = self._noise
-        state.measures_noise = noise is not None and noise.is_due(state.number) and self._sizing.is_settled
+        step, noise = self._step, self._noise
+        self._made_before, self._number, self._has_moved = step.updates.made, self._events.windows + 1, False
+        measures = noise is not None and noise.is_due(self._number) and self._sizing.is_settled
         if self._order is not None:
             part = self._order.of(part)
-        if state.measures_noise:
-            part = shuffled(part, state.number)
+        if measures:
+            part = shuffled(part, self._number)
         try:
-            self._begin(part)
+            drop_old_gradients(step, self._notices)
+            self._is_at_work = True
             try:
-                while (made := self._attempt()) is None:
-                    pass
-            except BaseException as error:  # no way to go on: the window is abandoned
-                if not self._update_is_made:
-                    self._recovery.give_up(error, part)
-                raise
+                reduced, update = self._engine.run(
+                    part, self._finish, is_decided=self._is_made, measures_noise=measures
+                )
             finally:
-                self._end()
-            reduced, update = made
+                self._is_at_work = False
+                step.updates.drop_reservation()
             if update is None:
                 return None
+            elapsed_s = time.perf_counter() - started
             if part.samples:
-                self._recovery.choose_next_sizes(self._notices)
-            return self._report(reduced, update, started)
+                self._engine.complete(elapsed_s)
+            return self._report(reduced, update, elapsed_s)
         except BaseException as error:  # after the update there is no way back
-            if self._update_is_made:
+            if self._is_made():
                 self._raise_as_update_complete(error)
             raise
 
-    def _attempt(self) -> tuple[Reduced, Update | None] | None:
-        """Try to make the window's update, continuing from the micro-batches that earlier attempts completed.
+    def _finish(self, given: Given) -> tuple[Reduced, Update | None] | None:
+        """Make the update from a window's gradient; None if another process lacks memory for it."""
+        self._step.updates.reserve(self._peers.expected_gradients())
+        reduced = self._peers.reduce(given, self._engine, self._before_update)
+        if reduced is None:
+            self._step.updates.drop_reservation()
+            return None
+        return reduced, self._update(reduced) if reduced.samples else None
 
-        Returns:
-            The reduced window, and the update if any process has a sample of it. None if the attempt must be repeated:
-            memory ran out, here or in another process, or another process learned what a loss runs over.
-        """
-        step, work, peers, lack = self._step, self._work, self._peers, None
-        given: Given | None = None
-        reduced: Reduced | None = None
+    def _before_update(self, losses: Losses, samples: int) -> None:
+        """Reject an unusable update, and prepare what moves with it, while there is a way back."""
+        if self._engine.is_checking:
+            if self._checks_finite:
+                _check_finite(losses)
+            if not self._step.holds_gradients():
+                raise no_gradient(self._step.parameters)
+            self._checks_finite = False
+        if self._moves is not None:
+            self._moves.prepare(samples)
+
+    def _update(self, reduced: Reduced) -> Update:
+        """Step the optimizer, and move everything that moves with it."""
+        # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
+        self._rates = optimizers.learning_rates(self._step.optimizer)
+        with signals.held():
+            update = self._peers.commit(reduced)
+            if (weights := self._step.updates.weights) is not None:
+                weights.forget_originals()
+            self._events.windows = self._number
+            self._step.clear_gradients()
+            if self._moves is not None:
+                self._moves.update_made(skipped=update.skipped)
+            self._has_moved = True
+        return update
+
+    def _report(self, reduced: Reduced, update: Update, elapsed_s: float) -> StepReport:
+        """Return the report on the window that was just made."""
+        engine, noise = self._engine, None
+        if self._noise is not None and reduced.spread is not None and not update.skipped:
+            self._noise.learn(reduced.spread, reduced.samples)
+            noise = self._noise.samples
+        return StepReport(
+            step=self._events.windows,
+            samples=reduced.samples,
+            micro_batches=engine.sizes,
+            oom_events=len(engine.lacks),
+            elapsed_s=elapsed_s,
+            peak_bytes=engine.peak_bytes,
+            skipped=update.skipped,
+            recomputed_samples=engine.recomputed,
+            device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
+            device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
+            device_learning_rates=self._rates,
+            device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
+            noise_scale=noise,
+        )
+
+    def _raise_as_update_complete(self, error: BaseException) -> None:
+        """Raise a failure after the update as an error which states that the update is made, unless it already does."""
+        self._events.windows = self._number  # only an assignment: whatever else fails, this window counts as done
+        self._step.clear_gradients()
+        if _oom.is_device_lost(error):
+            raise devices.lost(self._step.memory, error) from error
+        said = update_complete.told(error, self._number, has_moved=self._has_moved)
+        if said is error:
+            return
         try:
-            peers.begin_attempt()
-            given = work.run(aside=self._recovery.takes_gradients_aside)  # each micro-batch forward and backward
-            step.updates.reserve(peers.expected_gradients())
-            reduced = peers.reduce(given, work, self._before_update)  # to the gradient of the whole window
-            if reduced is not None:
-                return reduced, self._update(reduced) if reduced.samples else None
-        except Exception as error:
-            if self._update_is_made:
-                raise
-            peers.failed(error, work, self._state.number)
-            lack = self._recovery.put_back_or_raise(error)
-        given = reduced = None  # nothing of a failed attempt stays alive while the next one is planned
-        step.updates.drop_reservation()
-        if lack is not None:
-            self._recovery.cut_smaller(lack)
-        else:
-            step.memory.release()
-        return None
+            raise said from (error.__cause__ if isinstance(error, UpdateCompleteError) else error)
+        finally:
+            del said  # otherwise it and this frame, which holds the runner, would hold each other
 
-    @property
-    def _update_is_made(self) -> bool:
+    def _on_change(self) -> None:
+        """Drop what new parameters hold, and report once any that need a gradient but are not in the optimizer."""
+        drop_old_gradients(self._step, self._notices)
+        held = set(self._step.held())
+        if left := sum(p.requires_grad and p not in held for p in self._step.parameters):
+            self._notices.say(
+                f"the model or the optimizer has changed: {left} parameters that need a gradient are not in the "
+                "optimizer, so they stay as they are; optimizer.add_param_group(...) adds them",
+                key="parameters that stay",
+            )
+
+    # --- what others see ----------------------------------------------------------------------------------------------
+
+    def _is_made(self) -> bool:
         """Whether the update of the current window is made."""
-        return self._step.updates.made != self._state.made_before
+        return self._step.updates.made != self._made_before
 
     @property
     def is_past_return(self) -> bool:
         """Whether the update of the most recent window is made, here or by other processes."""
-        return self._update_is_made or self._peers.is_decided
+        return self._is_made() or self._peers.is_decided
 
     @property
     def windows_done(self) -> int:
@@ -274,7 +290,7 @@ class WindowRunner:
     @property
     def has_lost_parameters(self) -> bool:
         """Whether an abandoned window has left parameters changed, as its error states."""
-        return self._recovery.has_lost_parameters
+        return self._engine.has_lost_parameters
 
     @property
     def cutting(self) -> Cutting:
@@ -295,123 +311,6 @@ class WindowRunner:
     def is_learning(self) -> bool:
         """Whether current windows are trials."""
         return self._sizing.is_learning
-
-    # --- the steps of a window ----------------------------------------------------------------------------------------
-
-    def _begin(self, part: Window) -> None:
-        """Prepare for a window: check its parameters, drop old gradients, and choose its cut."""
-        step = self._step
-        step.objective.begin_window()
-        if step.parameters_changed():
-            self._peers.check_parameters()
-            self._norms.search()
-            self._work.take_stock()
-            self._state.is_checked = False
-            self._warn_of_untrained_parameters()
-        drop_old_gradients(step, self._notices)
-        self._room.follow(self._sizing.plan)
-        self._recovery.begin()
-        if part.samples:
-            self._sizing.begin(part)
-            self._tell_of_batches_apart(part)
-        share = self._peers.begin(part, self._sizing)
-        self._work.begin(part, share, measures_noise=self._state.measures_noise)
-        if step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
-            step.watch = self._untouched
-            self._untouched.note()
-        self._state.is_at_work = True
-
-    def _tell_of_batches_apart(self, part: Window) -> None:
-        """Report once if batches that cannot be joined keep micro-batches smaller than the plan."""
-        largest, planned = max(part.groups()), self._sizing.plan.micro_batch
-        if len(part.groups()) > 1 and largest < planned and not self._sizing.is_learning:
-            self._notices.say(
-                f"the loader's batches differ in shape and cannot be joined, so micro-batches hold {largest} samples "
-                f"at most, and not {planned} as planned; larger batches of the loader would fill them, or lists of "
-                "samples (collate_fn=list) with split=autoaccum.ListOfSamples(your_collator)",
-                key="batches apart",
-            )
-
-    def _before_update(self, losses: dict[str, Tensor], samples: int) -> None:
-        """Reject an unusable update, and prepare what moves with it, while there is a way back."""
-        if not self._state.is_checked:
-            if self._state.checks_finite:
-                _check_finite(losses)
-            if not self._step.holds_gradients():
-                raise no_gradient(self._step.parameters)
-            self._state.is_checked, self._state.checks_finite = True, False
-        if not self._state.has_told_of_hooks and len(self._work.sizes) > 1:
-            self._state.has_told_of_hooks = True
-            tell_of_hooks(self._step.parameters, self._notices)
-        self._moves.prepare(samples)
-
-    def _update(self, reduced: Reduced) -> Update:
-        """Step the optimizer, and move everything that moves with it."""
-        # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
-        self._state.rates = optimizers.learning_rates(self._step.optimizer)
-        with signals.held():
-            update = self._peers.commit(reduced)
-            if (weights := self._step.updates.weights) is not None:
-                weights.forget_originals()
-            self._events.windows = self._state.number
-            self._step.clear_gradients()
-            self._moves.update_made(skipped=update.skipped)
-            self._state.has_moved = True
-        return update
-
-    def _end(self) -> None:
-        """Release the window."""
-        self._state.is_at_work = False
-        self._step.watch = None
-        self._untouched.forget()
-        self._step.updates.drop_reservation()
-        self._work.end()
-
-    def _report(self, reduced: Reduced, update: Update, started: float) -> StepReport:
-        """Return the report on the window that was just made."""
-        work, noise = self._work, None
-        if self._noise is not None and reduced.spread is not None and not update.skipped:
-            self._noise.learn(reduced.spread, reduced.samples)
-            noise = self._noise.samples
-        return StepReport(
-            step=self._events.windows,
-            samples=reduced.samples,
-            micro_batches=work.sizes,
-            oom_events=len(self._recovery.lacks),
-            elapsed_s=time.perf_counter() - started,
-            peak_bytes=self._recovery.peak_bytes,
-            skipped=update.skipped,
-            recomputed_samples=work.recomputed,
-            device_losses={name: DeviceScalar(loss) for name, loss in reduced.losses.items()},
-            device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
-            device_learning_rates=self._state.rates,
-            device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
-            noise_scale=noise,
-        )
-
-    def _raise_as_update_complete(self, error: BaseException) -> None:
-        """Raise a failure after the update as an error which states that the update is made, unless it already does."""
-        self._events.windows = self._state.number  # only an assignment: whatever else fails, this window counts as done
-        self._step.clear_gradients()
-        if _oom.is_device_lost(error):
-            raise devices.lost(self._step.memory, error) from error
-        said = update_complete.told(error, self._state.number, has_moved=self._state.has_moved)
-        if said is error:
-            return
-        try:
-            raise said from (error.__cause__ if isinstance(error, UpdateCompleteError) else error)
-        finally:
-            del said  # otherwise it and this frame, which holds the runner, would hold each other
-
-    def _warn_of_untrained_parameters(self) -> None:
-        """Report once any parameters that need a gradient but are not in the optimizer; they may be new."""
-        held = {parameter for group in self._step.optimizer.param_groups for parameter in group["params"]}
-        if left := sum(p.requires_grad and p not in held for p in self._step.parameters):
-            self._notices.say(
-                f"the model or the optimizer has changed: {left} parameters that need a gradient are not in the "
-                "optimizer, so they stay as they are; optimizer.add_param_group(...) adds them",
-                key="parameters that stay",
-            )
 
 
 class Runner(WindowRunner):
@@ -540,8 +439,8 @@ class Runner(WindowRunner):
     def optimizer(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str
     ) -> None:
-        if optimizer is None or self._state.is_at_work:
-            why = "within a window" if self._state.is_at_work else "to None"
+        if optimizer is None or self._is_at_work:
+            why = "within a window" if self._is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 
@@ -589,7 +488,8 @@ class Runner(WindowRunner):
                 errors of callbacks, and interrupts, that come after the update are raised unchanged, with a note
                 that says so.
         """
-        part = as_window(window, self._step.objective.split)
+        known = self._engine.steady.knows(window)
+        part = KnownWindow(window) if known else as_window(window, self._step.objective.split)
         while True:
             try:
                 return self._stepped(part)
@@ -620,7 +520,7 @@ class Runner(WindowRunner):
         if self._evaluator is None:
             self._evaluator = Evaluator(self._step, loss_scope=self._loss_scope)
         memory = self._step.memory
-        before = RandomState(memory.device)
+        before = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.functions))
         before.take()
         with self._limit.in_force(), self._savings.in_force():
             loss = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
@@ -628,8 +528,8 @@ class Runner(WindowRunner):
         return loss
 
 
-def _check_finite(losses: dict[str, Tensor]) -> None:
-    values = {name: loss.item() for name, loss in losses.items()}
+def _check_finite(losses: Losses) -> None:
+    values = {name: parts.total().item() for name, parts in losses.items()}
     if not all(map(math.isfinite, values.values())):
         found = ", ".join(f"{name}={value}" for name, value in values.items())
         raise InvalidInputError(

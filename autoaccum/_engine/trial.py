@@ -13,10 +13,10 @@ from autoaccum._data.batches import Window, repeated, repeating
 from autoaccum._data.nesting import copied
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import Factors
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Trial
-from autoaccum._snapshot import Mark
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import StateDamagedError
 
@@ -51,8 +51,7 @@ class Trials:
         self._step = step
         self._batch = batch
         self._whole = whole
-        at_window = Mark(step.objective.modules, step.memory.device)
-        self._marks = (at_window, Mark(step.objective.modules, step.memory.device, earlier=at_window))
+        self._savepoint = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
         split = step.objective.split
         self._window = None if whole is None or samples is None else repeating(batch, samples, split)
         self.held_bytes: int | None = None
@@ -113,8 +112,7 @@ class Trials:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
-        for mark in self._marks:
-            mark.take()
+        self._savepoint.take()
         if self._whole is None or self._window is None:
             self.one_micro_batch(size)
         else:

@@ -13,7 +13,7 @@ Nothing is caught here. The caller undoes a window that fails, and restarts it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +23,17 @@ from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Window, repeated
 from autoaccum._data.nesting import copied, map_tensors, without_graphs
 from autoaccum._data.numbers import ITEMS, numbers_in, with_number
+from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
+from autoaccum._engine.gradient_checks import nodes
 from autoaccum._engine.phases import Phase
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import divisor, reported
+from autoaccum._loss.closures import used_by
 from autoaccum._loss.counting import is_pair
 from autoaccum._loss.objective import Factors, no_gradient
 from autoaccum._loss.weighting import Over
-from autoaccum._snapshot import Mark, RandomState
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -164,21 +167,23 @@ class WholeWindow:
         InvalidInputError: The loss does not take outputs.
     """
 
-    def __init__(self, step: GradientStep, mark: Mark) -> None:
+    def __init__(self, step: GradientStep, mark: Savepoint) -> None:
         modules, device = step.objective.modules, step.memory.device
         self._step = step
         self._loss = WindowLoss(step)
         self._at_start = mark
-        self._after_loss = Mark(modules, device, earlier=mark)
-        self._after_forward = Mark(modules, device, earlier=mark)
-        self._random = RandomState(device, modules)
-        self._compared = False
+        functions = step.objective.functions
+        self._after_loss = Savepoint(modules, device, functions, parameters=lambda: step.parameters, like=mark)
+        self._after_forward = Savepoint(modules, device, functions, like=mark)
+        self._random = RandomState(device, modules, used_by(functions))
         self.reported: dict[reported.Slot, list[Any]] = {}
         self.parts: list[Any] = []
         # Every micro-batch runs twice on the same data, which a model may modify in place.
         step.transfer.copy_always()
 
-    def run(self, window: Window, sizes: Sequence[int], *, entering: Callable[[int | None], None]) -> dict[str, Tensor]:
+    def run(
+        self, window: Window, sizes: Sequence[int], *, entering: Callable[[int | None], None], is_first: bool = False
+    ) -> dict[str, Tensor]:
         """Accumulate the gradient of the window's loss in `.grad`, scaled if there is a scaler.
 
         Afterwards buffers and random state are as after one pass over the micro-batches and the loss.
@@ -188,6 +193,8 @@ class WholeWindow:
             sizes: Sizes of its micro-batches.
             entering: Called before each micro-batch, twice in all, with its size, and with None before the loss of the
                 whole window.
+            is_first: Whether to check that the loss reaches the model by its outputs alone, and that the second pass
+                gives what the first has given.
 
         Returns:
             The window's losses by name, on the device.
@@ -198,31 +205,34 @@ class WholeWindow:
         feed = self._step.transfer.feed
         if len(sizes) == 1:
             with closing(feed(window, sizes)) as batches:
-                return self._at_once(batches, sizes[0], entering, window)
+                return self._at_once(batches, sizes[0], entering, window, is_first=is_first)
         states: list[tuple[Any, ...]] = []
         with closing(feed(window, sizes)) as batches:
-            parts = [self._look(batches, size, entering, states) for size in sizes]
+            last = len(sizes) - 1
+            parts = [
+                self._look(batches, size, entering, states, with_graph=is_first and number == last)
+                for number, size in enumerate(sizes)
+            ]
         self.parts = list(parts) if self._step.keeps_outputs else []
         self._step.stage.phase = Phase.FORWARD
         entering(None)
         joined = _Representations(self._loss.join(parts))
         parts.clear()
-        losses = self._of_whole(joined, window)
+        losses = self._of_whole(joined, window, is_first=is_first)
         self._after_loss.take()
-        self._at_start.put_back()
+        self._at_start.restore()
         # If the user wraps everything in autocast, casts of the weights are cached. Before PyTorch's pull request
         # 165068, those made under no_grad have no graph.
         torch.clear_autocast_cache()
         with closing(feed(window, sizes)) as batches:
             for size, state in zip(sizes, states, strict=True):
-                self._pass_back(batches, size, entering, state, joined)
+                self._pass_back(batches, size, entering, state, joined, compare=is_first)
         if not self._step.holds_gradients():
             raise InvalidInputError(
                 "nothing that the loss depends on has a gradient: no output of the model does; look for .detach() or "
                 "torch.no_grad() in the model, and for parameters with requires_grad=False"
             )
-        self._compared = True
-        self._after_loss.put_back()
+        self._after_loss.restore()
         return losses
 
     def rehearse(self, window: Window, size: int) -> None:
@@ -247,10 +257,16 @@ class WholeWindow:
         self._of_whole(joined, window)
         self._after_loss.take()
         with closing(feed(window, sizes)) as batches:
-            self._pass_back(batches, size, _ignored, states[0], joined)
+            self._pass_back(batches, size, _ignored, states[0], joined, compare=False)
 
     def _at_once(
-        self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None], window: Window
+        self,
+        batches: Iterator[Any],
+        size: int,
+        entering: Callable[[int | None], None],
+        window: Window,
+        *,
+        is_first: bool = False,
     ) -> dict[str, Tensor]:
         """Run a window that is a single micro-batch, which needs no second pass."""
         batch = self._begin(batches, size, entering)
@@ -258,7 +274,14 @@ class WholeWindow:
         self.parts = [without_graphs(outputs)] if self._step.keeps_outputs else []
         if window.carries_counts():
             batch = self._loss.batch(window)
-        return self._backward(self._loss.terms(outputs, batch, size), size)
+        if not is_first:
+            return self._backward(self._loss.terms(outputs, batch, size), size)
+        joined = _Representations(outputs)
+        losses = self._backward(self._loss.terms(joined.for_loss(), batch, size), size, is_first=True)
+        self._step.stage.phase = Phase.BACKWARD
+        if shares := joined.next_shares(tensors_of(outputs), size, compare=False):
+            torch.autograd.backward([output for output, _ in shares], [share for _, share in shares])
+        return losses
 
     def _look(
         self,
@@ -266,19 +289,24 @@ class WholeWindow:
         size: int,
         entering: Callable[[int | None], None],
         states: list[tuple[Any, ...]],
+        *,
+        with_graph: bool = False,
     ) -> Any:
-        """Return a micro-batch's representations without a graph, and record its initial random state."""
+        """Return a micro-batch's representations without a graph, and record its initial random state.
+
+        With `with_graph`, what the model keeps in attributes has its graph, so that a loss that reads it shows.
+        """
         batch = self._begin(batches, size, entering)
         self._random.take()
         states.append(self._random.taken)
-        with torch.no_grad():
+        with nullcontext() if with_graph else torch.no_grad():
             # Copies: an output may be a view that keeps a whole layer alive, or be overwritten by the next pass.
-            return map_tensors(Tensor.clone, self._loss.outputs(batch, size))
+            return map_tensors(_copy, self._loss.outputs(batch, size))
 
-    def _of_whole(self, joined: _Representations, window: Window) -> dict[str, Tensor]:
+    def _of_whole(self, joined: _Representations, window: Window, *, is_first: bool = False) -> dict[str, Tensor]:
         """Compute the window's loss, and its gradient with respect to the representations."""
         terms = self._loss.terms(joined.for_loss(), self._loss.batch(window), window.samples)
-        return self._backward(terms, window.samples)
+        return self._backward(terms, window.samples, is_first=is_first)
 
     def _pass_back(
         self,
@@ -287,20 +315,21 @@ class WholeWindow:
         entering: Callable[[int | None], None],
         state: tuple[Any, ...],
         joined: _Representations,
+        *,
+        compare: bool,
     ) -> None:
         """Run a micro-batch again, with its graph this time, and backward from its rows of the gradient."""
         batch = self._begin(batches, size, entering)
         self._random.assume(state)
         self._random.put_back()
         outputs = tensors_of(self._loss.outputs(batch, size))
-        shares = joined.next_shares(outputs, size, compare=not self._compared)
+        shares = joined.next_shares(outputs, size, compare=compare)
         self._after_forward.take()
         self._step.stage.phase = Phase.BACKWARD
-        self._step.has_added = True
         if shares:
             torch.autograd.backward([output for output, _ in shares], [share for _, share in shares])
         # Activation checkpointing repeats forward passes there, and updates buffers that the next pass may read.
-        self._after_forward.put_back()
+        self._after_forward.restore()
 
     def _begin(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> Any:
         self._step.stage.phase = Phase.TRANSFER
@@ -309,15 +338,32 @@ class WholeWindow:
         self._step.stage.phase = Phase.FORWARD
         return batch
 
-    def _backward(self, terms: Sequence[Term], samples: int) -> dict[str, Tensor]:
+    def _backward(self, terms: Sequence[Term], samples: int, *, is_first: bool = False) -> dict[str, Tensor]:
         values = {term.name: _value(term) for term in terms if not term.is_reported}
         self.reported = {}
         reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weighting, self.reported)
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
         if not total.requires_grad:
             raise no_gradient(values)
+        if is_first:
+            self._refuse_other_ways(total)
         self._step.backward(total)
         return {name: value.detach() for name, value in values.items()}
+
+    def _refuse_other_ways(self, total: Tensor) -> None:
+        """Check that the loss of detached outputs reaches no parameters of the model.
+
+        Raises:
+            InvalidInputError: It does.
+        """
+        names = {id(parameter): name for name, parameter in self._step.objective.model.named_parameters()}
+        reached = [names.get(id(getattr(node, "variable", None))) for node in nodes(total)]
+        if found := [name for name in reached if name is not None]:
+            raise InvalidInputError(
+                f"loss_scope='window' computes the loss from the model's outputs, and this loss reaches {found[0]} in "
+                "another way, as by a term that forward() leaves in an attribute of the model (an auxiliary loss); let "
+                "the model, or forward=, return the term among its outputs, and add it in the loss from there"
+            )
 
 
 class _Representations:
@@ -447,6 +493,10 @@ def _other_outputs(found: str) -> InvalidInputError:
         "module, writes its own parameters, or keeps state that is no buffer; draw from those, register state as "
         "buffers, and move parameters (a momentum encoder) after the update"
     )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:

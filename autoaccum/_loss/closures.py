@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # The entry of a closure's mapping that is no loss, but what `keep="outputs"` keeps.
 OUTPUTS = "outputs"
+# A longer collection is data.
+_MANY = 1000
 
 
 class Closure:
@@ -48,11 +50,28 @@ class Closure:
 
 
 def modules_used_by(function: object) -> list[nn.Module]:
-    """Return the modules that a function refers to: free variables, globals, bound arguments and its object.
+    """Return the modules among what `used_by` finds, but for what functions use that are called by this one."""
+    return [one for one in used_by([function], depth=0) if isinstance(one, nn.Module)]
 
-    Modules in attributes of objects, and in lists, tuples and dictionaries, are found one level deep.
+
+def used_by(functions: Iterable[Any], *, depth: int = 2) -> list[Any]:
+    """Return what functions refer to, each once: free variables, globals, defaults, bound arguments and their objects.
+
+    Attributes of objects, and items of lists, tuples and dictionaries, are included one level deep.
+
+    Args:
+        functions: Functions, or objects that are called.
+        depth: How many calls of other functions are followed.
     """
-    return list(dict.fromkeys(module for value in _referred(function) for module in _modules_in(value)))
+    found: dict[int, Any] = {}
+    for function in functions:
+        for value in _referred(function):
+            for one in (value, *_inside(value)):
+                if id(one) not in found:
+                    found[id(one)] = one
+                    if depth and inspect.isfunction(one) and not one.__module__.startswith("torch."):
+                        found |= {id(its): its for its in used_by([one], depth=depth - 1)}
+    return list(found.values())
 
 
 def _referred(function: object) -> Iterator[Any]:
@@ -86,14 +105,11 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
-def _modules_in(value: Any) -> Iterable[nn.Module]:
-    if isinstance(value, nn.Module):
-        return [value]
-    inside: Iterable[Any] = ()
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, nn.Module | type) or inspect.ismodule(value) or inspect.isroutine(value):
+        return ()
+    if isinstance(value, list | tuple | Mapping) and len(value) > _MANY:
+        return ()
     if isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, list | tuple):
-        inside = value
-    elif not isinstance(value, type) and not inspect.ismodule(value) and not inspect.isroutine(value):
-        inside = getattr(value, "__dict__", {}).values()
-    return [one for one in inside if isinstance(one, nn.Module)]
+        return value.values()
+    return value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()

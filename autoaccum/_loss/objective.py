@@ -23,17 +23,18 @@ from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.numbers import spelled
 from autoaccum._data.pieces import weigher_of
+from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import Along, ByDefault, check_split
 from autoaccum._loss import divisor, weighting
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.counting import is_pair, tallies_of, target_tensors
 from autoaccum._loss.loss_entries import TOTAL, Entries
+from autoaccum._loss.modes import Modes, evaluation_mode
 from autoaccum._loss.observation import Run, eager
 from autoaccum._loss.reduction_inference import Settler
 from autoaccum._loss.terms import Term, describe, reported_term, term_of
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._loss.whole_batch import call_with
-from autoaccum._snapshot import Modes, RandomState, evaluation_mode
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.numbers import Path
     from autoaccum._data.pieces import Split
+    from autoaccum._loss.modes import Mark
     from autoaccum._loss.reduction_inference import Knowledge
     from autoaccum._loss.weighting import Tally
-    from autoaccum._snapshot import Mark
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
@@ -120,6 +121,7 @@ class Objective:
         returns_pairs: Whether any loss so far was a (sum, weight) pair.
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
+        gave_number: Whether the last pass returned a single number.
 
     Raises:
         InvalidInputError: The arguments cannot be used.
@@ -152,6 +154,7 @@ class Objective:
         self.returns_pairs = False
         self.may_look = True
         self.casts_itself = False
+        self.gave_number = False
         self._has_lacked_memory = False
         self._adds_up = False  # whether the split's weight was seen to
         self._said = _said_by(loss_reduction, split)
@@ -161,6 +164,7 @@ class Objective:
         else:
             self.sources = (Source(Objective._forward_and_loss),)
         self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
+        self._takes_pairs = self._forward is None and loss is not None and not isinstance(loss, list | tuple)
         self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
         self._entries = Entries(notices, self._settler.forget)
         self._loss_reduction = loss_reduction
@@ -179,6 +183,13 @@ class Objective:
         losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
         return [self.model, *(loss for loss in losses if isinstance(loss, nn.Module)), *self._further]
 
+    @property
+    def functions(self) -> list[Any]:
+        """The functions of the user's that run in a pass, or join a micro-batch."""
+        losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
+        losses = [loss.function if isinstance(loss, Closure) else loss for loss in losses]
+        return [one for one in (*losses, self._forward, self.split) if one is not None]
+
     def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
         """Run one source on one micro-batch.
 
@@ -195,8 +206,9 @@ class Objective:
         """
         raw, outputs = source.run(self, batch)
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
+        self.gave_number = False
         if isinstance(value, Tensor) and value.dim() == 0:  # the usual case
-            terms = [Term(name, value)]
+            self.gave_number, terms = True, [Term(name, value)]
         else:
             terms = self._terms(raw, samples, source.total, self._with_gradients(source, batch))
         if self._settler.put_off is not None:
@@ -214,6 +226,13 @@ class Objective:
     def _one_of(self, batch: Any) -> Any:
         """Return one sample of a micro-batch; all of it where a split has joined it, which cannot cut it again."""
         return chosen(batch, [0], self.split) if isinstance(self.split, Along) else batch
+
+    def number_of(self, batch: Any) -> Any:
+        """Run the only source on one micro-batch, and return its only loss as it is."""
+        if self._takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
+            return self._loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
+        raw = self.sources[0].run(self, batch)[0]
+        return next(iter(raw.values())) if len(raw) == 1 else raw
 
     def outputs(self, batch: Any) -> Any:
         """Return the model's outputs for a batch, without its loss."""
@@ -398,6 +417,10 @@ class Objective:
             )
         self._adds_up = True
 
+    def is_by_samples(self, name: str) -> bool:
+        """Whether the loss of this name is weighed by samples."""
+        return not self._is_weighed and self._is_usual(self.weighting(name))
+
     def _is_usual(self, how: Weighting) -> bool:
         """Whether a loss has the usual weight, as an unknown one has, so that it needs no factor of its own."""
         if how.over is Over.PAIR:
@@ -409,6 +432,11 @@ class Objective:
     def has_questions(self) -> bool:
         """Whether the reduction of a loss is still to be inferred."""
         return self._settler.has_questions
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to infer in windows like those so far."""
+        return self._settler.is_settled and self._settler.has_compared
 
     @property
     def knowledge(self) -> dict[str, Knowledge]:
@@ -477,13 +505,21 @@ class Objective:
             self._modes = None
 
     def begin_window(self) -> None:
-        """Read the settings of a `torch.nn` loss, which may change from one window to the next, and count windows.
+        """Read the settings of a `torch.nn` loss, which may change from one window to the next.
 
         Raises:
             InvalidInputError: As for `_read_settings`.
         """
-        self._settler.begin_window()
         self._read_settings()
+
+    def count_window(self) -> None:
+        """Count a window."""
+        self._settler.windows += 1
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return the settings of a `torch.nn` loss, and the identity of its class weights."""
+        settings, class_weights = weighting.settings_of(self._loss)
+        return settings, id(class_weights)
 
     def _read_settings(self) -> None:
         """Read the settings of a `torch.nn` loss.

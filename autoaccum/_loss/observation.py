@@ -22,12 +22,12 @@ from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._data.numbers import numbers_in, with_number
 from autoaccum._data.splits import FIRST
 from autoaccum._loss.counting import target_tensors
+from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.plain_attributes import PlainAttributes
 from autoaccum._loss.reduction_candidates import VIA_SINGLE, Rounding, Split, rounding_of
 from autoaccum._loss.stand_ins import HALF, may_be_widened, standing_in, widened
 from autoaccum._loss.training_mode import quiet_training
 from autoaccum._loss.weighting import Weighting, check_pair
-from autoaccum._snapshot import evaluation_mode
 from autoaccum._system import signals
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._data.numbers import Path
+    from autoaccum._loss.modes import Mark
     from autoaccum._loss.terms import Term
-    from autoaccum._snapshot import Mark
 
 # The rows of the parts that a few samples are split into; a single part if there is only one sample.
 Rows = list[list[int]]
@@ -311,7 +311,7 @@ class Run:
                 yield attributes
         finally:
             with signals.held(), ExitStack() as restoring:
-                restoring.callback(_restore, self._mark.put_back)  # last: it knows how metrics write their states
+                restoring.callback(_restore, self._mark.restore)  # last: it knows how metrics write their states
                 restoring.callback(_restore, attributes.put_back)
                 restoring.callback(eager.put_back)
 

@@ -100,6 +100,7 @@ class Settler:
     Attributes:
         known: The weighting of each loss, by name.
         is_settled: Whether `settle` has nothing left to infer in any window.
+        windows: The windows so far.
         put_off: A notice that the losses could not be run, for `say_put_off`; None if there is none.
         doubts: What was said of losses whose gradient may differ from that of the whole batch.
     """
@@ -123,7 +124,7 @@ class Settler:
         self.doubts: list[str] = []
         self._bends = Bends(self._doubt)
         self._numbers = DifferingNumbers(notices)
-        self._windows = self._compared_in = 0
+        self.windows = self._compared_in = 0
         self._inferred: set[str] = set()  # losses whose reduction was inferred, and is compared again
         self._contradicted: set[str] = set()  # losses that a later window has contradicted, which is said once
         self._evidence: dict[str, Evidence] = {}  # by loss, before the present attempt
@@ -202,14 +203,10 @@ class Settler:
         is_known = Over.OPAQUE not in [how.over for how in self.known.values()]
         self.is_settled = is_known and not self.has_questions and not self._numbers.may_differ
 
-    def begin_window(self) -> None:
-        """Note that a window begins."""
-        self._windows += 1
-
     @property
     def compares_again(self) -> bool:
         """Whether inferred reductions are to be compared with the present window: after 1, 3, 7, 15, ... others."""
-        number = self._windows
+        number = self.windows
         return bool(self._inferred) and number > max(self._compared_in, 1) and not number & (number - 1)
 
     def _compare_again(self, window: Window, run: Run) -> None:
@@ -217,8 +214,8 @@ class Settler:
 
         Losses may come to run over something else: with targets that did not occur before, or as they fall.
         """
-        self._compared_in = self._windows
-        chance = random.Random(self._windows)  # noqa: S311 - no secret, and the same in every run
+        self._compared_in = self.windows
+        chance = random.Random(self.windows)  # noqa: S311 - no secret, and the same in every run
         sample, splits = choose_unusual(window, _MOST, chance)
         attempt = Attempt(sample, splits, [], window, run, run.in_effect(self._ways[0], sample))
         attempt = attempt._replace(observed=attempt.more(splits))
@@ -233,7 +230,7 @@ class Settler:
             question = question_of(window)
             question.learn(splits_of)
             self._doubt(
-                f"loss {name!r}: earlier windows showed {how.description}, which window {self._windows} contradicts (a "
+                f"loss {name!r}: earlier windows showed {how.description}, which window {self.windows} contradicts (a "
                 "count that changes with the targets, or samples chosen by their loss), so gradients may have differed "
                 "from those of whole batches, and it is inferred again. loss_scope='window' is exact for any "
                 "deterministic function of per-sample outputs, as are (sum, weight) pairs"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ClassCounts = npt.NDArray[np.int64]
 Tally = int | float | ClassCounts
 
+_PAIR = 2
 IGNORE_INDEX = -100  # the default of torch.nn.CrossEntropyLoss and of every Transformers model
 
 
@@ -150,6 +151,16 @@ class Weighting:
         if self.ignore_index < 0 and self.nor is None and targets.numel():
             return int(targets.min()) >= 0  # classes are never negative, and the minimum takes one pass
         return bool(self._counting(targets).all())
+
+    def counts_all_of_pair(self, batch: Sequence[Tensor]) -> bool:
+        """Whether every target of an (inputs, targets) pair in host memory counts the same; runs no operator."""
+        targets = batch[1] if len(batch) == _PAIR else None
+        if targets is None or self.target is not None or self.nor is not None or self.class_weights is not None:
+            return False
+        if self.over is Over.ELEMENTS or (self.over is Over.COUNTED and targets.is_floating_point()):
+            return True
+        is_counted = self.over is Over.COUNTED and self.ignore_index < 0 and targets.device.type == "cpu"
+        return is_counted and targets.numel() > 0 and bool(targets.numpy().min() >= 0)
 
     def _choose(self, named_targets: Mapping[str, Tensor]) -> Tensor | None:
         if self.target is not None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.batches import Window, count
+from autoaccum._engine.optimizer_copy import Snapshot
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.trial import Trials, standing_still
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes
@@ -20,7 +22,6 @@ from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._report.records import Pace
 from autoaccum._sizing.footprint import Footprint
 from autoaccum._sizing.planner import balanced
-from autoaccum._snapshot import Mark, Snapshot
 from autoaccum._system import signals
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
         The findings; None if memory ran out, which the trials should rule out.
     """
     for looks_inside in (True, False):
-        snapshot = Snapshot(step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler)
+        snapshot = Snapshot(
+            step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler, step.objective.functions
+        )
         step.clear_gradients()
         try:
             with step.memory.limited(limit_bytes):
@@ -80,7 +83,7 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
         finally:
             with signals.held():
                 step.abandon()
-                snapshot.put_back()
+                snapshot.restore()
                 step.memory.release()
     return None
 
@@ -219,7 +222,7 @@ class _Stage:
         step, samples = self._step, count(self._batch, self._step.objective.split)
         if self._plan.accum_steps == 1 or samples == 1:
             return
-        mark = Mark(step.objective.modules, step.memory.device)
+        mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
         sizes = balanced(samples, min(self._plan.micro_batch, samples - 1))
         try:
             window = Window([self._batch], step.objective.split)

@@ -40,9 +40,9 @@ class Backoff:
         self._since = 0  # the window of the last failure, growth or refusal to grow
 
     @property
-    def is_troubled(self) -> bool:
-        """Whether memory ran out, or the size grew, recently."""
-        return bool(self._waits) and self._window - self._since < FIRST_WAIT_WINDOWS
+    def is_quiet(self) -> bool:
+        """Whether the size stays as it is, unless it fails."""
+        return self.size == self._largest and not self._waits
 
     def fail(self, size: int) -> int | None:
         """Record that `size` ran out of memory; return the size to use now, or None if there is none smaller."""

@@ -206,9 +206,9 @@ class Sizing:
         return not self.is_learning and self._tempo is None
 
     @property
-    def is_troubled(self) -> bool:
-        """Whether memory ran out recently, or a size is in use that may not fit."""
-        return self._pace.is_troubled
+    def is_quiet(self) -> bool:
+        """Whether nothing is to be learned from windows that do not run out of memory: sizes stay as they are."""
+        return self._learning is None and not self._is_to_learn and self.is_timed and self._pace.is_quiet
 
     def set(self, plan: Plan) -> None:
         """Set a plan chosen by the caller."""

@@ -9,7 +9,7 @@ import torch
 
 from autoaccum._arguments import check_bool, check_choice, check_function
 from autoaccum._callbacks import check_callbacks
-from autoaccum._data.batches import as_window
+from autoaccum._data.batches import KnownWindow, as_window
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
@@ -176,7 +176,6 @@ class Accumulator:
             batchnorm=batchnorm,
             noise=self._noise,
             entry_of=_entries(step, limit_bytes, names, closure, notices) if caches else None,
-            looks_always=closure is not None or not all(map(_is_torchs, functions)),
         )
         self._accumulating = accumulating
         self._batches = MeasuredBatches(
@@ -256,7 +255,8 @@ class Accumulator:
             )
         step.keeps_outputs = keep is not None
         try:
-            window = as_window(batch, step.objective.split)
+            known = self._accumulating.knows(batch)
+            window = KnownWindow(batch) if known else as_window(batch, step.objective.split)
             with self._limit.in_force():
                 return self._batches.add(window)
         except BaseException as error:
@@ -334,11 +334,6 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
     check_alike(ranks, step, {"batchnorm": batchnorm})
     begin_alike(ranks, step, notices)
     return ranks
-
-
-def _is_torchs(loss: Any) -> bool:
-    """Whether a loss is PyTorch's own, which calls no modules."""
-    return str(getattr(loss, "__module__", None)).startswith("torch.")
 
 
 def _sums_in_backward(module: nn.Module) -> bool:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
+    from autoaccum._data.random_state import RandomState
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._snapshot import RandomState
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
 

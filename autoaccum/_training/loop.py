@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loader_checks import keeps_order, unlike_batch_size
+from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
@@ -18,7 +19,6 @@ from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.rungs import Rungs
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
-from autoaccum._snapshot import RandomState
 from autoaccum._system import exceptions, signals
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_manager import CheckpointManager

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
+from autoaccum._data.random_state import RandomState
 from autoaccum._engine.block_costs import measured
 from autoaccum._engine.events import Events
 from autoaccum._engine.rungs import AVOIDABLE, change_of_rung, reason_of, work_of
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
-from autoaccum._snapshot import RandomState
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Kept
 from autoaccum._training.longest_sample import batch_of, longest_of

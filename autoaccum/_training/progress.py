@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._data.loader_state import Position, RandomStates
+    from autoaccum._data.random_state import RandomState
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation
-    from autoaccum._snapshot import RandomState
     from autoaccum._training.lr_schedule import Schedule
     from autoaccum._training.one_process import OneProcess
 

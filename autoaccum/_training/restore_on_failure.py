@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from autoaccum._data.loader_state import generators_of
-from autoaccum._snapshot import RandomState
+from autoaccum._data.random_state import RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loader_state import generators_of
 from autoaccum._data.peeking import can_be_looked_at, counters_kept, left_as_it_was
+from autoaccum._data.random_state import OwnGenerators
 from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.outside_limit import drawn
-from autoaccum._snapshot import Mark, OwnGenerators
+from autoaccum._engine.savepoint import Savepoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._data.random_state import RandomState
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Evaluation, MemoryEvent
-    from autoaccum._snapshot import RandomState
 
 
 class Validation:
@@ -83,7 +84,7 @@ class Validation:
             return
         self._random.take()
         before = self._random.taken
-        mark = Mark(self._step.objective.modules, self._step.memory.device)
+        mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
         mark.take()
         parts = [part for module in self._step.objective.modules for part in module.modules()]
         try:
@@ -94,7 +95,7 @@ class Validation:
             ):
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:
-            mark.put_back()
+            mark.restore()
             self._random.assume(before)
             self._random.put_back()
 
@@ -110,7 +111,7 @@ class Validation:
         own = OwnGenerators(generators_of(self._part) if self._is_between_windows else ())
         mark = None
         if self._is_kept:
-            mark = Mark(self._step.objective.modules, self._step.memory.device)
+            mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
             mark.take()
         try:
             evaluation = self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
@@ -118,7 +119,7 @@ class Validation:
                 self._part.check_end()
         except BaseException:
             if mark is not None:
-                mark.put_back()
+                mark.restore()
             raise
         own.put_back()
         self._random.assume(before)

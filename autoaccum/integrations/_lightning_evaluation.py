@@ -8,12 +8,12 @@ from autoaccum._data.batches import Window
 from autoaccum._engine import devices
 from autoaccum._engine.events import Events
 from autoaccum._engine.outside_limit import Outside
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._memory.limits import parse_limit
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.planner import shrink
-from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError
 from autoaccum.integrations._held_logs import HeldLogs
@@ -59,7 +59,7 @@ class Evaluating:
         self._memory = devices.resolve(trainer.strategy.root_device if device is None else device, module, notices)
         self._limit = StepLimit(self._memory, parse_limit(options["memory_limit"], self._memory))
         self._events = Events([Outside(callback, self._memory) for callback in options["callbacks"]], notices)
-        self._mark = Mark([module], self._memory.device)
+        self._mark = Savepoint([module], self._memory.device)
         self._sizes: dict[_Key, int] = {}
         self.objective: Objective | None = None
 
@@ -130,7 +130,7 @@ class Evaluating:
             let_go(error)
         # The handler has ended: inside it the traceback would still pin the activations.
         if is_marked:
-            self._mark.put_back()
+            self._mark.restore()
         self._memory.release()
         self._events.windows = self._trainer.global_step
         self._events.ran_out(event)

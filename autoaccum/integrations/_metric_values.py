@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autoaccum._metric_states import is_metric
+from autoaccum._engine.metric_states import is_metric
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

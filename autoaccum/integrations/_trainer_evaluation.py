@@ -12,10 +12,10 @@ from transformers.trainer_pt_utils import nested_concat
 from autoaccum._data.batches import Window
 from autoaccum._engine import devices
 from autoaccum._engine.forward_backward import assemble_without_optimizer
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._sizing.planner import balanced, shrink
-from autoaccum._snapshot import Mark
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.integrations._padding import IGNORE_INDEX
@@ -99,7 +99,7 @@ class EvaluationInParts:
         if self._model is not model:
             self._model = model
             self._memory = devices.resolve(self._trainer.args.device, model, self._notices)
-            self._mark = Mark([model], self._memory.device)
+            self._mark = Savepoint([model], self._memory.device)
 
     def _try(
         self, step: Callable[[Mapping[str, Any]], _Predicted], batch: Mapping[str, Any], size: int
@@ -120,7 +120,7 @@ class EvaluationInParts:
             return record, found
         # The handler has ended: inside it the traceback would still pin the activations.
         if is_marked:
-            self._mark.put_back()
+            self._mark.restore()
         self._memory.release()
         return None, failure
 
@@ -214,7 +214,7 @@ class _Weights:
                 notices=self._notices,
                 split=self._split,
             )
-            self._mark = Mark([model], self._step.memory.device)
+            self._mark = Savepoint([model], self._step.memory.device)
         return self._step
 
     def _loss(self, batch: Mapping[str, Any]) -> Any:

@@ -12,9 +12,10 @@ from transformers import Trainer
 
 from autoaccum._arguments import check_bool
 from autoaccum._data.batches import Window, count
+from autoaccum._data.random_state import RandomState
 from autoaccum._data.reading import refuse_flattened
+from autoaccum._loss.modes import evaluation_mode
 from autoaccum._oom import is_oom, let_go
-from autoaccum._snapshot import RandomState, evaluation_mode
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError

@@ -1,7 +1,8 @@
-"""Refuses what changes `.grad` between the micro-batches of a window: losses, hooks and callbacks of the user's.
+"""Refuses, in careful windows, what makes a wrong gradient without a word.
 
-Each micro-batch adds to what those before it left in `.grad`, so a loss that clears it, or goes backward by itself,
-would make a wrong gradient without a word. What runs for each micro-batch has no loop in Python over all parameters.
+Each micro-batch adds to what those before it left in `.grad`. A loss, a closure or a hook that clears it, goes backward
+by itself or steps an optimizer would do harm, and so would a loss that reaches parameters of other modules, whose
+gradients nobody restores.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._system.notices import Notices
 
 _GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
@@ -27,51 +32,54 @@ _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _OF_MODULE_HOOKS = "BackwardHookFunctionBackward"
 
 
-class UntouchedGradients:
-    """Checks the gradients of a step before and after each backward pass.
+class GradientChecks:
+    """Checks the gradients of a step before and after each backward pass of one window.
 
     Args:
         step: The step, which calls this while it is its `watch`.
         elsewhere: Where the user may change gradients, for messages.
+        refuses_strangers: Whether the loss may reach no parameters but the step's.
     """
 
-    def __init__(self, step: GradientStep, elsewhere: str = "between windows") -> None:
+    def __init__(self, step: GradientStep, elsewhere: str, *, refuses_strangers: bool) -> None:
         self._step = step
         self._elsewhere = elsewhere
-        # The gradients as they have to be, and how often each has been changed in place; None before they are noted.
-        self._gradients: list[Tensor | None] | None = None
-        self._held: list[Tensor] = []
-        self._versions: list[int] = []
+        self._known = set(step.parameters) if refuses_strangers else None
         # Not kept alive: its graph holds the activations of a micro-batch that may have failed.
         self._total: weakref.ref[Tensor] | None = None
+        self._note()
 
-    def begin_aside(self) -> None:
-        """Check gradients before they are set aside for a micro-batch.
-
-        Raises:
-            InvalidInputError: They were changed.
-        """
-        self.check()
-
-    def note(self) -> None:
-        """Record that gradients are as they have to be."""
+    def _note(self) -> None:
+        """Record that gradients are as they have to be, and how often each has been changed in place."""
         self._gradients = list(map(_GRADIENT, self._step.parameters))
-        self._held = [gradient for gradient in self._gradients if gradient is not None]
+        self._held: list[Tensor] = [gradient for gradient in self._gradients if gradient is not None]
         self._versions = list(map(_VERSION, self._held))
 
-    def forget(self) -> None:
-        """Record that all gradients of the window were dropped, to begin it again or to end it."""
-        self._gradients, self._held = None, []
+    def begin(self, total: Tensor) -> None:
+        """Check the gradients before the backward pass of a loss, and what it reaches.
+
+        Raises:
+            InvalidInputError: They were changed, or it reaches parameters of other modules.
+        """
+        self.check()
+        self._total = weakref.ref(total)
+        if self._known is None:
+            return
+        leaves = (getattr(node, "variable", None) for node in nodes(total))
+        strangers = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and leaf not in self._known]
+        if strangers:
+            raise InvalidInputError(
+                f"the gradient of the loss reaches {len(strangers)} parameters that are not the model's, the first "
+                f"of shape {tuple(strangers[0].shape)}; pass all modules that the loss uses, as in "
+                "model=torch.nn.ModuleList([model, other]) with closure=, or freeze the others"
+            )
 
     def check(self) -> None:
-        """Check that gradients are as they were when last noted.
+        """Check that gradients are as the last backward pass left them.
 
         Raises:
             InvalidInputError: They are not.
         """
-        if self._gradients is None:
-            self.note()
-            return
         are_same = all(map(is_, map(_GRADIENT, self._step.parameters), self._gradients))
         if are_same and list(map(_VERSION, self._held)) == self._versions:
             return
@@ -86,40 +94,26 @@ class UntouchedGradients:
                     f"return the loss alone, and do this {self._elsewhere}"
                 )
 
-    def begin(self, total: Tensor) -> None:
-        """Check gradients before the backward pass of a loss.
-
-        Raises:
-            InvalidInputError: They were changed.
-        """
-        self.check()
-        self._total = weakref.ref(total)
-
     def end(self) -> None:
         """Check that the backward pass added to gradients once, and that nothing took them away.
 
         Raises:
             InvalidInputError: A gradient was cleared, replaced or changed.
         """
-        assert self._gradients is not None
-        if all(map(is_, map(_GRADIENT, self._step.parameters), self._gradients)):
-            versions = list(map(_VERSION, self._held))
-            if versions == [version + 1 for version in self._versions]:
-                self._versions = versions
-                return
         if not any(map(_HOOKS, self._step.parameters)):  # of which the user is told that they run each time
             self._compare()
-        self.note()
+        self._note()
 
     def _compare(self) -> None:
-        assert self._gradients is not None
         total = None if self._total is None else self._total()
         versions = iter(self._versions)
         # Gradients may be parts of one tensor, as those of parameters that the model joins: they are changed together.
         together = Counter(map(_place, self._held))
         for parameter, gradient in zip(self._step.parameters, self._gradients, strict=True):
-            version = 0 if gradient is None else next(versions)
-            if gradient is None or gradient.layout is not torch.strided:
+            if gradient is None:
+                continue
+            version = next(versions)
+            if gradient.layout is not torch.strided:
                 continue
             if parameter.grad is not gradient:
                 # Autograd adds to dense gradients in place.
@@ -160,3 +154,49 @@ def nodes(total: Tensor) -> list[Any]:
                 seen.add(further)
                 found.append(further)
     return found
+
+
+def hooked(parameters: Sequence[nn.Parameter], *, after: bool = False) -> list[nn.Parameter]:
+    """Return the parameters that have hooks on their gradients.
+
+    Args:
+        parameters: The parameters to look at.
+        after: Whether to look only for hooks that run after a gradient is accumulated.
+    """
+    names = ("_post_accumulate_grad_hooks",) if after else ("_post_accumulate_grad_hooks", "_backward_hooks")
+    return [parameter for parameter in parameters if any(getattr(parameter, name, None) for name in names)]
+
+
+def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
+    """Check that no hook runs after a gradient is accumulated.
+
+    Raises:
+        InvalidInputError: One does.
+    """
+    if hooked(parameters, after=True):
+        raise InvalidInputError(
+            "a parameter has a post-accumulate-grad hook, as an optimizer that steps in the backward pass adds them, "
+            "and it would run for each micro-batch; remove the hook, and step after backward()"
+        )
+
+
+def tell_of_hooks(parameters: Sequence[nn.Parameter], notices: Notices) -> None:
+    """Say if parameters have hooks on their gradients, in a window of several micro-batches."""
+    if found := len(hooked(parameters)):
+        notices.say(
+            f"{found} parameters have gradient hooks, which run for each micro-batch and not once a window: hooks that "
+            "scale gradients are exact, others (clipping, dividing by a norm) are not; change the gradient of a window "
+            "once, in optimizer.register_step_pre_hook, or with clip_grad_norm=",
+            key="gradient hooks",
+        )
+
+
+def no_gradient(parameters: Sequence[nn.Parameter]) -> InvalidInputError:
+    """Return the error for a backward pass that left no gradient."""
+    why = ""
+    if hooked(parameters, after=True):
+        why = (
+            ": a post-accumulate-grad hook takes them, as an optimizer that steps in the backward pass does. It would "
+            "step for each micro-batch; remove the hooks, and pass the optimizer"
+        )
+    return InvalidInputError(f"the backward pass left no gradient on any parameter of the model{why}")

@@ -1,0 +1,132 @@
+"""Saves and restores random generators: torch's, Python's, NumPy's, and those that objects hold as attributes."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator)
+
+
+class RandomState:
+    """The generators that a model, a loss or a transform may draw from.
+
+    These are the global ones of torch, Python and NumPy, and generators that modules hold as attributes.
+
+    Args:
+        device: Its generator is saved in addition to the CPU's.
+        modules: Their attributes are searched once for generators.
+        further: Generators of others, such as a sampler's.
+    """
+
+    def __init__(self, device: torch.device, modules: Iterable[nn.Module] = (), further: Iterable[Any] = ()) -> None:
+        self._device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        parts = (part for module in modules for part in module.modules())
+        self._own = own_generators([*(value for part in parts for value in vars(part).values()), *further])
+        self._states: tuple[Any, ...] | None = None
+
+    def take(self, *, of_host: bool = True) -> None:
+        """Save the current states.
+
+        Args:
+            of_host: Whether to save Python's and NumPy's too, which takes 42 microseconds.
+        """
+        self._states = (
+            torch.default_generator.get_state(),
+            None if self._module is None else self._module.get_rng_state(self._device),
+            (random.getstate(), np.random.get_state(legacy=False)) if of_host else None,  # noqa: NPY002 - the user's
+            [_state(generator) for generator in self._own] if self._own else (),
+        )
+
+    def put_back(self) -> None:
+        """Restore the states saved by `take`."""
+        of_torch, of_device, of_host, own = self.taken
+        torch.set_rng_state(of_torch)
+        if self._module is not None:
+            self._module.set_rng_state(of_device, self._device)
+        if of_host is not None:
+            random.setstate(of_host[0])
+            np.random.set_state(of_host[1])  # noqa: NPY002
+        for generator, state in zip(self._own, own, strict=True):
+            _set(generator, state)
+
+    def seed(self, seed: int) -> None:
+        """Seed every generator that `take` saves."""
+        torch.default_generator.manual_seed(seed)
+        if self._module is not None:
+            with self._module.device(self._device):
+                self._module.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - the user's global generator
+        for generator in self._own:
+            _seed(generator, seed)
+
+    def host_has_moved(self) -> bool:
+        """Whether Python's or NumPy's generator has moved since a `take` that saved them."""
+        of_host = self.taken[2]
+        now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
+        return of_host is None or random.getstate() != of_host[0] or pickle.dumps(now) != pickle.dumps(of_host[1])
+
+    @property
+    def taken(self) -> tuple[Any, ...]:
+        """The states saved by `take`, for `assume` of another instance; never modified."""
+        assert self._states is not None
+        return self._states
+
+    def assume(self, taken: tuple[Any, ...]) -> None:
+        """Use the states saved by another instance of the same device and modules."""
+        self._states = taken
+
+
+class OwnGenerators:
+    """Generators of one owner, with their initial states."""
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._kept = [(generator, _state(generator)) for generator in generators]
+
+    def put_back(self) -> None:
+        """Restore the initial states."""
+        for generator, state in self._kept:
+            _set(generator, state)
+
+
+def own_generators(values: Iterable[Any]) -> list[Any]:
+    """Return the generators among some values, each once, without the global ones."""
+    found = {id(value): value for value in values if isinstance(value, _KINDS)}
+    for shared in (torch.default_generator, random.seed.__self__):  # type: ignore[attr-defined]
+        found.pop(id(shared), None)
+    return list(found.values())
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state

@@ -1,0 +1,343 @@
+"""The careful path through a window: every check, every form of loss, every size that is still to be found.
+
+The first windows of each structure take it, and later ones now and then; so do windows that the steady path does not
+know: losses that are pairs, vectors or several, sizes that are searched for, models that communicate in their passes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from contextlib import closing, nullcontext
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum._engine.forward_backward import Accumulated, check_weight
+from autoaccum._engine.gradients import Given, Parts
+from autoaccum._engine.noise_scale import SquaredNorm, spread_of, squared_norm
+from autoaccum._engine.phases import Phase
+from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.window_loss import WholeWindow
+from autoaccum._loss.objective import PAIR, SAMPLES, SUM
+from autoaccum._loss.weighting import in_full
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Sequence
+
+    from autoaccum._data.batches import Window
+    from autoaccum._engine.batchnorm import BatchNorms
+    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.gradients import Progress
+    from autoaccum._engine.noise_scale import NoiseScale, Spread
+    from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._loss.objective import Factors
+    from autoaccum._sizing.sizing import Sizing
+
+
+class CarefulPath:
+    """Runs the micro-batches of windows, and leaves their gradient in `.grad`. Catches nothing.
+
+    Args:
+        step: The training step.
+        sizing: Cuts the windows.
+        savepoint: Taken before each window.
+        norms: The step's BatchNorm layers.
+        peers: The processes of the training.
+        takes_whole: Whether the loss is computed over the whole window at once.
+        noise: The gradient noise scale that windows are measured for; None without `noise_scale`.
+
+    Raises:
+        InvalidInputError: The loss cannot be computed that way.
+    """
+
+    def __init__(
+        self,
+        step: GradientStep,
+        sizing: Sizing,
+        savepoint: Savepoint,
+        *,
+        norms: BatchNorms,
+        peers: GradientPeers,
+        takes_whole: bool,
+        noise: NoiseScale | None,
+    ) -> None:
+        self._step = step
+        self._sizing = sizing
+        self._norms = norms
+        self.peers = peers
+        self._noise = noise
+        # Of the state before the loss is asked what it runs over.
+        self._before_asking = Savepoint(
+            step.objective.modules, step.memory.device, step.objective.functions, like=savepoint
+        )
+        self._whole = WholeWindow(step, savepoint) if takes_whole else None
+
+    def run(
+        self, window: Window, at: Progress, share: SharedWeights | None, *, is_first: bool, measures_noise: bool
+    ) -> Given:
+        """Run a window from its start.
+
+        Args:
+            window: The window, or this process's part of it.
+            at: Follows the micro-batches.
+            share: What is known in advance about the weight of the other parts.
+            is_first: Whether to check what only a pass with a graph can show.
+            measures_noise: Whether to measure how far the gradients of its micro-batches are apart.
+
+        Raises:
+            InvalidInputError: The loss's return value cannot be used.
+        """
+        if self._whole is not None:
+            return self._run_whole(self._whole, window, at, is_first=is_first)
+        step, squares = self._step, list[Tensor | None]()
+        accumulated = Accumulated()
+        factors: list[Factors] = []
+        while at.done < window.samples:
+            step.stage.phase, at.size = Phase.WEIGH, None
+            sizes = self._cut(at.done, measures_noise=measures_noise)
+            starts = tuple(accumulate(sizes[:-1], initial=at.done))
+            done = at.sizes[: len(factors)]
+            at.sizes = (*done, *sizes)
+            if not factors:
+                self._settle(window, sizes)
+            of_rest = self._weigh(window, at.sizes, share)[len(factors) :]
+            if self._norms.is_there and not self._sizing.is_learning:
+                self._norms.announce(at.sizes)  # only for sizes that will be used again
+            if self._sizing.is_learning and not step.objective.mixes_pairs():
+                order: Sequence[int] = [0]  # its measurement decides the next size
+            else:
+                order = self._order(window, starts, sizes)
+                at.sizes = (*done, *(sizes[place] for place in order))
+            feed = step.transfer.feed(window, [sizes[place] for place in order], [starts[place] for place in order])
+            with closing(feed):
+                for place in order:
+                    at.size, self._sizing.start, factor = sizes[place], starts[place], of_rest[place]
+                    with self._sending(is_last=at.done + at.size == window.samples and not measures_noise):
+                        squares += self._one(feed, window, at.size, factor, accumulated, measures_noise=measures_noise)
+                    at.done += at.size
+                    factors.append(factor)
+        at.size = None
+        pair_weight = self._pair_weight(accumulated, share)
+        spread = None
+        if measures_noise and self._noise is not None:
+            spread = self._spread(self._noise, window, at.sizes, squares, factors, accumulated, pair_weight)
+        noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in accumulated.reported.items()}
+        parts = {name: Parts(values) for name, values in _by_name(accumulated.losses).items()}
+        return Given(window.samples, parts, pair_weight, noted, spread, tuple(accumulated.outputs))
+
+    # --- micro-batches ------------------------------------------------------------------------------------------------
+
+    def _cut(self, done: int, *, measures_noise: bool) -> tuple[int, ...]:
+        """Return the sizes of the micro-batches that are left, in the order of their samples."""
+        sizes = self._sizing.cut(done)
+        return self._cut_to_measure(self._noise, sizes) if measures_noise and self._noise is not None else sizes
+
+    def _order(self, window: Window, starts: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
+        """Return the order in which micro-batches run: the costliest first, so that they fail before much is done."""
+        if len(window.groups()) == 1:
+            return range(len(sizes))
+        bounds, bytes_each = list(accumulate(window.groups())), window.sample_bytes()
+        costs = [bytes_each[bisect_right(bounds, start)] * size for start, size in zip(starts, sizes, strict=True)]
+        return sorted(range(len(sizes)), key=lambda place: -costs[place])
+
+    def _one(
+        self,
+        feed: Generator[Any, None, None],
+        window: Window,
+        size: int,
+        factors: Factors,
+        into: Accumulated,
+        *,
+        measures_noise: bool,
+    ) -> list[Tensor | None]:
+        """Run one micro-batch forward and backward; return the squared norm of its gradient, if that is measured."""
+        step, sizing = self._step, self._sizing
+        self._enter(size, window.samples)
+        step.stage.phase = Phase.TRANSFER
+        batch = next(feed)
+        if not measures_noise:
+            step.accumulate(batch, size, factors, into)
+            squares: list[Tensor | None] = []
+        else:
+            is_in_parts = len(step.objective.sources) > 1
+            with SquaredNorm(step.parameters, step.memory.device, is_in_parts=is_in_parts) as square:
+                step.accumulate(batch, size, factors, into)
+            squares = [square.value()]
+        if sizing.measures:
+            sizing.leave(size)
+        return squares
+
+    def _enter(self, size: int, samples: int) -> None:
+        if self._norms.rescales:
+            self._norms.rescale(size / samples)
+        if self._sizing.measures:
+            self._sizing.enter(size)
+
+    def _sending(self, *, is_last: bool) -> Any:
+        sending = self.peers.sending
+        return sending.last() if sending is not None and is_last else nullcontext()
+
+    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> Given:
+        """Run a window whose loss is computed over all of it."""
+        at.sizes = self._sizing.cut(0)
+        self._norms.announce(at.sizes)
+        starts = dict(enumerate(accumulate(at.sizes[:-1], initial=0)))
+        entered = 0
+
+        def enter(size: int | None) -> None:
+            nonlocal entered
+            at.size = size
+            if size is not None:
+                self._sizing.start = starts[entered % len(at.sizes)]
+                at.done, entered = min(at.done + size, window.samples), entered + 1
+                self._enter(size, window.samples)
+
+        losses = whole.run(window, at.sizes, entering=enter, is_first=is_first)
+        at.size = None
+        noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in whole.reported.items()}
+        return Given(
+            window.samples,
+            {name: Parts([loss]) for name, loss in losses.items()},
+            reported=noted,
+            outputs=tuple(whole.parts),
+        )
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def _settle(self, window: Window, sizes: Sequence[int]) -> None:
+        """Infer what losses run over, as far as it matters for this cut, or between the parts of the window."""
+        step = self._step
+        if step.passes is not None:
+            return  # determined together with the others
+        if self.peers.is_part and len(sizes) == 1 and window.samples > 1:
+            sizes = (window.samples - window.samples // 2, window.samples // 2)
+        step.objective.settle(window, sizes, step.transfer.place, self._before_asking, step.precision.autocast)
+        if self.peers.sending is not None:
+            self.peers.sending.offer()
+
+    def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
+        objective, is_part = self._step.objective, self.peers.is_part
+        if is_part and share is None:
+            return objective.factors(window, sizes, is_part=True)  # within the part; parts are combined by their weight
+        factors = objective.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
+        if share is not None and share.multiplier != 1.0:
+            factors = [one.times(share.multiplier) for one in factors]
+        if (len(sizes) > 1 or is_part) and objective.mixes_pairs():
+            # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
+            # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.
+            weights = self._pair_weights(window, sizes)
+            for name, weight in (weights if share is None else share.of_pairs(weights)).items():
+                for factor in factors:
+                    factor.named[name] = 1.0 / weight
+        return factors
+
+    def _pair_weights(self, window: Window, sizes: tuple[int, ...]) -> dict[str, float]:
+        step = self._step
+        weights: dict[str, float] = {}
+        self._before_asking.take()
+        with torch.no_grad(), closing(step.transfer.feed(window, sizes)) as feed:
+            for size in sizes:
+                batch = next(feed)
+                for source in step.objective.sources:
+                    with step.precision.autocast():
+                        terms, _ = step.objective.terms(source, batch, size)
+                    for term in terms:
+                        if term.weight is not None and not term.is_reported:
+                            weights[term.name] = weights.get(term.name, 0.0) + float(term.weight)
+        self._before_asking.restore()
+        if not self.peers.is_part:
+            for name, weight in weights.items():
+                check_weight(name, weight)
+        return weights
+
+    def _pair_weight(self, given: Accumulated, share: SharedWeights | None) -> float | Tensor | None:
+        """Return the total weight of a (sum, weight) pair, whose gradients were accumulated with a provisional one."""
+        if not given.pair_weights:
+            return None
+        names, is_part = {name for name, _ in given.losses}, self.peers.is_part
+        if is_part and share is None and len(names) > 1:
+            return None
+        if len(names) > 1:
+            raise InvalidInputError(
+                f"losses {', '.join(map(repr, sorted(names)))}: a (sum, weight) pair cannot be combined with other "
+                "losses if its weight is not known before the backward pass"
+            )
+        ((name, weights),) = _by_name(given.pair_weights).items()
+        total: Any = sum(weights)
+        if not is_part:
+            check_weight(name, total)
+        # A count on the device may be an integer, and would round the quotient to single precision.
+        return in_full(total) if isinstance(total, Tensor) and total.device.type != "cpu" else float(total)
+
+    # --- windows in which the noise of gradients is measured ----------------------------------------------------------
+
+    def _cut_to_measure(self, noise: NoiseScale, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes of a window's micro-batches; where the window fits at once, two."""
+        if self._norms.is_there:
+            noise.say_batchnorm()
+        if len(sizes) > 1:
+            return sizes
+        (size,) = sizes
+        if size == 1:
+            noise.say_one_sample()
+            return sizes
+        if self._norms.is_there:
+            noise.say_not_cut()
+            return sizes
+        noise.say_cut_in_two()
+        return size - size // 2, size // 2
+
+    def _spread(
+        self,
+        noise: NoiseScale,
+        window: Window,
+        sizes: Sequence[int],
+        squares: Sequence[Tensor | None],
+        factors: Sequence[Factors],
+        given: Accumulated,
+        pair_weight: float | Tensor | None,
+    ) -> Spread | None:
+        """Return how far the gradients of the window's micro-batches are apart; waits for the device."""
+        known = [square for square in squares if square is not None]
+        if len(known) < len(squares):
+            noise.say_unknown()
+            return None
+        whole = squared_norm((parameter.grad for parameter in self._step.parameters), self._step.memory.device)
+        shares, total = self._shares(sizes, window.samples, factors, given, pair_weight)
+        if not total:
+            return None
+        unit = total * self._step.loss_scale()
+        *norms, norm = (number / unit**2 for number in torch.stack([*known, whole]).tolist())
+        return spread_of(norms, shares, norm, window.samples)
+
+    def _shares(
+        self,
+        sizes: Sequence[int],
+        samples: int,
+        factors: Sequence[Factors],
+        given: Accumulated,
+        pair_weight: float | Tensor | None,
+    ) -> tuple[list[float], float]:
+        """Return each micro-batch's share in the mean gradient, and what to divide the gradient by for a mean."""
+        common = self._step.objective.common_weight
+        if common == PAIR:
+            weights = [float(weight) for _, weight in given.pair_weights]
+            if pair_weight is None or len(weights) != len(factors):
+                return [], 0.0
+            return [weight / sum(weights) for weight in weights], float(pair_weight) / samples
+        if common == SUM:
+            return [size / samples for size in sizes], float(samples)
+        # Losses of which each runs over something else have no common weight: that of the samples stands for it.
+        usual = common in (None, SAMPLES)
+        own = [one.usual if usual else one.of(str(common)) for one in factors]
+        return [factor / sum(own) for factor in own] if sum(own) else [], sum(own)
+
+
+def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    return found

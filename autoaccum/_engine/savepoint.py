@@ -1,0 +1,293 @@
+"""Saves what forward passes may change, so that a window that fails can be made again from the same state.
+
+Saved are buffers, random state, what torchmetrics' metrics have counted, and parameters that the model itself writes:
+those of the modules, and of what a loss or a closure reaches. Small buffers are copied always; large ones, and
+parameters, where careful windows have seen them move. All others are watched: one that has moved cannot be restored.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autoaccum._data.random_state import RandomState
+from autoaccum._engine.metric_states import MetricStates
+from autoaccum._loss.closures import used_by
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+_VERSION = attrgetter("_version")
+# Kernels like BatchNorm's write their statistics without changing the version counter, so small buffers are copied
+# every time. Larger ones (masks, position tables) are seldom statistics.
+_SMALL_ELEMENTS = 65_536
+# Elements whose sum is taken at once on the CPU: their copies in double precision take 2 MiB.
+_SUMMED_AT_ONCE = 2**18
+
+
+class _Saved(NamedTuple):
+    """A tensor with a copy; `key` stays the same where a module replaces its buffer."""
+
+    key: Any
+    tensor: Tensor
+    copy: Tensor
+
+
+class _Small(NamedTuple):
+    """Small tensors of one type, which one operator copies into one tensor."""
+
+    keys: list[Any]
+    tensors: list[Tensor]
+    shapes: list[torch.Size]
+    views: list[Tensor]
+    copy: Tensor
+
+
+class Savepoint:
+    """The state of all that forward passes may change, at one moment.
+
+    Args:
+        modules: The model, and losses that are modules.
+        device: Its random generator is saved beside the CPU's.
+        functions: Losses, closures and splits: modules, metrics and generators that they reach are saved as well.
+        parameters: Returns the parameters, which are saved as far as the model writes them; None for none.
+        like: A savepoint of the same modules, which has learned what moves.
+
+    Attributes:
+        random: The random state.
+    """
+
+    random: RandomState
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        device: torch.device,
+        functions: Iterable[Any] = (),
+        *,
+        parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
+        like: Savepoint | None = None,
+    ) -> None:
+        self._modules = list(modules)
+        self._device = device
+        self._functions = list(functions)
+        self._parameters = parameters
+        self._moving: set[Any] = set() if like is None else like._moving  # keys
+        self._tables: list[dict[str, Tensor | None]] = []
+        self._has_looked = False
+        self._arranged: bool | None = None  # for which `copies_all`; None for neither
+        self._host_moves = False
+
+    def look(self) -> None:
+        """Look for modules, buffers, metrics and generators; `take` does so by itself only at first."""
+        found = used_by(self._functions)
+        modules = [*self._modules, *(value for value in found if isinstance(value, nn.Module))]
+        parts = list({id(part): part for module in modules for part in module.modules()}.values())
+        self.random = RandomState(self._device, modules, found)
+        self._metrics = MetricStates(parts)
+        self._tables = [part._buffers for part in parts]
+        self._has_looked, self._arranged = True, None
+
+    def take(self, *, copies_all: bool = True, sums_up: bool = False, of_host: bool = True) -> None:
+        """Save the current state.
+
+        Args:
+            copies_all: Whether to copy also what has not been seen to move, but for large tensors of whole numbers
+                (quantised weights), and for frozen parameters if they are larger than the trained ones.
+            sums_up: Whether to look at all modules anew, and at the values of what is not copied, so that `settle` and
+                `damage` find what changes without a trace.
+            of_host: Whether to save the random state of Python and NumPy also where it has not been seen to move.
+        """
+        if sums_up or not self._has_looked:
+            self.look()
+        self.random.take(of_host=of_host or sums_up or self._host_moves)
+        self._metrics.take()
+        if self._arranged is not copies_all or not self._are_in_place():
+            self._arrange(copies_all=copies_all)
+        with torch.no_grad():
+            for small in self._small:
+                torch.cat(small.views, out=small.copy)
+            for _, tensor, copy in self._single:
+                copy.copy_(tensor)
+            self._sums = [_sum(tensor) for _, tensor in self._watched] if sums_up else None
+        self._versions = list(map(_VERSION, self._watched_tensors))
+        self._addresses = list(map(self._address, self._watched_tensors))
+
+    def restore(self) -> None:
+        """Restore the state; `damage` tells what could not be."""
+        with torch.no_grad():
+            for table, kept in zip(self._tables, self._kept, strict=True):
+                table.clear()
+                table.update(kept)
+            for _, tensor, copy in self._copies():
+                _write(tensor, copy)
+        self._metrics.put_back()
+        self.random.put_back()
+
+    def settle(self) -> list[str]:
+        """Learn what has moved since `take(sums_up=True)`.
+
+        Returns:
+            The names of the buffers and parameters that have.
+        """
+        with torch.no_grad():
+            moved = {key for key, tensor, copy in self._copies() if not _are_same(tensor, copy)}
+            moved |= self._moved_of_watched()
+        for table, kept in zip(self._tables, self._kept, strict=True):
+            moved |= {(id(table), name) for name in {**kept, **table} if table.get(name) is not kept.get(name)}
+        if self._arranged or not moved <= self._moving:
+            self._arranged = None  # copies of what does not move are not needed any more
+        self._moving |= moved
+        self._host_moves = self._host_moves or self.random.host_has_moved()
+        return self._names(moved)
+
+    def damage(self) -> list[str]:
+        """Return the names of what has changed since `take` and was not copied, once the state is restored."""
+        known = set(map(id, self._tables))
+        with torch.no_grad():
+            keys = self._moved_of_watched()
+        for module in self._modules:
+            for part in module.modules():
+                if id(part._buffers) not in known:
+                    keys |= {(id(part._buffers), name) for name in part._buffers}
+        return self._names(keys)
+
+    # --- what is copied, and what is watched --------------------------------------------------------------------------
+
+    def _arrange(self, *, copies_all: bool) -> None:
+        """Choose what to copy, and allocate the copies."""
+        self._arranged = None
+        self._small: list[_Small] = []
+        self._single: list[_Saved] = []
+        self._watched: list[tuple[Any, Tensor]] = []
+        self._kept = [dict(table) for table in self._tables]
+        self._in_tables = self._now_in_tables()
+        small: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
+        for table in self._tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                key = id(table), name
+                if tensor.numel() > _SMALL_ELEMENTS:
+                    self._sort(key, tensor, copies=copies_all)
+                elif _is_plain(tensor) and tensor.is_contiguous():
+                    small[tensor.dtype, tensor.device].append((key, tensor))
+                else:
+                    self._single.append(_Saved(key, tensor, tensor.detach().clone()))
+        for several in small.values():
+            keys, tensors = zip(*several, strict=True)
+            views = [tensor.detach().view(-1) for tensor in tensors]
+            shapes = [tensor.shape for tensor in tensors]
+            self._small.append(_Small(list(keys), list(tensors), shapes, views, torch.cat(views)))
+        self._small_at = self._now_at()
+        if self._parameters is not None:
+            self._sort_parameters(list(self._parameters()), copies_all=copies_all)
+        self._watched_tensors = [tensor for _, tensor in self._watched]
+        self._address = Tensor.data_ptr if all(map(_is_plain, self._watched_tensors)) else _address
+        self._arranged = copies_all
+
+    def _sort_parameters(self, parameters: Sequence[nn.Parameter], *, copies_all: bool) -> None:
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        frozen_bytes = sum(parameter.nbytes for parameter in frozen)
+        # A momentum encoder is as large as what it follows; the frozen base of an adapter may not fit twice.
+        copies_all = copies_all and 2 * frozen_bytes <= sum(parameter.nbytes for parameter in parameters)
+        for parameter in parameters:
+            self._sort(id(parameter), parameter, copies=copies_all and not parameter.requires_grad)
+
+    def _sort(self, key: Any, tensor: Tensor, *, copies: bool) -> None:
+        is_quantised = not (tensor.is_floating_point() or tensor.is_complex())
+        if key in self._moving or (copies and not is_quantised):
+            self._single.append(_Saved(key, tensor, tensor.detach().clone()))
+        else:
+            self._watched.append((key, tensor))
+
+    def _are_in_place(self) -> bool:
+        """Whether the tables hold the tensors that copies were allocated for, at the same addresses."""
+        now = self._now_in_tables()
+        are_same = len(now) == len(self._in_tables) and all(map(is_, now, self._in_tables))
+        return are_same and self._now_at() == self._small_at
+
+    def _now_in_tables(self) -> list[Tensor | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _now_at(self) -> list[int]:
+        return [address for small in self._small for address in map(Tensor.data_ptr, small.tensors)]
+
+    def _copies(self) -> Iterator[_Saved]:
+        yield from self._single
+        for keys, tensors, shapes, _, copy in self._small:
+            parts = torch.split(copy, [shape.numel() for shape in shapes])
+            for key, tensor, shape, part in zip(keys, tensors, shapes, parts, strict=True):
+                yield _Saved(key, tensor, part.view(shape))
+
+    def _moved_of_watched(self) -> set[Any]:
+        """Return the keys of what is not copied and has changed: by its values, or else by versions and addresses."""
+        now: Any
+        if self._sums is not None:
+            now = [_sum(tensor) for tensor in self._watched_tensors]
+            are_moved = [not _are_same(one, other) for one, other in zip(now, self._sums, strict=True)]
+        else:
+            then = zip(self._versions, self._addresses, strict=True)
+            now = zip(map(_VERSION, self._watched_tensors), map(self._address, self._watched_tensors), strict=True)
+            are_moved = [one != other for one, other in zip(now, then, strict=True)]
+        return {key for (key, _), is_moved in zip(self._watched, are_moved, strict=True) if is_moved}
+
+    def _names(self, keys: set[Any]) -> list[str]:
+        found: dict[Any, str] = {}  # a shared one once
+        for module in self._modules:
+            for path, part in module.named_modules():
+                names = [name for name in part._buffers if (id(part._buffers), name) in keys]
+                names += [name for name, parameter in part._parameters.items() if id(parameter) in keys]
+                found |= {(id(part), name): f"{path}.{name}" if path else name for name in names}
+        return list(found.values()) or ["a tensor that is none of the model's"] * bool(keys)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if _is_plain(tensor) else id(tensor)
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _write(tensor: Tensor, copy: Tensor) -> None:
+    if tensor.shape != copy.shape:
+        tensor.resize_(copy.shape)  # the model resized it in place
+    if tensor.layout is torch.strided and 0 in tensor.stride():
+        # All rows of an expanded tensor share memory, which torch refuses to write more than once.
+        rows = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor[rows].copy_(copy[rows])
+    else:
+        tensor.copy_(copy)
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return a sum that cheaply shows whether a tensor is unchanged, also by writes through `.data`."""
+    tensor = tensor.detach()
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return torch.stack([_sum(getattr(tensor, name)).double().cpu() for name in names]).sum()
+    if tensor.layout is not torch.strided:
+        return torch.tensor(float(tensor._version))
+    if not tensor.is_floating_point() or tensor.device.type == "mps":  # MPS has no double precision
+        return tensor.sum()
+    if tensor.device.type != "cpu" or tensor.numel() <= _SUMMED_AT_ONCE:
+        return tensor.sum(dtype=torch.float64)
+    # On the CPU, summing in another type first makes a copy in that type.
+    pieces = torch.split(tensor, max(1, _SUMMED_AT_ONCE * len(tensor) // tensor.numel()))
+    return torch.stack([_sum(piece) if len(pieces) > 1 else _sum(piece[0]) for piece in pieces]).sum()

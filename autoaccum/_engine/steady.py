@@ -1,0 +1,221 @@
+"""The steady path through a window: slice, transfer, autocast, forward, times a factor, backward, and nothing else.
+
+A window takes it where careful windows of its structure have seen to everything, and nothing has changed since that
+would void what they saw. Misuse that begins later is found by the next careful window.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoaccum._engine.gradients import Given, Parts
+from autoaccum._engine.phases import Phase
+from autoaccum._loss.weighting import Over
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+    from autoaccum._data.batches import Window
+    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.gradients import Progress
+    from autoaccum._loss.objective import Objective
+    from autoaccum._records import Plan
+    from autoaccum._sizing.sizing import Sizing
+
+_IS_TRAINED = attrgetter("requires_grad")
+_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+# Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
+_LAST_POWER = 1024
+_EVERY = 1000
+
+
+class NotSteadyError(Exception):
+    """A loss has another form than in careful windows; the window is made again on the careful path."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of windows of one structure.
+
+    Attributes:
+        windows: How many there have been.
+        name: The name of their loss; None if the steady path cannot compute it.
+        plan: The plan of `sizes`.
+        tensors: The tensors of the last window, by shape, type and device; None if it was not a batch of them.
+        sizes: Its micro-batches.
+    """
+
+    windows: int = 0
+    name: str | None = None
+    plan: Plan | None = None
+    tensors: list[Any] | None = None
+    sizes: tuple[int, ...] = ()
+
+
+class SteadyPath:
+    """Runs the micro-batches of windows that need no check, and leaves their gradient in `.grad`. Catches nothing.
+
+    Args:
+        step: The training step.
+        sizing: Cuts the windows.
+        is_part: Whether windows are parts of those of several processes.
+
+    Attributes:
+        is_due: Whether the window that `admits` was asked about is due for all checks.
+    """
+
+    def __init__(self, step: GradientStep, sizing: Sizing, *, is_part: bool) -> None:
+        self._step = step
+        self._objective: Objective = step.objective
+        self._sizing = sizing
+        self._is_part = is_part
+        self._known: dict[Hashable, _Known] = {}
+        self._now = _Known()
+        self.is_due = True
+        self._state: tuple[Any, ...] | None = None  # what must not have changed
+
+    # --- which path a window takes ------------------------------------------------------------------------------------
+
+    def admits(self, window: Window) -> bool:
+        """Whether a window may take this path."""
+        known = self._now = self._known.setdefault(window.structure(), _Known())
+        number = known.windows = known.windows + 1
+        self.is_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
+        if self.state() != self._state:
+            self._state, self.is_due = None, True
+        return not self.is_due and known.name is not None and not self._sizing.is_learning
+
+    def is_first(self) -> bool:
+        """Whether the window that `admits` was asked about is the first of its structure."""
+        return self._now.windows == 1
+
+    def learn(self, window: Window, given: Given) -> None:
+        """Note that a careful window is complete, and whether those that are like it may take this path."""
+        objective = self._objective
+        is_plain = objective.gave_number and len(given.parts) == 1 and given.pair_weight is None and not given.reported
+        may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
+        self._now.name = next(iter(given.parts)) if may else None
+        self._now.tensors = self._now.plan = None
+        self._state = self.state()
+        if may:
+            batch = window.plain_batch()
+            self._now.tensors = None if batch is None else _kinds(batch)
+
+    def forget(self) -> None:
+        """Take the careful path with windows of the current structure: their loss has changed its form."""
+        self._now.name = None
+
+    def knows(self, batch: Any) -> bool:
+        """Whether a batch is one of tensors just like those of the last window."""
+        kind = type(batch)
+        tensors = self._now.tensors
+        return (
+            tensors is not None
+            and (kind is tuple or kind is list)
+            and len(batch) == len(tensors) - 1
+            and kind is tensors[-1]
+            and all(type(tensor) is Tensor for tensor in batch)
+            and _kinds(batch) == tensors
+        )
+
+    def state(self) -> tuple[Any, ...]:
+        """Return what voids what careful windows saw when it changes."""
+        step = self._step
+        parameters = step.parameters
+        return (
+            [list(map(id, group["params"])) for group in step.groups],
+            list(map(_IS_TRAINED, parameters)),
+            [any(map(hooks, parameters)) for hooks in _HOOKS],
+            self._objective.model.training,
+            self._objective.settings(),
+            torch.is_autocast_enabled(step.memory.device.type),
+            id(step.scale),
+            step.keeps_outputs,
+        )
+
+    # --- a window -----------------------------------------------------------------------------------------------------
+
+    def run(self, window: Window, at: Progress) -> Given:
+        """Run a window from its start.
+
+        Args:
+            window: The window, or this process's part of it.
+            at: Follows the micro-batches.
+
+        Raises:
+            NotSteadyError: The loss is no number.
+        """
+        step, sizing, stage = self._step, self._sizing, self._step.stage
+        run, scale, context = self._objective.number_of, step.scale, step.precision.autocast()
+        casts, measures = not isinstance(context, nullcontext), sizing.measures
+        name = self._now.name
+        assert name is not None
+        at.sizes = sizes = self._sizes(window)
+        stage.phase = Phase.WEIGH
+        shares = self._shares(window, sizes, name)
+        losses: list[Tensor] = []
+        stage.phase = Phase.TRANSFER
+        with closing(self._batches(window, sizes)) as batches:
+            for size, share, batch in zip(sizes, shares, batches, strict=True):
+                at.size = size
+                if measures:
+                    sizing.start = at.done
+                    sizing.enter(size)
+                stage.phase = Phase.FORWARD
+                if casts:
+                    with context:
+                        value = run(batch)
+                else:
+                    value = run(batch)
+                if not isinstance(value, Tensor) or value.dim():
+                    raise NotSteadyError
+                if share:
+                    loss = value * share if share != 1.0 else value
+                    # Without a factor, it may be a buffer that the next micro-batch overwrites.
+                    losses.append(loss.detach() if loss is not value or len(sizes) == 1 else loss.detach().clone())
+                    stage.phase = Phase.BACKWARD
+                    (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
+                at.done += size
+                stage.phase = Phase.TRANSFER
+        at.size = None
+        return Given(window.samples, {name: Parts(losses)})
+
+    def _sizes(self, window: Window) -> tuple[int, ...]:
+        known, plan = self._now, self._sizing.plan
+        if known.plan is plan and window.is_known:
+            return known.sizes
+        known.sizes = self._sizing.cut(0)
+        known.plan = plan if self._sizing.is_quiet and window.plain_batch() is not None else None
+        return known.sizes
+
+    def _batches(self, window: Window, sizes: tuple[int, ...]) -> Any:
+        batch = window.plain_batch()
+        if batch is None or self._step.transfer.copies or not window.is_on(self._step.memory.device):
+            return self._step.transfer.feed(window, sizes)
+        return _split(batch, sizes)
+
+    def _shares(self, window: Window, sizes: Sequence[int], name: str) -> Sequence[float]:
+        """Return the factor of each micro-batch's loss."""
+        objective, batch = self._objective, window.plain_batch()
+        if not self._is_part:
+            how = objective.weighting(name)
+            if how.over is Over.SUM:
+                return [1.0] * len(sizes)
+            if objective.is_by_samples(name) or (batch is not None and how.counts_all_of_pair(batch)):
+                return [size / window.samples for size in sizes]
+        return [factors.of(name) for factors in objective.factors(window, sizes, is_part=self._is_part)]
+
+
+def _kinds(batch: Sequence[Tensor]) -> list[Any]:
+    return [*((tensor.shape, tensor.dtype, tensor.device) for tensor in batch), type(batch)]
+
+
+def _split(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
+    parts = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
+    yield from parts if type(batch) is tuple else map(list, parts)

@@ -1,0 +1,484 @@
+"""Computes the gradient of one window after the other, and makes one again, in smaller micro-batches, that has failed.
+
+`Engine.run` is the story of a window. Before it, a savepoint is taken. Its micro-batches run on the steady path where
+everything is known, otherwise on the careful one. What the caller does with the gradient (an update, or adding it to
+earlier ones) belongs to the window as long as it can be undone. If anything fails until then, the savepoint is
+restored; if it was lack of memory, the window begins again with smaller micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, TypeVar
+
+from autoaccum import _oom
+from autoaccum._data.splits import whole_as_samples
+from autoaccum._engine import devices
+from autoaccum._engine.batchnorm import BatchNorms
+from autoaccum._engine.careful import CarefulPath
+from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, tell_of_hooks
+from autoaccum._engine.gradients import Given, Progress
+from autoaccum._engine.moving_layers import MovingLayers
+from autoaccum._engine.phases import Phase
+from autoaccum._engine.probing import does_not_fit_text
+from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.steady import NotSteadyError, SteadyPath
+from autoaccum._engine.window_loss import check_loss_scope
+from autoaccum._memory.limits import format_bytes
+from autoaccum._records import MemoryEvent
+from autoaccum._sizing.headroom import Headroom
+from autoaccum._sizing.planner import format_cut
+from autoaccum._system import exceptions, signals
+from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autoaccum._data.batches import Window
+    from autoaccum._engine.events import Events
+    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.noise_scale import NoiseScale
+    from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._sizing.sizing import Sizing
+    from autoaccum._system.notices import Notices
+
+_T = TypeVar("_T")
+# Attempts at finding out what the loss runs over; it takes many small steps, and each can fail.
+_TRIES_TO_WEIGH = 4
+_TRIES = 2
+# The most parameters or buffers that an error names.
+_NAMED = 3
+# Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
+_LONG_S = 0.01
+# What BatchNorm says of a single value per channel.
+_REFUSES_ONE = "Expected more than 1 value per channel"
+
+# What to report as failed in these phases if no micro-batch was being processed.
+_WITHOUT_SIZE = {
+    Phase.RESERVE: "memory for the optimizer's step",
+    Phase.WEIGH: "finding out what the loss runs over",
+    Phase.FORWARD: "the loss over the whole window",
+    Phase.BACKWARD: "the loss over the whole window",
+    Phase.ADD: "adding the gradient to earlier ones",
+}
+# In these, nothing is kept for a backward pass.
+_OF_THE_OPTIMIZER = (Phase.RESERVE, Phase.UNSCALE, Phase.CLIP, Phase.OPTIMIZER)
+
+
+class Engine:
+    """Computes gradients of windows.
+
+    Args:
+        step: The training step.
+        sizing: Cuts the windows.
+        events: Counts windows and reports out-of-memory errors.
+        notices: Reports choices made on the user's behalf.
+        peers: The processes that make the windows together.
+        loss_scope: As for `fit`.
+        batchnorm: As for `fit`.
+        noise: The gradient noise scale to measure; None without `noise_scale`.
+        on_change: Called when parameters, or which of them are trained, have changed.
+        elsewhere: Where the user may change gradients, for messages.
+        owns_gradients: Whether gradients between windows are this engine's, so that the loss may reach parameters of
+            others, whose gradients are dropped.
+
+    Attributes:
+        steady: The path of windows that need no check.
+        lacks: What has failed in the current window for lack of memory, without trials.
+        has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
+    """
+
+    def __init__(
+        self,
+        step: GradientStep,
+        sizing: Sizing,
+        events: Events,
+        notices: Notices,
+        *,
+        peers: GradientPeers,
+        loss_scope: str = "micro_batch",
+        batchnorm: str = "keep",
+        noise: NoiseScale | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        elsewhere: str = "between windows",
+        owns_gradients: bool = True,
+    ) -> None:
+        check_loss_scope(loss_scope)
+        modules, device = step.objective.modules, step.memory.device
+        self._step = step
+        self._sizing = sizing
+        self._events = events
+        self._notices = notices
+        self._peers = peers
+        self._on_change = on_change
+        self._elsewhere = elsewhere
+        self._owns_gradients = owns_gradients
+        self._room = Headroom(step.memory)
+        self._norms = BatchNorms(modules, batchnorm, notices)
+        self._moving = MovingLayers(modules, notices)
+        saved = None if step.is_sharded else lambda: step.parameters
+        self._savepoint = Savepoint(modules, device, step.objective.functions, parameters=saved)
+        self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
+        self._careful = CarefulPath(
+            step,
+            sizing,
+            self._savepoint,
+            norms=self._norms,
+            peers=peers,
+            takes_whole=loss_scope == "window",
+            noise=noise,
+        )
+        self.lacks: list[MemoryEvent] = []
+        self.has_lost_parameters = False
+        self._at = Progress()
+        self._given: Given | None = None
+        self._has_failed = self._had_failed = False
+        self._is_steady = self._is_due = self._is_saved = self._is_restored = False
+        self._is_long = True
+
+    # --- the story of a window ----------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        window: Window,
+        finish: Callable[[Given], _T | None],
+        *,
+        is_decided: Callable[[], bool],
+        measures_noise: bool = False,
+    ) -> _T:
+        """Compute a window's gradient in `.grad`, which holds none, and finish the window with it.
+
+        Args:
+            window: The window, or this process's part of it, which may be empty.
+            finish: Called with what was computed; None to begin again, since another process lacks memory.
+            is_decided: Whether nothing may be repeated any more, whatever fails.
+            measures_noise: Whether to measure how far the gradients of its micro-batches are apart.
+
+        Raises:
+            DoesNotFitError: Not even one sample at a time fits.
+            DeviceLostError: This process can no longer use the device.
+            StateDamagedError: The window failed after something was written that cannot be restored.
+        """
+        self._begin(window, measures_noise=measures_noise)
+        try:
+            while (done := self._attempt(finish, is_decided)) is None:
+                pass
+        except BaseException as error:  # no way to go on: the window is given up
+            if not is_decided():
+                self._give_up(error)
+            raise
+        finally:
+            self._end()
+        return done
+
+    def _begin(self, window: Window, *, measures_noise: bool) -> None:
+        """Choose the path of a window, and its micro-batches."""
+        step, sizing = self._step, self._sizing
+        self._window, self._measures_noise = window, measures_noise
+        self._at, self._given, self._share = Progress(), None, None
+        self._is_saved = self._is_restored = False
+        self.lacks = []
+        self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
+        step.objective.count_window()
+        self._room.follow(sizing.plan)
+        self._is_steady = self._is_admitted(window)
+        if not self._is_steady:
+            step.objective.begin_window()
+        if self._is_due:
+            self._look()
+        self._versions_of_data = window.versions()
+        if window.samples and not (window.is_known and self._is_steady and sizing.is_quiet):
+            sizing.begin(window)
+        self._share = self._peers.begin(window, sizing)
+
+    def _look(self) -> None:
+        """Look for the model's current parameters and layers."""
+        if self._step.look():
+            self._on_change()
+            self._peers.check_parameters()
+        if not self._owns_gradients:
+            refuse_hooks(self._step.parameters)
+        self._norms.search()
+
+    def use(self, peers: GradientPeers) -> None:
+        """Make windows with other processes, or with the same in another way, from now on."""
+        self._peers = self._careful.peers = peers
+
+    def _is_admitted(self, window: Window) -> bool:
+        """Whether a window takes the steady path; if not, whether it is due for checks is noted."""
+        if not window.samples:
+            self._is_due = False
+            return False
+        is_admitted = self.steady.admits(window)
+        self._is_due = not is_admitted and self.steady.is_due
+        may = not (self._measures_noise or self._norms.rescales or self._peers.sending is not None)
+        return is_admitted and may
+
+    def _attempt(self, finish: Callable[[Given], _T | None], is_decided: Callable[[], bool]) -> _T | None:
+        """Compute the gradient and finish the window; None if it has to begin again."""
+        lack = None
+        try:
+            self._peers.begin_attempt()
+            return finish(self._gradient())
+        except NotSteadyError:
+            self._restore()
+            self.steady.forget()
+            self._is_steady, self._is_due = False, True
+        except Exception as error:
+            if is_decided():
+                raise
+            self._peers.failed(error, self, self._events.windows + 1)
+            lack = self._undo(error)
+        self._begin_again(lack)
+        return None
+
+    def _gradient(self) -> Given:
+        """Return the results of all micro-batches, which are run unless only what follows them has failed."""
+        if self._given is not None:
+            return self._given
+        step, at = self._step, self._at
+        if not self._is_saved:
+            step.stage.phase = Phase.SET_ASIDE
+            is_first = self._is_due and self.steady.is_first()
+            self._savepoint.take(copies_all=is_first, sums_up=self._is_due, of_host=self._is_long)
+            self._is_saved = True
+        if self._is_steady:
+            self._given = self.steady.run(self._window, at)
+        else:
+            self._given = self._run_carefully(at)
+        return self._given
+
+    def _run_carefully(self, at: Progress) -> Given:
+        """Run the micro-batches on the careful path, with all checks if they are due."""
+        step, checks = self._step, None
+        if self._is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
+            step.watch = checks = GradientChecks(step, self._elsewhere, refuses_strangers=not self._owns_gradients)
+        try:
+            given = self._careful.run(
+                self._window, at, self._share, is_first=self._is_due, measures_noise=self._measures_noise
+            )
+            if checks is not None and self._peers.sending is None:
+                checks.check()
+        finally:
+            step.watch = None
+        if self._is_due:
+            self._moving.tell(self._savepoint.settle(), at.sizes)
+            self.steady.learn(self._window, given)
+            if len(at.sizes) > 1:
+                tell_of_hooks(step.parameters, self._notices)
+        return given
+
+    def _end(self) -> None:
+        """Release the window."""
+        if self._norms.rescales:
+            self._norms.put_back()
+        if self._window.versions() != self._versions_of_data:
+            self._step.transfer.copy_always()
+        self._given = None
+        del self._window
+
+    def complete(self, elapsed_s: float) -> None:
+        """Learn from a window that is finished, and choose the sizes of the next.
+
+        Args:
+            elapsed_s: How long it took.
+        """
+        sizing = self._sizing
+        self._is_long = elapsed_s > _LONG_S
+        is_learning = sizing.is_learning
+        if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
+            self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
+            sizing.shrink()
+        elif self.lacks or not sizing.is_quiet:
+            sizing.end(self._at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _undo(self, error: Exception) -> MemoryEvent:
+        """After lack of memory, restore the state before the window. Call from the handler that caught the error.
+
+        Returns:
+            What happened, once the error no longer keeps anything alive.
+
+        Raises:
+            Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
+        """
+        step, at = self._step, self._at
+        if not (_oom.is_oom(error) or _oom.is_too_large(error)) or _oom.is_device_lost(error):
+            raise  # noqa: PLE0704 - the error that is being handled
+        if step.witness is not None:
+            number, is_trial = self._events.windows + 1, self._sizing.is_learning
+            step.witness.see(error, phase=step.phase, size=at.size, step=number, is_trial=is_trial)
+        if self._window.versions() != self._versions_of_data:
+            raise InvalidInputError(
+                "memory ran out after the model had changed its input in place, so the window cannot be done again "
+                "from the same data; let the model work on a copy (inputs.clone())"
+            )
+        event = MemoryEvent(step.phase.value, at.size, _oom.first_line(error))
+        if step.phase is not Phase.RESERVE:  # in which nothing was touched
+            self._restore()
+        _oom.let_go(error)
+        return event
+
+    def _restore(self) -> None:
+        """Restore the state before the window."""
+        at = self._at
+        with signals.held():
+            if self._peers.sending is not None:
+                self._peers.sending.spoil()
+            self._step.abandon()
+            self._step.objective.put_back_modes()
+            if self._is_saved:
+                self._savepoint.restore()
+                self._is_restored = True
+            at.recomputed += min(at.done + (at.size or 0), self._window.samples)
+            at.done, at.size, at.sizes, self._given = 0, None, (), None
+
+    def start_over(self, share: SharedWeights | None = None) -> None:
+        """Restore the state before the window, since its parts do not fit together.
+
+        Args:
+            share: What is known of the weights of all parts.
+        """
+        self._share = share
+        self._restore()
+
+    def _begin_again(self, lack: MemoryEvent | None) -> None:
+        """Release the caches, and choose smaller micro-batches after lack of memory.
+
+        Call this after the handler of the error: inside it the traceback still pins the activations.
+
+        Raises:
+            DoesNotFitError: There are none, or they do not help.
+            StateDamagedError: Something was written that cannot be restored.
+        """
+        self._step.memory.release()
+        if lack is None:
+            return
+        self._refuse_damage("memory ran out")
+        self._has_failed = True
+        if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
+            self.lacks.append(lack)
+            self._events.ran_out(lack)
+        if lack.size is None:
+            self._refuse_to_try_for_ever(lack)
+        elif not self._sizing.fail(lack.size):
+            sample = self._window.named(self._sizing.start)
+            raise DoesNotFitError(does_not_fit_text(self._step, None, lack.message, sample))
+        self._room.follow(self._sizing.plan)
+
+    def _refuse_damage(self, what: str) -> None:
+        """Raise an error if the failed window has written what cannot be restored."""
+        if self._is_restored and (names := self._savepoint.damage()):
+            self.has_lost_parameters = True
+            shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            raise StateDamagedError(
+                f"{what} after forward() or backward() had written {shown}, which is not saved before each window, so "
+                "it is not as it was; load it from a checkpoint, and begin with a smaller micro_batch"
+            )
+
+    def _refuse_to_try_for_ever(self, lack: MemoryEvent) -> None:
+        """Give up if memory runs out repeatedly while no micro-batch is being processed.
+
+        Unscaling, clipping and the optimizer do not depend on the sizes, so they are retried only once, after the
+        caches are released.
+        """
+        tries = _TRIES_TO_WEIGH if lack.phase == Phase.WEIGH else _TRIES
+        in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.lacks))
+        # If another rank lacks memory, its own limit on attempts ends this training too.
+        if lack.phase != Phase.ELSEWHERE and sum(earlier.phase == lack.phase for earlier in in_a_row) >= tries:
+            what = _WITHOUT_SIZE.get(Phase(lack.phase), f"the {lack.phase} step")
+            error = DoesNotFitError(
+                f"{what} does not fit on {self._step.memory.name} even with no activations alive ({lack.message}); "
+                f"try {', '.join(self._remedies())}, or a smaller model"
+            )
+            error.saving_helps = lack.phase not in _OF_THE_OPTIMIZER
+            raise error
+
+    def _remedies(self) -> list[str]:
+        remedies = ["an optimizer with less state (optimizer='adamw8bit')", "foreach=False"]
+        limit_bytes = self._step.memory.limit_bytes
+        if limit_bytes is not None:
+            remedies.append(f"a memory_limit higher than {format_bytes(limit_bytes)}")
+        return remedies
+
+    def _give_up(self, error: BaseException) -> None:
+        """Restore the state before the window, and add notes to the error on what it does not say itself.
+
+        Raises:
+            DeviceLostError: This process can no longer use the device.
+            DoesNotFitError: Not even one sample at a time fits.
+            StateDamagedError: Something was written that cannot be restored.
+        """
+        if _oom.is_device_lost(error):
+            raise devices.lost(self._step.memory, error) from error
+        if isinstance(error, StateDamagedError):
+            self._restore()
+            return
+        size, sizes = self._at.size, self._at.sizes
+        self._restore()
+        try:
+            self._refuse_damage(f"a window failed ({type(error).__name__}: {_oom.first_line(error)})")
+        except StateDamagedError as damaged:
+            if isinstance(error, Exception):
+                raise damaged from error
+            exceptions.note(error, f"autoaccum: {damaged}")
+        if isinstance(error, Exception) and (text := whole_as_samples(self._window.spans)):
+            exceptions.note(error, f"autoaccum: {text}")
+        if isinstance(error, ValueError):
+            self._explain(error, size, sizes)
+
+    def _explain(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> None:
+        """Explain BatchNorm's rejection of a single value per channel.
+
+        Raises:
+            DoesNotFitError: A single sample was used only because more ran out of memory, in this window or before.
+        """
+        refuses_one = self._norms.need_several and _REFUSES_ONE in str(error)
+        if self._window.samples == 1 and self._norms.need_several:
+            exceptions.note(
+                error,
+                "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
+                "last_window='drop' leaves a short last window out",
+            )
+        elif size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
+            reason = f"one sample alone is refused: {error}"
+            raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+        elif size == 1 and refuses_one:
+            exceptions.note(
+                error,
+                f"autoaccum: the cut {format_cut(sizes)} of this window leaves a micro-batch of one sample, "
+                "and BatchNorm takes its statistics of more; strategy='balanced', a larger micro_batch, or samples of "
+                "one shape avoid it",
+            )
+
+    # --- what others see ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether the current window is due for all checks."""
+        return self._is_due
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the last window's micro-batches."""
+        return self._at.sizes
+
+    @property
+    def size(self) -> int | None:
+        """That of the micro-batch which is running; None for none."""
+        return self._at.size
+
+    @size.setter
+    def size(self, size: int | None) -> None:
+        self._at.size = size
+
+    @property
+    def recomputed(self) -> int:
+        """Samples of the last window that were computed and discarded."""
+        return self._at.recomputed
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak memory with the plan in force, or of the window whose micro-batches are trials."""
+        return self._room.peak_bytes if self._sizing.peak_bytes is None else self._sizing.peak_bytes
