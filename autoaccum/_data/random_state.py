@@ -44,19 +44,20 @@ class RandomState:
         self._states = (
             torch.default_generator.get_state(),
             None if self._module is None else self._module.get_rng_state(self._device),
-            (random.getstate(), np.random.get_state(legacy=False)) if of_host else None,  # noqa: NPY002 - the user's
-            [_state(generator) for generator in self._own] if self._own else (),
+            random.getstate() if of_host else None,
+            np.random.get_state(legacy=False) if of_host else None,  # noqa: NPY002 - the user's global generator
+            [_state(generator) for generator in self._own],
         )
 
     def put_back(self) -> None:
         """Restore the states saved by `take`."""
-        of_torch, of_device, of_host, own = self.taken
+        of_torch, of_device, of_python, of_numpy, own = self.taken
         torch.set_rng_state(of_torch)
         if self._module is not None:
             self._module.set_rng_state(of_device, self._device)
-        if of_host is not None:
-            random.setstate(of_host[0])
-            np.random.set_state(of_host[1])  # noqa: NPY002
+        if of_python is not None:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
         for generator, state in zip(self._own, own, strict=True):
             _set(generator, state)
 
@@ -73,9 +74,9 @@ class RandomState:
 
     def host_has_moved(self) -> bool:
         """Whether Python's or NumPy's generator has moved since a `take` that saved them."""
-        of_host = self.taken[2]
+        _, _, of_python, of_numpy, _ = self.taken
         now = np.random.get_state(legacy=False)  # noqa: NPY002 - the user's global generator
-        return of_host is None or random.getstate() != of_host[0] or pickle.dumps(now) != pickle.dumps(of_host[1])
+        return of_python is None or random.getstate() != of_python or pickle.dumps(now) != pickle.dumps(of_numpy)
 
     @property
     def taken(self) -> tuple[Any, ...]:
