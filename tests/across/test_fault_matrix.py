@@ -41,12 +41,13 @@ PHASES = {
     "clip of the first window": ("clip", [-1], 0),
     "first step": ("step", [0], 0),
     "first step, written": ("written", [0], 0),
+    "first step, scale updated": ("update", [0], 0),
 }
 CASES = [
     pytest.param(
         phase,
         feature,
-        "fp16" if phase == "unscale" else list(PRECISIONS)[(row + column) % 3],
+        "fp16" if PHASES[phase][0] in ("unscale", "update") else list(PRECISIONS)[(row + column) % 3],
         [ValueError, KeyboardInterrupt][(row + column) % 2],
         id=f"{phase}-{feature}",
     )
@@ -148,17 +149,21 @@ class AtNorm(TorchDispatchMode):
 
 
 class Scaler(torch.amp.GradScaler):
-    """Grows with every second update, so that its state shows what it was told of."""
+    """Grows with every update, so that its state shows each of them."""
 
     newest = None
 
     def __init__(self, device):
-        super().__init__(device, init_scale=2.0**12, growth_interval=2)
+        super().__init__(device, init_scale=2.0**12, growth_interval=1)
         Scaler.newest = self
 
     def unscale_(self, optimizer):
         super().unscale_(optimizer)
         FAULT.at("unscale")
+
+    def update(self, new_scale=None):
+        super().update(new_scale)
+        FAULT.at("update")
 
 
 @pytest.fixture(autouse=True)
