@@ -184,6 +184,10 @@ class Training:
             self.optimizers = [adam(self.model.body.parameters(), 0.1), sgd(self.model.head.parameters(), 0.1, 0.9)]
         else:
             self.optimizers = [adam(self.model.parameters(), 0.1)]
+        if feature == "clipping":  # an optimizer that has stepped before, as after a resume
+            self.model(torch.ones(1, 4)).sum().backward()
+            self.optimizers[0].step()
+            self.optimizers[0].zero_grad()
         self.scaler = None
 
     def runner(self, micro_batch=MICRO_BATCH, **options):
