@@ -354,6 +354,7 @@ def test_metric_counts_each_sample_of_a_runner_once(held, lack):
         lack.arm(1)
         runner.step(window(13))
 
+    assert lack.hits == 1
     assert metric.compute() == 4 * 13
 
 
@@ -373,9 +374,10 @@ def test_metric_counts_each_sample_of_an_accumulator_once(held, lack):
 
     accumulator = autoaccum.Accumulator(model, closure=closure, device=autoaccum.Simulated("1MiB"))
     for number in range(4):
-        lack.arm(*[1] * (number > 0))
+        lack.arm(*[0] * (number > 0))
         accumulator.backward(window(13))
 
+    assert lack.hits == 1
     assert metric.compute() == 4 * 13
 
 
@@ -391,6 +393,7 @@ def test_metric_counts_each_sample_of_fit_once(held, lack):
 
     result = autoaccum.fit(model, batches, 13, loss=loss, epochs=1, device=autoaccum.Simulated("1MiB"), progress=False)
 
+    assert lack.hits > 0
     assert (result.steps, metric.compute()) == (4, 4 * 13)
 
 
