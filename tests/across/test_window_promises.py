@@ -1,0 +1,598 @@
+"""What a window promises beside its gradient: what is put back, what is refused in which words, what is counted once.
+
+Marked as expected failures are promises that are not kept yet; a mark comes off with the change that keeps its promise.
+"""
+
+import inspect
+import re
+import textwrap
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import autoaccum
+from faults import differences, state_of
+
+
+def later(reason):
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+LINES = 3  # the most that an error takes, at 120 characters
+
+
+class Lack:
+    """Raises where it is called, for certain times counted from when it is told to."""
+
+    def __init__(self, *times, error=None):
+        self.arm(*times, error=error)
+
+    def arm(self, *times, error=None):
+        self.times, self.error, self.calls, self.hits = times, error, 0, 0
+
+    def __call__(self, *_):
+        self.calls += 1
+        if self.calls - 1 in self.times:
+            self.hits += 1
+            raise self.error or torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.fixture
+def lack():
+    return Lack()
+
+
+def calling(lack):
+    """A function to be held by a model, whose own state is put back, and copied with it."""
+
+    def call():
+        lack()
+
+    return call
+
+
+def window(samples=8, features=4, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, features, generator=chance), torch.randint(0, 3, (samples,), generator=chance)
+
+
+def runner_of(model, *, samples=8, micro_batch=8, optimizer=None, loss=None, **options):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return autoaccum.Runner(
+        model,
+        torch.optim.SGD(trained, 0.1) if optimizer is None else optimizer,
+        autoaccum.plan(samples, micro_batch),
+        loss=nn.CrossEntropyLoss() if loss is None else loss,
+        **{"device": "cpu"} | options,
+    )
+
+
+def assert_short(error):
+    lines = textwrap.wrap(str(error), 120)
+    assert len(lines) <= LINES, lines
+
+
+# --- what a model writes in its forward pass --------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Adds 1 to a tensor of its own in each forward pass, through `.data` as the usual codebooks do."""
+
+    def __init__(self, kind, shape, lack):
+        super().__init__()
+        self.head, self.fails = nn.Linear(4, 3), calling(lack)
+        if kind == "buffer":
+            self.register_buffer("counted", torch.zeros(shape))
+        elif kind == "frozen parameter":
+            self.counted = nn.Parameter(torch.zeros(shape), requires_grad=False)
+        else:
+            self.register_buffer("counted", torch.zeros(shape, dtype=torch.int8))
+
+    def forward(self, inputs):
+        self.counted.data.mul_(1).add_(1)
+        self.fails()
+        return self.head(inputs)
+
+
+LARGE, SMALL = (256, 1024), (3, 3)
+FIRST_COPY = later("large buffers written through .data go back to what they were in the first window")
+NO_COPY = later("parameters that the model writes are not copied before the first window")
+MOVES = [
+    pytest.param("buffer", SMALL, 0, id="small buffer, window 1"),
+    pytest.param("buffer", SMALL, 9, id="small buffer, window 10"),
+    pytest.param("buffer", LARGE, 0, id="large buffer, window 1"),
+    pytest.param("buffer", LARGE, 9, id="large buffer, window 10", marks=FIRST_COPY),
+    pytest.param("frozen parameter", SMALL, 0, id="small parameter, window 1", marks=NO_COPY),
+    pytest.param("frozen parameter", SMALL, 9, id="small parameter, window 10"),
+    pytest.param("frozen parameter", LARGE, 0, id="large parameter, window 1", marks=NO_COPY),
+    pytest.param("frozen parameter", LARGE, 9, id="large parameter, window 10"),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "before"), MOVES)
+def test_memory_that_runs_out_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, lack):
+    model = Counts(kind, shape, lack)
+    runner = runner_of(model)
+    for _ in range(before):
+        runner.step(window())
+    start = model.counted.max().item()
+    lack.arm(0)
+
+    report = runner.step(window())
+
+    assert start == before
+    assert report.oom_events == 1
+    assert model.counted.min().item() == model.counted.max().item() == before + len(report.micro_batches)
+
+
+@pytest.mark.parametrize(("kind", "shape", "before"), MOVES)
+def test_another_error_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, lack):
+    model = Counts(kind, shape, lack)
+    runner = runner_of(model)
+    for _ in range(before):
+        runner.step(window())
+    lack.arm(0, error=ValueError("mine"))
+
+    with pytest.raises(ValueError, match="mine"):
+        runner.step(window())
+
+    assert model.counted.min().item() == model.counted.max().item() == before
+
+
+def assert_put_back_or_told(train, name):
+    """Either what is off by is 0 afterwards, or damage was told of, by name; never neither."""
+    off, told = None, None
+    try:
+        off = train()
+    except autoaccum.StateDamagedError as error:
+        told = str(error)
+    assert name in told if off is None else not off.any()
+
+
+@pytest.mark.parametrize("before", [0, pytest.param(2, marks=FIRST_COPY)])
+def test_quantised_weights_that_move_are_put_back_or_told_of(before, lack):
+    model = Counts("quantised", LARGE, lack)
+    runner = runner_of(model)
+    for _ in range(before):
+        runner.step(window())
+    lack.arm(0)
+
+    def train():
+        passes = len(runner.step(window()).micro_batches)
+        return model.counted.sub(before + passes)
+
+    assert_put_back_or_told(train, "counted")
+
+
+class Lazy(nn.Module):
+    """Makes its codebook from the first batch that it sees, as an initialisation that depends on data does."""
+
+    def __init__(self, how, lack):
+        super().__init__()
+        self.head, self.how, self.is_made = nn.Linear(4, 3), how, False
+        self.fails = calling(lack)
+        if how == "None":
+            self.register_buffer("codes", None)
+
+    def forward(self, inputs):
+        if self.codes is None if self.how == "None" else not self.is_made:
+            self.register_buffer("codes", inputs.mean(0))
+            self.is_made = True
+        self.fails()
+        return self.head(inputs - self.codes)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "None",
+        pytest.param("registered, and noted in an attribute", marks=later("the buffer is removed and the note stays")),
+    ],
+)
+def test_buffer_that_is_made_in_the_failing_pass_is_made_again_or_told_of(how, lack):
+    model = Lazy(how, lack)
+    runner = runner_of(model)
+    lack.arm(0)
+
+    def train():
+        first = runner.step(window()).micro_batches[0]
+        return model.codes - window()[0][:first].mean(0)
+
+    assert_put_back_or_told(train, "codes")
+
+
+@later("what was written is not named, or is done twice without a word")
+@pytest.mark.parametrize("before", [0, 2])
+def test_pass_that_fails_after_an_optimizer_stepped_in_it_is_told_as_damage_and_not_repeated(before, lack):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    own = torch.optim.SGD(model[1].parameters(), 0.1, 0.9)
+
+    def step(parameter):
+        own.step()
+        parameter.grad = None
+
+    model[1].bias.register_post_accumulate_grad_hook(step)
+    model[0].weight.register_hook(lack)
+    runner = runner_of(model, optimizer=torch.optim.SGD(model[0].parameters(), 0.1))
+    for _ in range(before):
+        runner.step(window())
+    lack.arm(0)
+
+    with pytest.raises(autoaccum.StateDamagedError, match=r"1\.(bias|weight)"):
+        runner.step(window())
+
+    assert (lack.calls, lack.hits) == (1, 1)
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.noise = torch.Generator().manual_seed(3)
+
+    def forward(self, inputs):
+        return super().forward(inputs + torch.randn(inputs.shape, generator=self.noise))
+
+
+@later("Runner.evaluate saves the global generators alone")
+def test_evaluation_leaves_a_modules_own_generator_where_it_was():
+    model = Noisy()
+    runner = runner_of(model)
+    runner.step(window())
+    before = model.noise.get_state()
+
+    runner.evaluate([window()])
+
+    assert torch.equal(model.noise.get_state(), before)
+
+
+# --- the optimizer's step ---------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.used = nn.Linear(4, 8), "one"
+        self.heads = nn.ModuleDict({"one": nn.Linear(8, 3), "other": nn.Linear(8, 3)})
+
+    def forward(self, inputs):
+        return self.heads[self.used](self.body(inputs))
+
+
+def two_heads():
+    model = TwoHeads()
+    groups = [{"params": part.parameters()} for part in (model.body, *model.heads.values())]
+    return model, runner_of(model, optimizer=torch.optim.Adam(groups, 0.1, foreach=False))
+
+
+@later("a step is known by the number of its gradients, not by which")
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError])
+def test_step_that_makes_state_for_another_head_is_undone_when_it_fails(kind, lack, monkeypatch):
+    (model, runner), (undisturbed, other) = two_heads(), two_heads()
+    for _ in range(3):
+        runner.step(window())
+        other.step(window())
+    model.used = undisturbed.used = "other"
+    before = state_of(model, runner.optimizer)
+    make = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda *args, **options: lack() or make(*args, **options))
+    lack.arm(1, error=kind("CUDA out of memory."))
+
+    if kind is ValueError:
+        with pytest.raises(ValueError, match="CUDA"):
+            runner.step(window())
+        assert differences(state_of(model, runner.optimizer), before) == []
+    runner.step(window())
+    monkeypatch.undo()
+    other.step(window())
+
+    assert lack.hits == 1
+    assert differences(state_of(model, runner.optimizer), state_of(undisturbed, other.optimizer)) == []
+
+
+def test_infinite_norm_to_clip_to_measures_and_never_multiplies():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+    runner = runner_of(model, clip_grad_norm=torch.inf)
+
+    report = runner.step(window())
+
+    assert report.grad_norm == torch.inf
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    assert all(model[1].weight.isfinite().flatten())
+
+
+# --- what is counted once ---------------------------------------------------------------------------------------------
+
+
+UNSEEN = later("a metric that the loss or closure holds counts what is only tried, and what failed")
+
+
+class Counting(nn.Module):
+    """Counts the samples that it is trained on in a metric."""
+
+    def __init__(self, lack):
+        super().__init__()
+        self.head, self.seen = nn.Linear(4, 3), torchmetrics.SumMetric()
+        self.fails = calling(lack)
+
+    def forward(self, inputs):
+        self.seen.update(torch.ones(len(inputs)))
+        self.fails()
+        return self.head(inputs)
+
+
+def counting_loss(lack):
+    metric = torchmetrics.SumMetric()
+
+    def loss(outputs, targets):
+        metric.update(torch.ones(len(targets)))
+        lack()
+        return functional.cross_entropy(outputs, targets)
+
+    return loss, metric
+
+
+@pytest.mark.parametrize("held", [pytest.param("by the loss", marks=UNSEEN), "by the model"])
+def test_metric_counts_each_sample_of_a_runner_once(held, lack):
+    loss, metric = counting_loss(lack)
+    model = nn.Linear(4, 3)
+    if held == "by the model":
+        model, loss = Counting(lack), functional.cross_entropy
+        metric = model.seen
+    runner = runner_of(model, samples=13, micro_batch=5, loss=loss)
+    runner.step(window(13))
+    for _ in range(3):
+        lack.arm(1)
+        runner.step(window(13))
+
+    assert lack.hits == 1
+    assert metric.compute() == 4 * 13
+
+
+@pytest.mark.parametrize("held", [pytest.param("by the closure", marks=UNSEEN), "by the model"])
+def test_metric_counts_each_sample_of_an_accumulator_once(held, lack):
+    metric, model = torchmetrics.SumMetric(), nn.Linear(4, 3)
+    if held == "by the model":
+        model = Counting(lack)
+        metric = model.seen
+
+    def closure(batch):
+        inputs, targets = batch
+        if held == "by the closure":
+            metric.update(torch.ones(len(targets)))
+            lack()
+        return functional.cross_entropy(model(inputs), targets)
+
+    accumulator = autoaccum.Accumulator(model, closure=closure, device=autoaccum.Simulated("1MiB"))
+    for number in range(4):
+        lack.arm(*[0] * (number > 0))
+        accumulator.backward(window(13))
+
+    assert lack.hits == 1
+    assert metric.compute() == 4 * 13
+
+
+@pytest.mark.parametrize("held", [pytest.param("by the loss", marks=UNSEEN), "by the model"])
+def test_metric_counts_each_sample_of_fit_once(held, lack):
+    loss, metric = counting_loss(lack)
+    model = nn.Linear(4, 3)
+    if held == "by the model":
+        model, loss = Counting(lack), functional.cross_entropy
+        metric = model.seen
+    lack.arm(3, 8, 15)
+    batches = [window(13, seed=seed) for seed in range(4)]
+
+    result = autoaccum.fit(model, batches, 13, loss=loss, epochs=1, device=autoaccum.Simulated("1MiB"), progress=False)
+
+    assert lack.hits > 0
+    assert (result.steps, metric.compute()) == (4, 4 * 13)
+
+
+@later("the state is copied with each batch")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_loader_that_keeps_its_state_is_asked_for_it_once_a_window_at_most(tmp_path):
+    class Asked(StatefulDataLoader):
+        asked = 0
+
+        def state_dict(self):
+            Asked.asked += 1
+            return super().state_dict()
+
+    loader = Asked(TensorDataset(*window(64)), batch_size=2)
+    options = {"checkpoint": tmp_path, "loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False}
+    windows = autoaccum.fit(nn.Linear(4, 3), loader, 16, epochs=1, micro_batch=16, **options).steps
+
+    assert windows == 4
+    assert Asked.asked <= windows + 2  # and once before the first, and at the end
+
+
+# --- what is refused, and in which words ------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Leaves a term of its loss as an attribute, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.head, self.auxiliary_loss = nn.Linear(4, 2), nn.Linear(4, 3), None
+
+    def forward(self, inputs):
+        shares = self.router(inputs).softmax(1)
+        self.auxiliary_loss = shares.mean(0).square().sum()
+        return self.head(inputs) * shares[:, :1]
+
+
+def of_window(model, loss, micro_batch=4):
+    return runner_of(model, micro_batch=micro_batch, loss=loss, loss_scope="window")
+
+
+@later("the term silently has no gradient")
+def test_loss_over_the_window_that_reads_a_term_off_the_model_is_refused():
+    model = Experts()
+    runner = of_window(
+        model, lambda outputs, targets: functional.cross_entropy(outputs, targets) + model.auxiliary_loss
+    )
+    before = state_of(model, runner.optimizer)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"return .*outputs") as caught:
+        runner.step(window())
+
+    assert_short(caught.value)
+    assert differences(state_of(model, runner.optimizer), before) == []
+
+
+def test_loss_over_the_window_that_is_given_the_term_with_the_outputs_has_its_whole_gradient():
+    class Returning(Experts):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            return outputs, self.router(inputs).softmax(1)
+
+    torch.manual_seed(0)
+    model = Returning()
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs[0], targets) + outputs[1].mean(0).square().sum()
+
+    loss(model(window()[0]), window()[1]).backward()
+    expected = [parameter.detach() - 0.1 * parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    of_window(model, loss).step(window())
+
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value)
+
+
+def of_outputs(outputs, targets):
+    return functional.cross_entropy(outputs.float(), targets)
+
+
+def with_runner(model, batch, **options):
+    runner_of(model, micro_batch=4, **options).step(batch)
+
+
+def with_fit(model, batch, **options):
+    autoaccum.fit(model, [batch], 8, epochs=1, device="cpu", progress=False, **options)
+
+
+def with_accumulator(model, batch, **options):
+    autoaccum.Accumulator(model, device="cpu", **options).backward(batch)
+
+
+ENTRIES = {"Runner": with_runner, "fit": with_fit, "Accumulator": with_accumulator}
+
+
+@later("an error of the loss itself, in the middle of the first pass")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_list_of_losses_of_outputs_is_refused_before_training(entry):
+    model = nn.Linear(4, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"model, batch") as caught:
+        ENTRIES[entry](model, window(), loss=[of_outputs, of_outputs])
+
+    assert_short(caught.value)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@later("Python's error of the call")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_mapping_for_a_model_that_takes_one_tensor_is_refused(entry):
+    model = nn.Sequential(nn.Linear(4, 3))
+    inputs, targets = window()
+
+    with pytest.raises(autoaccum.InvalidInputError, match="forward=") as caught:
+        ENTRIES[entry](model, {"x": inputs, "y": targets}, loss=lambda out, batch: of_outputs(out, batch["y"]))
+
+    assert_short(caught.value)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@later("Python's error of the call")
+def test_inputs_and_targets_as_two_arguments_of_backward_are_refused():
+    model = nn.Sequential(nn.Linear(4, 3))
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), device="cpu")
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"\(inputs, targets\)") as caught:
+        accumulator.backward(*window())
+
+    assert_short(caught.value)
+
+
+class TooLarge(nn.Linear):
+    """Never fits."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+
+ARGUMENTS = {"Runner": autoaccum.Runner, "fit": autoaccum.fit, "Accumulator": autoaccum.Accumulator}
+
+
+def refusal_of_a_sample(entry):
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        ENTRIES[entry](TooLarge(), (torch.randn(8, 5, 7), torch.zeros(8).long()), loss=nn.CrossEntropyLoss())
+    return str(caught.value)
+
+
+@later("neither the batch nor its shape is named")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_sample_that_does_not_fit_is_named_with_its_shape(entry):
+    assert "5, 7" in refusal_of_a_sample(entry)
+
+
+@later("the memory that is free is named as the cause")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_sample_that_does_not_fit_is_not_blamed_on_memory_that_is_free(entry):
+    assert not re.search(r"[KMG]iB (are )?free", refusal_of_a_sample(entry))
+
+
+def unknown_options(text, entry):
+    taken = inspect.signature(ARGUMENTS[entry]).parameters
+    return {name for name in re.findall(r"(\w+)=", text) if name not in taken}
+
+
+@pytest.mark.parametrize(
+    "entry", [pytest.param("Runner", marks=later("Runner has no micro_batch=")), "fit", "Accumulator"]
+)
+def test_remedies_for_a_sample_that_does_not_fit_are_options_of_what_was_called(entry):
+    assert unknown_options(refusal_of_a_sample(entry), entry) == set()
+
+
+@later("one text for all")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_remedies_for_a_loss_over_the_window_that_does_not_fit_are_options_of_what_was_called(entry):
+    def loss(outputs, targets):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    options = {"loss": loss, "loss_scope": "window"} | ({} if entry == "Runner" else {"micro_batch": 4})
+
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        ENTRIES[entry](nn.Linear(4, 3), window(), **options)
+
+    assert unknown_options(str(caught.value), entry) == set()
+
+
+@later("the second failure ends the run")
+def test_sample_that_fitted_before_may_fail_twice_in_a_row(lack):
+    model = nn.Linear(4, 3)
+    model.register_forward_pre_hook(lack)
+    runner = runner_of(model, micro_batch=1)
+    runner.step(window())
+    lack.arm(2, 3)
+
+    report = runner.step(window())
+
+    assert (lack.hits, report.oom_events) == (2, 2)
