@@ -13,7 +13,7 @@ from autoaccum._sizing.backoff import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
 from autoaccum._sizing.sizing import Cutting
 from autoaccum._system.notices import Notices
 from faults import differences, state_of
-from helpers import runner_of
+from put_together import runner_of
 
 SAMPLES = 24
 LACK = torch.OutOfMemoryError("CUDA out of memory.")
