@@ -23,7 +23,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import warm
-from autoaccum._memory import Host
 from fault_cases import SAMPLES, Case
 from fault_sweep import Sweep, Tally
 from fault_training import play, warm_up
@@ -66,7 +65,7 @@ def tally_of(case, every=1):
 
 def under_limit(case, limit_bytes):
     """Train a case under a limit on this process; return what it left behind, pickled."""
-    return pickle.dumps(play(case, device=Host(), limit_bytes=limit_bytes))
+    return pickle.dumps(play(case, memory_limit=limit_bytes))
 
 
 def judged(case, limit_bytes, played):

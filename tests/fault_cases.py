@@ -4,6 +4,7 @@ Networks are tiny (fp16 on the CPU is 50 times slower than the rest). Each keeps
 that "every sample once, in order" is read off the model itself and not off the code under test.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
-from autoaccum._system.notices import Notices
 
 SAMPLES = 12
 WINDOWS = 4
@@ -48,6 +48,7 @@ class Witness(nn.Module):
     Attributes:
         order: Their numbers, in the order in which they came. It is a buffer, so what a failed micro-batch wrote there
             has to be taken back.
+        begins: Where in it a micro-batch begins.
         uses: A parameter with an entry a sample. Its gradient counts the backward passes that the sample went through
             (times what the scaler or the clipping does to all of them alike).
     """
@@ -56,16 +57,23 @@ class Witness(nn.Module):
         super().__init__()
         self.uses = nn.Parameter(torch.zeros(WINDOWS * SAMPLES))
         self.register_buffer("order", torch.full((_NOTED,), -1))
+        self.register_buffer("begins", torch.zeros(_NOTED, dtype=torch.bool))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
     def forward(self, outputs, ids):
         start = int(self.seen)
         self.order[start : start + len(ids)] = ids
+        self.begins[start] = True
         self.seen += len(ids)
         return _Count.apply(outputs, self.uses, ids)
 
     def noted(self):
         return self.order[: int(self.seen)].tolist()
+
+    def sizes(self, start):
+        """Return the sizes of the micro-batches that came since so many samples were noted."""
+        stops = [*torch.nonzero(self.begins[: int(self.seen)]).flatten().tolist(), int(self.seen)]
+        return tuple(stop - begin for begin, stop in itertools.pairwise(stops) if begin >= start)
 
 
 class Witnessed(nn.Module):
@@ -297,6 +305,11 @@ class Model:
     mapping: bool = False
     writes_parameters: bool = False
 
+    @property
+    def is_found_out(self):
+        """Whether nothing says what its loss runs over."""
+        return not isinstance(self.loss, nn.Module) and self.loss is not pair
+
 
 SMALL = {
     "mlp": Model(lambda: Witnessed(mlp()), vectors, nn.CrossEntropyLoss()),
@@ -385,14 +398,13 @@ class Case:
         torch.manual_seed(5)
         return [self._window(number) for number in range(WINDOWS)]
 
-    def runner(self, *, device="cpu", callbacks=()):
+    def runner(self, *, device="cpu", memory_limit=None, callbacks=()):
         """Return the model and a runner of it, the random generators seeded on the way."""
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002 - the global generator, which models draw from
         model = self.kind.make()
         make, settings = OPTIMIZERS.get(self.optimizer, (None, {}))
-        notices = Notices(silent=True)
         runner = autoaccum.Runner(
             model,
             self.optimizer if make is None else lambda parameters: make(parameters, **settings),
@@ -401,12 +413,12 @@ class Case:
             precision=self.precision,
             weights=self.weights,
             device=device,
+            memory_limit=memory_limit,
             clip_grad_norm=self.clip,
             callbacks=callbacks,
-            notices=notices,
             **self.kind.options,
         )
-        return model, runner, notices
+        return model, runner
 
     def _window(self, number):
         inputs, targets = self.kind.window()

@@ -2,37 +2,58 @@
 
 import contextlib
 import gc
-import sys
+import io
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 
 import autoaccum
-from autoaccum._memory._storages import StorageWatch
-from autoaccum._memory.base import MemoryBackend
-from autoaccum._snapshot import Mark
 from fault_cases import SAMPLES, Case
 from faults import FailAt, state_of
 from helpers import live_tensors
 
-# In which a micro-batch is worked on, so that a smaller one helps.
-WORK = ("set aside", "transfer", "forward", "backward")
+# The parts of a window, as hooks on the model and the optimizer tell them apart.
+BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
+WORK = (FORWARD, BACKWARD)
+# In which the model is called beside, to look into its loss; what fails there may be left out.
+QUESTION = "question"
+# Writes into tensors that are there already, as what is put back is written; this takes no memory.
+_COPIES = ("aten.copy_.default", "aten._foreach_copy_.default")
 
 
-class Listing(FailAt):
-    """Raises nothing; lists the phases of the operators."""
+class LackAt(FailAt):
+    """Runs out of memory at given operators, of those that may take some.
 
-    def __init__(self):
-        super().__init__()
-        self.phases = []
+    Attributes:
+        training: What it is used in, which knows what part of a window is gone through.
+        asked: How often it has raised where a loss may have been looked into.
+    """
+
+    asked = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.phases.append(self.runner._step.phase)
+        if str(operator) in _COPIES:
+            return operator(*args, **(kwargs or {}))
+        self.asked += self.count + 1 in self.points and self.training.may_be_asking
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
 
-class FailInTurn(FailAt):
-    """Raises once in every attempt at a window; what is put back between two attempts is let through.
+class Listing(LackAt):
+    """Raises nothing; lists the parts of the window in which the operators are."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if str(operator) not in _COPIES:
+            self.parts.append(self.training.part)
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+
+class FailInTurn(LackAt):
+    """Runs out of memory once in every attempt at a window.
 
     Args:
         points: For each attempt the operator at which it raises, counted from 1 while micro-batches are worked on; the
@@ -50,28 +71,13 @@ class FailInTurn(FailAt):
         self.points = {self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if self.points and self.runner._step.phase in WORK and not _is_running(Mark.put_back):
+        if self.points and self.training.part in WORK:
             return super().__torch_dispatch__(operator, types, args, kwargs)
         return operator(*args, **(kwargs or {}))
 
     def fail(self):
         self.points = set()  # until the next attempt
         super().fail()
-
-
-class Peak:
-    """No fault: notes the most that is allocated on a simulated device."""
-
-    hits = 0
-
-    def __init__(self, device, peaks):
-        self._device, self._peaks = device, peaks
-
-    def __enter__(self):
-        self._device.reset_peak()
-
-    def __exit__(self, *_):
-        self._peaks.append(self._device.peak_bytes())
 
 
 class Faults:
@@ -82,7 +88,7 @@ class Faults:
 
     def __enter__(self):
         for fault in self._faults:
-            fault.runner = self.runner
+            fault.training = self.training
             fault.__enter__()
 
     def attempt(self):
@@ -103,13 +109,6 @@ class Faults:
         return self._faults[-1].where
 
 
-def _is_running(function):
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
 @dataclass
 class Played:
     """What a training of a few windows left behind.
@@ -125,9 +124,10 @@ class Played:
         error: What was raised, if anything was.
         finished: Whether its window had become an update all the same.
         left: The state then.
-        phase: What was being done then.
+        part: The part of its window that was gone through then.
         fell: Phase, size of the micro-batch and the plan's, each time that memory ran out.
-        said: The runner's notices.
+        said: What the runner said.
+        peaks: By window, the most bytes that were allocated.
         alive_before: Bytes of tensors before each window, where they were counted.
         alive_between: The same after each release of memory, and whether gradients were being kept.
         alive_after: Tensors and bytes at the end, beyond those at the beginning.
@@ -143,15 +143,16 @@ class Played:
     error: BaseException | None = None
     finished: bool = False
     left: dict | None = None
-    phase: str = ""
+    part: str = ""
     fell: list = field(default_factory=list)
-    said: tuple = ()
+    said: str = ""
+    peaks: list = field(default_factory=list)
     alive_before: list = field(default_factory=list)
     alive_between: list = field(default_factory=list)
     alive_after: tuple = ()
 
 
-def play(case, faults=None, *, cuts=(), windows=3, device="cpu", limit_bytes=None, again=False, counted=False):
+def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=None, again=False, counted=False):
     """Train a case for a few windows.
 
     Args:
@@ -159,31 +160,36 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", limit_bytes=Non
         faults: By window, a mode to run it under, once.
         cuts: The cuts of the first windows; afterwards, or without, as the runner chooses.
         windows: How many windows.
-        device: As for `Runner`; a backend that can be limited is.
-        limit_bytes: To what.
+        device: As for `Runner`.
+        memory_limit: As for `Runner`.
         again: Whether a window that raised is given once more; else the training ends there.
         counted: Whether to count what is alive.
     """
-    before = live_tensors() if counted else 0
-    with StorageWatch("cpu") if counted else contextlib.nullcontext() as watch:
-        training = _Training(case, dict(faults or {}), device, watch)
-        with device.limited(limit_bytes) if isinstance(device, MemoryBackend) else contextlib.nullcontext():
-            training.run(cuts, windows, again=again)
-        played = training.played
-        if counted:
-            played.alive_after = live_tensors() - before, watch.live_bytes
+    before, meter = (live_tensors(), autoaccum.Simulated("1TiB")) if counted else (0, None)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        training = _Training(case, dict(faults or {}), meter or device, memory_limit, meter)
+        training.run(cuts, windows, again=again)
+    played = training.played
+    played.said = said.getvalue()
+    if counted:
+        played.alive_after = live_tensors() - before, meter.reading().used_bytes
     return played
 
 
 class _Training(autoaccum.Callback):
     """The loop of `play`."""
 
-    def __init__(self, case, faults, device, watch):
-        self.played = Played()
-        self._data, self._faults, self._watch = case.windows(), faults, watch
-        self._model, self._runner, self._notices = case.runner(device=device, callbacks=(self,))
+    def __init__(self, case, faults, device, memory_limit, meter):
+        self.played, self.part = Played(), BEGIN
+        self._case, self._data, self._faults, self._meter = case, case.windows(), faults, meter
+        with _made(torch.amp.GradScaler) as scalers:
+            self._model, self._runner = case.runner(device=device, memory_limit=memory_limit, callbacks=(self,))
+        self._scaler = scalers[0] if scalers else None
         self._witness = next(module for module in self._model.modules() if hasattr(module, "noted"))
+        self._noted = 0
         self._runner.optimizer.register_step_pre_hook(self._note_uses)
+        self._model.register_forward_pre_hook(self._begin_forward)
+        self._model.register_forward_hook(self._end_forward)
         self._fault = None
 
     def run(self, cuts, windows, *, again):
@@ -193,8 +199,8 @@ class _Training(autoaccum.Callback):
             number = len(played.cuts)
             if number < len(cuts):
                 self._runner.plan = autoaccum.Plan(SAMPLES, cuts[number])
-            if self._watch is not None:
-                played.alive_before.append(self._watch.live_bytes)
+            if self._meter is not None:
+                played.alive_before.append(self._meter.reading().used_bytes)
             self._fault = self._faults.pop(number, None)
             report = self._step(self._data[number])
             if report is not None or played.finished:
@@ -202,14 +208,15 @@ class _Training(autoaccum.Callback):
             elif not again:
                 break
             again = again and report is not None
-        played.order, played.said = self._witness.noted(), self._notices.texts
+        played.order = self._witness.noted()
 
     def on_oom(self, event, *, step):
+        self._go_to(BEGIN)
         self.played.fell.append((event.phase, event.size, self._runner.plan.micro_batch))
-        if self._watch is not None:
+        if self._meter is not None:
             _empty_ready_queue()
             keeps = any(parameter.grad is not None for parameter in self._model.parameters())
-            self.played.alive_between.append((self._watch.live_bytes, keeps))
+            self.played.alive_between.append((self._meter.reading().used_bytes, keeps))
         if hasattr(self._fault, "attempt"):
             self._fault.attempt()
 
@@ -217,31 +224,64 @@ class _Training(autoaccum.Callback):
         runner, played = self._runner, self.played
         done = runner.windows_done
         if self._fault is not None:
-            self._fault.runner = runner
+            self._fault.training = self
+        self._go_to(BEGIN)
         try:
             with self._fault or contextlib.nullcontext():
                 return runner.step(window)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and (self._fault is None or not self._fault.hits):
                 raise  # a person's own
-            played.error, played.phase = error, runner._step.phase
+            played.error, played.part = error, self.part
             played.finished, played.left = runner.windows_done > done, self._state()
             return None
 
     def _note(self, report):
         played = self.played
-        played.cuts.append(self._runner._work.sizes if report is None else report.micro_batches)
+        cut = self._witness.sizes(self._noted)[:: self._case.kind.forwards]
+        self._noted = int(self._witness.seen)
+        played.cuts.append(cut if report is None else report.micro_batches)
+        played.peaks.append(report and report.peak_bytes)
         played.events.append(report and report.oom_events)
         played.recomputed.append(report and report.recomputed_samples)
         figures = report and (report.loss, dict(report.losses), report.grad_norm, report.skipped, report.samples)
         played.figures.append(figures and repr(figures))
         played.states.append(self._state())
 
+    def _go_to(self, part):
+        self.part = part
+
+    @property
+    def may_be_asking(self):
+        is_early = len(self.played.cuts) < (2 if self._case.kind.is_found_out else 1)
+        return self.part == QUESTION or (is_early and self.part != UPDATE)
+
+    def _begin_forward(self, model, _):
+        self._go_to(FORWARD if model.training and torch.is_grad_enabled() else QUESTION)
+
+    def _end_forward(self, *_):
+        if self.part == FORWARD:
+            self._go_to(BACKWARD)
+
     def _note_uses(self, *_):
+        self._go_to(UPDATE)
         self.played.uses[len(self.played.cuts)] = self._witness.uses.grad.tolist()
 
     def _state(self):
-        return state_of(self._model, self._runner.optimizer, self._runner._step.precision.scaler)
+        return state_of(self._model, self._runner.optimizer, self._scaler)
+
+
+@contextlib.contextmanager
+def _made(kind):
+    """Collect the objects of a class that are made in a block."""
+    made, make = [], kind.__init__
+
+    def noting(self, *arguments, **options):
+        make(self, *arguments, **options)
+        made.append(self)
+
+    with mock.patch.object(kind, "__init__", noting):
+        yield made
 
 
 def warm_up():

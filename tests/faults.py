@@ -24,7 +24,6 @@ class FailAt(TorchDispatchMode):
     Attributes:
         count: Operators so far.
         hits: How often it has raised.
-        compared: How often of those while gradients of a few samples were compared, of which nothing is told.
         where: Name of the operator at which it raised last.
     """
 
@@ -32,34 +31,19 @@ class FailAt(TorchDispatchMode):
         super().__init__()
         self.points = set(points)
         self.error = error
-        self.count = self.hits = self.compared = 0
+        self.count = self.hits = 0
         self.where = ""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.count += 1
         if self.count in self.points:
             self.hits += 1
-            self.compared += _is_comparing()
             self.where = str(operator)
             self.fail()
         return operator(*args, **(kwargs or {}))
 
     def fail(self):
         raise self.error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
-
-
-# What is left out if it fails: the comparison of gradients, and further questions about a loss.
-_OPTIONAL = {("gradient_comparison.py", "deviation"), ("observation.py", "more"), ("observation.py", "repeat")}
-
-
-def _is_comparing():
-    """Whether something is being run that is left out if it fails."""
-    frame = sys._getframe()
-    while frame is not None:
-        if (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in _OPTIONAL:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class InterruptAt(FailAt):

@@ -6,7 +6,6 @@ import torch
 from hypothesis import strategies as st
 
 import autoaccum
-from autoaccum._system.notices import Notices
 
 
 def whole_loss(model, loss, batch):
@@ -45,7 +44,7 @@ def cut_gradient(model, loss, window, sizes, **options):
         optimizer,
         autoaccum.Plan(sum(sizes), tuple(sizes)),
         loss=loss,
-        **({"device": "cpu", "precision": "fp32", "notices": Notices(silent=True)} | options),
+        **({"device": "cpu", "precision": "fp32"} | options),
     )
     report = runner.step(window)
     assert report.micro_batches == tuple(sizes)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autoaccum
+import rank_faults
 import rank_training
 from autoaccum._distributed import overlap as overlapping
 from autoaccum._distributed.data_parallel import DataParallel
@@ -77,6 +78,21 @@ def trained(rank, size, how="train", *arguments, **named):
     with watched() as sends:
         found = getattr(rank_training, how)(rank, size, *arguments, **named)
     return {**found, **vars(sends)}
+
+
+def faulted(rank, size, **arguments):
+    with watched() as sends:
+        found = rank_faults.faulted(rank, size, overlap=True, **arguments)
+    return {**found, **vars(sends)}
+
+
+def at_each(rank, size, who, points, **arguments):
+    return [rank_faults.tried(faulted, rank, size, points={who: [point]}, **arguments) for point in points]
+
+
+def many(rank, size, seeds, operators, **arguments):
+    drawn = [rank_faults.schedule(seed, size, operators) for seed in seeds]
+    return [rank_faults.tried(faulted, rank, size, points=points, **arguments) for points in drawn]
 
 
 class Deep(nn.Module):

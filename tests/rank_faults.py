@@ -1,16 +1,12 @@
 """Trainings on several ranks in which one of them, at a point drawn at random, runs out of memory."""
 
 import random
-from contextlib import ExitStack
-from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import autoaccum
-import overlap_training
 import rank_training
-from autoaccum._distributed.process_group import Ranks
-from autoaccum._engine.runner import WindowRunner
 from faults import FailAt
 from rank_training import DataLoader
 
@@ -19,7 +15,7 @@ OPTIMIZERS = {"sgd": rank_training.sgd, "adam": rank_training.adam}
 
 
 class FailAtPoint(FailAt):
-    """Counts what a rank computes in its windows, and not what it says to the others.
+    """Counts what a rank computes from the first forward pass of a window to its update, and not what it says.
 
     What fails elsewhere, in a loader or in the preparations, is no lack of memory that a smaller cut could mend.
     """
@@ -27,24 +23,28 @@ class FailAtPoint(FailAt):
     def __init__(self, *points, lasts=False):
         super().__init__(*points)
         self.lasts = lasts
-        self.is_talking = True
+        self.is_in_window = False
+
+    def begin(self, *_):
+        self.is_in_window = True
+
+    def end(self, *_):
+        self.is_in_window = False
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if self.is_talking or operator.is_view:  # which takes no memory
+        takes_none = operator.is_view or operator.namespace == "c10d"
+        if not self.is_in_window or takes_none or _has_bytes(args, kwargs or {}):
             return operator(*args, **(kwargs or {}))
         if self.lasts and self.hits:
             self.points.add(self.count + 1)
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
-    def while_called(self, method, *, is_talking):
-        def call(owner, *args, **kwargs):
-            before, self.is_talking = self.is_talking, is_talking
-            try:
-                return method(owner, *args, **kwargs)
-            finally:
-                self.is_talking = before
 
-        return call
+def _has_bytes(args, kwargs):
+    """Whether something works on a message: no model here has bytes."""
+    return kwargs.get("dtype") is torch.uint8 or any(
+        isinstance(one, torch.Tensor) and one.dtype is torch.uint8 for one in tree_leaves(args)
+    )
 
 
 class Seen(torch.utils.data.Dataset):
@@ -79,10 +79,6 @@ class Windows(autoaccum.Callback):
         self.ends.append(self.mode.count)
 
 
-# What a rank says to the others, or waits for.
-TALK = ("_exchange", "add_up", "spread", "ask", "begin_adding_up", "end_adding_up", "_hear")
-
-
 def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd", clip=None, data=None, overlap=False):
     """Train with faults at these operators of this rank; points is by rank."""
     mine = dict(points).get(rank, ())
@@ -91,18 +87,20 @@ def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd",
     model = rank_training.net(seed=0)
     mode = FailAtPoint(*mine, lasts=lasts)
     windows = Windows(mode)
-    with ExitStack() as patches:
-        sends = patches.enter_context(overlap_training.watched())
-        for owner, name in ((WindowRunner, "step"), *((Ranks, name) for name in TALK)):
-            method = mode.while_called(getattr(owner, name), is_talking=owner is Ranks)
-            patches.enter_context(mock.patch.object(owner, name, method))
-        patches.enter_context(mode)
+    model.register_forward_pre_hook(mode.begin)
+
+    def made_optimizer(parameters):
+        made = OPTIMIZERS[optimizer](parameters)
+        made.register_step_post_hook(mode.end)
+        return made
+
+    with mode:
         result = autoaccum.fit(
             model,
             DataLoader(samples, batch_size=5),
             TARGET,
             loss=function,
-            optimizer=OPTIMIZERS[optimizer],
+            optimizer=made_optimizer,
             micro_batch=2,
             strategy="balanced",
             shard=True,
@@ -116,7 +114,6 @@ def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd",
     found = rank_training.outcome(model, result)
     return {
         **found,
-        **vars(sends),
         "loaded": samples.loaded,
         "hits": mode.hits,
         "operators": mode.count,
@@ -145,16 +142,17 @@ def is_given_up(outcomes):
 
 def at_each(rank, size, who, points, **arguments):
     """Train once for each point at which one rank fails, without starting the ranks anew; exceptions are returned."""
-    return [_tried(rank, size, points={who: [point]}, **arguments) for point in points]
+    return [tried(faulted, rank, size, points={who: [point]}, **arguments) for point in points]
 
 
 def many(rank, size, seeds, operators, **arguments):
     """Train once for each seed, without starting the ranks anew; exceptions are returned."""
-    return [_tried(rank, size, points=schedule(seed, size, operators), **arguments) for seed in seeds]
+    return [tried(faulted, rank, size, points=schedule(seed, size, operators), **arguments) for seed in seeds]
 
 
-def _tried(rank, size, **arguments):
+def tried(function, rank, size, **arguments):
+    """Return what a function returns, or the exception that it raises, in words."""
     try:
-        return faulted(rank, size, **arguments)
+        return function(rank, size, **arguments)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}"

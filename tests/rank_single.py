@@ -9,19 +9,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._distributed.process_group import Ranks
 from ragged import VOCABULARY, Causal, padded, texts
-
-CLASSES = 3
 
 
 def over_tokens(logits, batch):
     """The mean over the tokens that count: a function of which nothing says so."""
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
-def plain(outputs, targets):
-    return functional.cross_entropy(outputs, targets)
 
 
 def summed(logits, batch):
@@ -63,14 +56,14 @@ def batches(lengths, size, each, *, wide=True):
 
 
 def train(rank, size, lengths, loss="tokens", each=1, *, wide=True, **options):
-    """Train on this rank's own samples; return parameters, what was said, and how often samples were sent."""
+    """Train on this rank's own samples; return parameters and what was said."""
     loader = batches(lengths, size, each, wide=wide)[rank]
     if options.pop("held", False):
         loader = [batch | {"held": lambda: None} for batch in loader]  # which no other process can be sent
     asked = Asked(lacks=rank == options.pop("lacking", None))
-    with _counted() as sent, contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
         _, model = run(loader, loss, target_batch=each * size, progress="lines", forward=asked, **options)
-    return {"parameters": flat(model), "said": said.getvalue(), "sent": len(sent), "rank": rank}
+    return {"parameters": flat(model), "said": said.getvalue(), "rank": rank}
 
 
 def share(rank, size, loader):
@@ -79,47 +72,12 @@ def share(rank, size, loader):
     return flat(model)
 
 
-def classify(rank, size):
-    """Train a classifier, whose loss never shows whether it runs over samples or targets, nor does it matter."""
-    chance = torch.Generator().manual_seed(rank)
-    inputs, targets = torch.rand(20, 4, generator=chance), torch.randint(CLASSES, (20,), generator=chance)
-    model = nn.Linear(4, CLASSES)
-    with _counted() as sent, contextlib.redirect_stderr(io.StringIO()) as said:
-        autoaccum.fit(
-            model,
-            [(inputs[row : row + 1], targets[row : row + 1]) for row in range(20)],
-            size,
-            loss=plain,
-            device="cpu",
-            precision="fp32",
-            shard=False,
-            progress="lines",
-        )
-    return {"said": said.getvalue(), "sent": len(sent), "rank": rank}
-
-
 def train_sharded(rank, size, lengths, loss="tokens", each=1, **options):
     """Train a model of which each rank holds a shard; return all of its parameters."""
     loader = batches(lengths, size, each)[rank]
     model = fully_shard(Logits() if loss != "own" else Causal())
     run(loader, loss, target_batch=each * size, model=model, **options)
     return torch.cat([parameter.full_tensor().detach().flatten() for parameter in model.parameters()])
-
-
-@contextlib.contextmanager
-def _counted():
-    """Count how often ranks send samples."""
-    sent, tell = [], Ranks.tell
-
-    def counted(ranks, value, source):
-        sent.append(source)
-        return tell(ranks, value, source)
-
-    Ranks.tell = counted
-    try:
-        yield sent
-    finally:
-        Ranks.tell = tell
 
 
 class Asked:

@@ -215,6 +215,26 @@ def failing(rank, size, who, what, folder=None, *, overlap=False):
     return outcome(model, result)
 
 
+class Changing(autoaccum.Callback):
+    """Freezes a layer after the first update, and adds one after the second."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def on_step(self, report, *, epoch):
+        if report.step == 1:
+            self.model[0].requires_grad_(requires_grad=False)
+        if report.step == 2:
+            self.model.append(nn.Linear(CLASSES, CLASSES).double())
+
+
+def changing(rank, size, **arguments):
+    model = net()
+    return train(
+        rank, size, model=model, callbacks=[Changing(model)], target_batch=8, micro_batch=2, shard=True, **arguments
+    )
+
+
 def different(rank, size, what):
     """Train with something else on rank 1."""
     mine = rank == 1

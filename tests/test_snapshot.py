@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from autoaccum._engine.probing import probe
 from autoaccum._snapshot import Mark, RandomState, Snapshot, evaluation_mode
-from helpers import CPU, assert_bitwise, classifier, labelled, state_of, training_step
+from helpers import CPU, assert_bitwise, classifier, labelled, state_of
+from put_together import training_step
 
 LARGE = 70_000  # elements; a buffer of this size is copied only when it was written
 

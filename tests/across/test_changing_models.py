@@ -8,13 +8,9 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.parameters import Inventory
-from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from faults import FailAt
-from helpers import assert_bitwise, classifier, labelled, training_step
+from helpers import assert_bitwise, classifier, labelled
 
 SAMPLES = 12
 
@@ -99,7 +95,7 @@ def by_hand(change, clip):
     return model.state_dict()
 
 
-def by_runner(change, clip=None, *, sizes=(5, 4, 3), late_sizes=None, point=None, notices=None):
+def by_runner(change, clip=None, *, sizes=(5, 4, 3), late_sizes=None, point=None):
     model, optimizer = begun(change)
     runner = autoaccum.Runner(
         model,
@@ -108,7 +104,6 @@ def by_runner(change, clip=None, *, sizes=(5, 4, 3), late_sizes=None, point=None
         loss=nn.CrossEntropyLoss(),
         device="cpu",
         clip_grad_norm=clip,
-        notices=notices or Notices(silent=True),
     )
     counting = FailAt(*([] if point is None else [point]))
     # Up to there, since an optimizer that memory fails half-way says so.
@@ -165,24 +160,12 @@ def test_momentum_rescaled_for_cuts_is_that_of_layers_that_have_come_too():
     assert model.body[-1].momentum == 0.1
 
 
-def test_parameters_that_are_left_out_of_the_optimizer_are_named_once():
-    notices = Notices(silent=True)
-    by_runner(append_without_the_optimizer, notices=notices)
+def test_parameters_that_are_left_out_of_the_optimizer_are_named_once(capsys):
+    by_runner(append_without_the_optimizer)
 
-    (text,) = (text for text in notices.texts if "not in the optimizer" in text)
+    (text,) = (line for line in capsys.readouterr().err.splitlines() if "not in the optimizer" in line)
     assert "2 parameters" in text
     assert "add_param_group" in text
-
-
-def test_unchanged_model_is_taken_stock_of_once(monkeypatch):
-    taken = []
-    monkeypatch.setattr(Inventory, "_take_stock", lambda self, optimizer: taken.append(1) or stock(self, optimizer))
-    by_runner(lambda *_: None)
-
-    assert taken == [1]
-
-
-stock = Inventory._take_stock
 
 
 def test_optimizer_that_is_set_makes_the_next_updates():
@@ -311,41 +294,3 @@ def test_optimizer_cannot_be_set_within_a_window():
     set_it()
 
     assert runner.step(labelled(SAMPLES)).step == 1
-
-
-def test_several_ranks_refuse_parameters_that_have_come_and_bear_those_that_have_gone():
-    model = Scores().double()
-    step = training_step(model, nn.CrossEntropyLoss())
-    joint = object.__new__(DataParallel)
-    joint._step, joint._trained = step, [parameter for parameter in step.parameters if parameter.requires_grad]
-
-    freeze(model, None)
-    assert step.parameters_changed()
-    joint.check_parameters()
-    append_without_the_optimizer(model, None)
-    assert step.parameters_changed()
-    with pytest.raises(InvalidInputError, match=r"2 parameters are trained now .*\(8, 8\)"):
-        joint.check_parameters()
-
-
-def test_parameters_that_fully_shard_exchanges_during_a_pass_are_no_change():
-    model = Scores().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inventory, changing = Inventory([model], optimizer, is_fixed=True), Inventory([model], optimizer)
-    model.head.weight = nn.Parameter(torch.zeros(3, 8, dtype=torch.float64))
-
-    assert not inventory.look(optimizer)
-    assert changing.look(optimizer)
-    assert not changing.look(optimizer)
-
-
-def test_step_knows_of_parameters_after_a_look_only():
-    model = Scores().double()
-    step = training_step(model)
-    assert isinstance(step, TrainingStep)
-    count = len(step.parameters)
-    append_without_the_optimizer(model, None)
-
-    assert len(step.parameters) == count
-    assert step.parameters_changed()
-    assert len(step.parameters) == count + 2

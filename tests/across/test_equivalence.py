@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from gradients import (
     assert_as_exact_as_full_batch,
     assert_full_batch_gradient,
@@ -408,7 +407,6 @@ def test_provisional_weight_is_set_right_before_the_scaler_unscales(clip_grad_no
         device="cpu",
         precision="fp16",
         clip_grad_norm=clip_grad_norm,
-        notices=Notices(silent=True),
     )
 
     report = runner.step(tokens)

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._data.batches import Window
-from autoaccum._system.notices import Notices
 from fault_cases import Case, Witnessed
 from fault_sweep import Sweep
 from fault_training import play
@@ -63,7 +61,7 @@ def out_of_memory():
 
 SCALED = Case("mlp", "fp16", "Adam, loop", sizes=(4, 4, 4), clip=0.5, pieces=(7, 5))
 SITES = {
-    "transfer": (Window, "cut"),
+    "transfer": (autoaccum.Window, "cut"),
     "forward": (Witnessed, "forward"),
     "loss": (nn.CrossEntropyLoss, "forward"),
     "backward": (torch.Tensor, "backward"),
@@ -204,7 +202,12 @@ def test_interrupt_that_the_optimizer_itself_raises_leaves_no_half_update_in_sil
 
 def test_a_fault_in_the_first_optimizer_step_takes_back_the_state_it_had_begun_to_make():
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
+    model, undone = nn.Linear(4, 3), []
+
+    class Watch(autoaccum.Callback):
+        def on_oom(self, event, *, step):
+            undone.append((event.phase, differences(state_of(model, runner.optimizer), before)))
+
     runner = autoaccum.Runner(
         model,
         lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
@@ -212,6 +215,7 @@ def test_a_fault_in_the_first_optimizer_step_takes_back_the_state_it_had_begun_t
         loss=nn.CrossEntropyLoss(),
         device="cpu",
         precision="fp32",
+        callbacks=[Watch()],
     )
     window = torch.randn(8, 4), torch.randint(0, 3, (8,))
 
@@ -224,15 +228,7 @@ def test_a_fault_in_the_first_optimizer_step_takes_back_the_state_it_had_begun_t
             return operator(*args, **(kwargs or {}))
 
     before = state_of(model, runner.optimizer)
-    fault = InOptimizer()
-    undone = []
-
-    class Watch(autoaccum.Callback):
-        def on_oom(self, event, *, step):
-            undone.append((event.phase, differences(state_of(model, runner.optimizer), before)))
-
-    runner._events._callbacks = (Watch(),)
-    with fault:
+    with InOptimizer():
         report = runner.step(window)
 
     assert undone == [("optimizer", [])]
@@ -282,16 +278,14 @@ class InPlace(nn.Module):
 def in_place_runner(most):
     model = InPlace(most)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return autoaccum.Runner(
-        model, optimizer, autoaccum.plan(12, 12), loss=nn.CrossEntropyLoss(), device="cpu", notices=Notices(silent=True)
-    )
+    return model, autoaccum.Runner(model, optimizer, autoaccum.plan(12, 12), loss=nn.CrossEntropyLoss(), device="cpu")
 
 
 def test_model_that_changes_its_input_is_given_copies_once_that_is_seen():
-    runner = in_place_runner(12)
+    model, runner = in_place_runner(12)
     inputs, targets = torch.rand(12, 6), torch.randint(0, 3, (12,))
     runner.step((inputs.clone(), targets))
-    runner._step.objective.model.most = 5
+    model.most = 5
     given = inputs.clone()
 
     report = runner.step((given, targets))
@@ -301,7 +295,7 @@ def test_model_that_changes_its_input_is_given_copies_once_that_is_seen():
 
 
 def test_window_whose_data_the_model_has_changed_is_not_silently_done_again():
-    runner = in_place_runner(5)
+    _, runner = in_place_runner(5)
 
     with pytest.raises(autoaccum.InvalidInputError, match="changed its input in place"):
         runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
@@ -392,7 +386,6 @@ def test_fused_step_that_failed_is_made_again_with_one_scale(name):
             autoaccum.plan(6, 3),
             loss=nn.CrossEntropyLoss(),
             precision="fp16",
-            notices=Notices(silent=True),
         )
         batch = torch.randn(6, 4), torch.arange(6) % 3
         return runner.step(batch).oom_events, state_of(model, optimizer)

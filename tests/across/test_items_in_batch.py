@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from gradients import cut_gradient, distance, joined
 from helpers import CPU
 
@@ -151,26 +150,25 @@ def test_part_of_one_batch_takes_the_count_of_its_part(sizes):
     assert_whole(tagger(), divided, window, sizes, whole)
 
 
-def test_count_that_is_no_count_of_targets_is_shared_by_samples_where_a_window_ends_within_a_batch():
-    model, notices = tagger(), Notices(silent=True)
+def test_count_that_is_no_count_of_targets_is_shared_by_samples_where_a_window_ends_within_a_batch(capsys):
     batches = [sentences([8] * 4, seed) | {NAME: 100} for seed in range(3)]
     window = next(iter(autoaccum.windows(batches, 6)))
     whole = {key: torch.cat([batches[0][key], batches[1][key][:2]]) for key in ("input_ids", "labels")} | {NAME: 150}
 
-    assert_whole(model, divided, window, (2, 2, 2), whole, notices=notices)
+    assert_whole(tagger(), divided, window, (2, 2, 2), whole)
 
-    assert sum("is given its share of the number by samples" in text for text in notices.texts) == 1
+    assert capsys.readouterr().err.count("is given its share of the number by samples") == 1
 
 
-def test_count_of_the_window_on_each_of_its_batches_is_not_added_up():
+def test_count_of_the_window_on_each_of_its_batches_is_not_added_up(capsys):
     """As Transformers' own trainer passes it."""
     batches = [sentences(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     whole = together(batches)
-    batches, notices = [batch | {NAME: whole[NAME]} for batch in batches], Notices(silent=True)
+    batches = [batch | {NAME: whole[NAME]} for batch in batches]
 
-    assert_whole(tagger(), divided, autoaccum.Window(batches), (4, 4, 4), whole, notices=notices)
+    assert_whole(tagger(), divided, autoaccum.Window(batches), (4, 4, 4), whole)
 
-    assert sum("is the count of a whole window on each of its batches already" in text for text in notices.texts) == 1
+    assert capsys.readouterr().err.count("is the count of a whole window on each of its batches already") == 1
 
 
 def test_count_that_a_collator_makes_for_each_micro_batch_is_that_of_the_micro_batch():
@@ -231,35 +229,31 @@ def test_transformers_causal_model_gets_the_gradient_of_the_window(sizes):
 
 
 @pytest.mark.parametrize("make", [bert, t5])
-def test_models_that_ignore_the_count_are_weighted_by_their_targets(make):
+def test_models_that_ignore_the_count_are_weighted_by_their_targets(make, capsys):
     batches = [sentences(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
-    notices = Notices(silent=True)
 
-    assert_whole(make(), None, autoaccum.Window(batches), (4, 4, 4), together(batches), tolerance=1e-5, notices=notices)
+    assert_whole(make(), None, autoaccum.Window(batches), (4, 4, 4), together(batches), tolerance=1e-5)
 
-    assert sum(f"'{NAME}' differs between the loader's batches of a window" in text for text in notices.texts) == 1
-    assert not any("divided by" in text for text in notices.texts)
+    said = capsys.readouterr().err
+    assert said.count(f"'{NAME}' differs between the loader's batches of a window") == 1
+    assert "divided by" not in said
 
 
-def test_what_divides_the_loss_is_said_once():
+def test_what_divides_the_loss_is_said_once(capsys):
     batches = [sentences(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
-    notices = Notices(silent=True)
-    runner = autoaccum.Runner(
-        tagger(), None, autoaccum.plan(12, 4), loss=divided, device=CPU, precision="fp32", notices=notices
-    )
+    runner = autoaccum.Runner(tagger(), None, autoaccum.plan(12, 4), loss=divided, device=CPU, precision="fp32")
 
     for _ in range(3):
         runner.step(batches)
 
-    assert (
-        sum(f"divided by '{NAME}', which each of the loader's batches carries" in text for text in notices.texts) == 1
-    )
-    assert not any("differs" in text for text in notices.texts)
+    said = capsys.readouterr().err
+    assert said.count(f"divided by '{NAME}', which each of the loader's batches carries") == 1
+    assert "differs" not in said
 
 
-def test_number_that_scales_a_loss_is_left_as_it_is():
+def test_number_that_scales_a_loss_is_left_as_it_is(capsys):
     batches = [{"input": torch.randn(6, 4).double(), "y": torch.arange(6) % 3, "temperature": t} for t in (0.5, 0.7)]
-    notices, model = Notices(silent=True), nn.Linear(4, 3).double()
+    model = nn.Linear(4, 3).double()
 
     def scaled(outputs, batch):
         return functional.cross_entropy(outputs, batch["y"], reduction="sum") / batch["temperature"]
@@ -267,11 +261,12 @@ def test_number_that_scales_a_loss_is_left_as_it_is():
     sum(scaled(model(batch["input"]), batch) for batch in batches).backward()
     expected = joined(model)
     model.zero_grad()
-    found, _ = cut_gradient(model, scaled, autoaccum.Window(batches), (6, 6), notices=notices)
+    found, _ = cut_gradient(model, scaled, autoaccum.Window(batches), (6, 6))
 
     assert distance(found, expected) <= 1e-12
-    assert sum("taken for a scale and not for a count" in text for text in notices.texts) == 1
-    assert sum("'temperature' differs between the loader's batches" in text for text in notices.texts) == 1
+    said = capsys.readouterr().err
+    assert said.count("taken for a scale and not for a count") == 1
+    assert said.count("'temperature' differs between the loader's batches") == 1
 
 
 def test_evaluation_divides_by_the_sum_too():

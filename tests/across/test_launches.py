@@ -13,8 +13,8 @@ from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.fake_step import FakePrecision
 from autoaccum._loss.objective import Objective
 from autoaccum._system.notices import Notices
-from helpers import runner_of
 from launches import CARD, Launches, WaitsError, fake_card
+from put_together import runner_of
 
 pytestmark = pytest.mark.card_fakes
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from faults import FailAt
 from gradients import distance
 from helpers import assert_bitwise, classifier, labelled
@@ -87,11 +86,9 @@ def test_two_runners_over_a_gan_train_as_the_loop_written_by_hand(shared, clip):
 def two_windows(leave, *, point=None):
     """Train two windows in one cut, with something left in `.grad` before the second, in which memory may run out."""
     torch.manual_seed(0)
-    model, notices = classifier(), Notices(silent=True)
+    model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autoaccum.Runner(
-        model, optimizer, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu", notices=notices
-    )
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu")
     for number, window in enumerate((labelled(12), labelled(12))):
         if number == 1:
             leave(model, runner)
@@ -99,7 +96,7 @@ def two_windows(leave, *, point=None):
         with FailAt(*([point] if point is not None and number == 1 else [])):
             report = runner.step(window)
         runner.plan = autoaccum.Plan(12, (6, 6))
-    return model.state_dict(), report, notices
+    return model.state_dict(), report
 
 
 def nothing(model, runner):
@@ -137,18 +134,18 @@ def test_window_is_the_same_whatever_was_left_before_it(leave):
 
 
 @pytest.mark.parametrize("point", [None, 1, 40, 75])
-def test_what_was_left_is_dropped_with_memory_to_spare_and_without(point):
+def test_what_was_left_is_dropped_with_memory_to_spare_and_without(point, capsys):
     def run(leave):
         torch.manual_seed(7)
-        state, report, notices = two_windows(leave, point=point)
-        return state, report.micro_batches, report.oom_events, notices
+        state, report = two_windows(leave, point=point)
+        return state, report.micro_batches, report.oom_events, capsys.readouterr().err
 
-    (expected, cut, failures, quiet), (found, same_cut, same_failures, notices) = run(nothing), run(much)
+    (expected, cut, failures, quiet), (found, same_cut, same_failures, said) = run(nothing), run(much)
 
     assert (same_cut, same_failures) == (cut, failures)
     assert failures == (point is not None)
     assert_bitwise(found, expected)
-    assert [sum("gradients that were there" in text for text in one.texts) for one in (quiet, notices)] == [0, 1]
+    assert [text.count("gradients that were there") for text in (quiet, said)] == [0, 1]
 
 
 def test_gradients_on_models_that_are_not_its_own_are_left_as_a_loop_by_hand_leaves_them():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rank_faults
-from autoaccum import DoesNotFitError, RankFailedError
+from autoaccum import DoesNotFitError, RankFailedError, StateDamagedError
 from rank_training import assert_alike, far
 
 FAR = 1e-12
@@ -45,7 +45,8 @@ def test_memory_that_runs_out_anywhere_changes_nothing_but_cuts(crew, size, loss
 def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(crew, size, at):
     answers = crew.answers("rank_faults:faulted", size=size, points={1: [at]}, lasts=True)
 
-    assert isinstance(answers[1], DoesNotFitError | torch.OutOfMemoryError), answers[1]
+    # The optimizer may have begun to write.
+    assert isinstance(answers[1], DoesNotFitError | torch.OutOfMemoryError | StateDamagedError), answers[1]
     for rank in set(range(size)) - {1}:
         assert isinstance(answers[rank], RankFailedError)
         assert "rank 1: " in str(answers[rank])

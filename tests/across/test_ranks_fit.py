@@ -165,6 +165,14 @@ def test_what_differs_on_a_rank_is_told_on_all(crew, what):
         assert f"rank 1 has another {what} than rank 0" in str(answer)
 
 
+def test_ranks_bear_parameters_that_are_frozen_and_refuse_those_that_come(crew):
+    assert_alike(crew.run("rank_training:changing", size=2, max_steps=2))
+
+    for answer in crew.answers("rank_training:changing", size=2, max_steps=3):
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert "2 parameters are trained now" in str(answer)
+
+
 @pytest.mark.parametrize("what", ["loss", "loader", "callback"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_error_of_the_users_own_on_one_rank_arrives_there_and_is_told_to_the_others(crew, who, what, tmp_path):

@@ -1,22 +1,18 @@
-"""What a failure costs: its micro-batch and no more, and it is told; sizes come back when the trouble is over."""
+"""What a failure costs: what its window has done at the most, and it is told; sizes come back after the trouble."""
+
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._data.batches import as_window
-from autoaccum._engine import micro_batches
-from autoaccum._memory.host import Host
-from autoaccum._records import MemoryReading
-from autoaccum._sizing.backoff import CLEAN_WINDOWS, FIRST_WAIT_WINDOWS
-from autoaccum._sizing.sizing import Cutting
-from autoaccum._system.notices import Notices
 from faults import differences, state_of
-from helpers import runner_of
 
 SAMPLES = 24
 LACK = torch.OutOfMemoryError("CUDA out of memory.")
+# Within so many windows sizes have grown back.
+LATER = 64
 
 
 class Failing(nn.Module):
@@ -55,33 +51,14 @@ class Through(torch.autograd.Function):
         return gradient, None
 
 
-class Roomy(Host):
-    """Host memory that says how much is free."""
-
-    def __init__(self, free_bytes=1 << 40):
-        super().__init__()
-        self.free_bytes = free_bytes
-        self.retries = 0
-
-    def reading(self):
-        return MemoryReading(total_bytes=1 << 40, free_bytes=self.free_bytes, used_bytes=0)
-
-    def peak_bytes(self):
-        return None
-
-    def alloc_retries(self):
-        return self.retries
-
-
-def made(memory=None, plan=None, **options):
+def made(plan=None, **options):
     model = Failing()
     runner = autoaccum.Runner(
         model,
         torch.optim.Adam(model.parameters(), lr=0.01),
         plan or autoaccum.plan(SAMPLES, 6),
         loss=nn.CrossEntropyLoss(),
-        device=memory or Roomy(),
-        notices=Notices(silent=True),
+        device="cpu",
         **options,
     )
     return model, runner
@@ -102,20 +79,18 @@ def assert_same_as_without_a_fault(model, runner, reports):
     assert differences(state_of(model, runner.optimizer), state_of(clean, other.optimizer)) == []
 
 
-@pytest.mark.parametrize(
-    ("forward", "cut"),
-    [(1, (5, 5, 5, 5, 4)), (2, (6, 5, 5, 4, 4)), (3, (6, 6, 4, 4, 4)), (4, (6, 6, 6, 3, 3))],
-)
-def test_forward_failure_costs_its_micro_batch_and_leaves_what_is_done(forward, cut):
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_failure_in_a_pass_costs_what_its_window_has_done_at_the_most(where, number):
     model, runner = made()
     torch.manual_seed(5)
     first = runner.step(window(0))
-    model.arm(forward=forward)
+    model.arm(**{where: number})
 
     report = runner.step(window(1))
 
-    assert report.micro_batches == cut
-    assert (report.oom_events, report.recomputed_samples) == (1, 6)
+    assert (report.oom_events, runner.plan.micro_batch) == (1, 5)
+    assert 6 <= report.recomputed_samples <= 6 * number
     assert_same_as_without_a_fault(model, runner, [first, report])
 
 
@@ -132,42 +107,16 @@ def test_rest_that_would_leave_a_sample_alone_has_the_window_begin_again():
     assert_same_as_without_a_fault(model, runner, [first, report])
 
 
-def test_first_backward_failure_costs_what_the_window_had_done():
-    model, runner = made()
-    torch.manual_seed(5)
-    first = runner.step(window(0))
-    model.arm(backward=3)
-
-    report = runner.step(window(1))
-
-    assert report.micro_batches == (5, 5, 5, 5, 4)
-    assert report.recomputed_samples == 18
-    assert_same_as_without_a_fault(model, runner, [first, report])
-
-
-def test_backward_failure_in_times_of_trouble_costs_its_micro_batch():
+def test_failure_soon_after_another_changes_nothing_but_the_cut():
     model, runner = made()
     torch.manual_seed(5)
     reports = [runner.step(window(0))]
-    model.arm(forward=1)
-    reports.append(runner.step(window(1)))
-    model.arm(backward=3)
+    for number, where in enumerate(({"forward": 1}, {"backward": 3}), start=1):
+        model.arm(**where)
+        reports.append(runner.step(window(number)))
 
-    reports.append(runner.step(window(2)))
-
-    assert reports[-1].micro_batches == (5, 5, 4, 4, 3, 3)
-    assert reports[-1].recomputed_samples == 5
+    assert [report.oom_events for report in reports] == [0, 1, 1]
     assert_same_as_without_a_fault(model, runner, reports)
-
-
-def test_without_room_for_a_second_set_of_gradients_a_backward_failure_costs_what_the_window_had_done():
-    model, runner = made(Roomy(free_bytes=16))
-    runner.step(window(0))
-    model.arm(forward=1)
-    runner.step(window(1))
-    model.arm(backward=3)
-
-    assert runner.step(window(2)).recomputed_samples == 15
 
 
 def test_hooks_of_the_user_on_arriving_gradients_see_the_sum_so_far():
@@ -189,7 +138,6 @@ def test_hooks_of_the_user_on_arriving_gradients_see_the_sum_so_far():
     seen = gradients_seen(runner, troubled)
     torch.set_rng_state(state)
 
-    assert runner._sizing.is_troubled
     assert all(torch.equal(*pair) for pair in zip(seen, gradients_seen(other, clean), strict=True))
 
 
@@ -201,7 +149,7 @@ def test_sizes_grow_back_once_the_trouble_is_over():
     runner.step(window(1))
     shrunk = runner.plan
 
-    for _ in range(FIRST_WAIT_WINDOWS + CLEAN_WINDOWS):
+    for _ in range(LATER):
         report = runner.step(window(2))
 
     assert shrunk.micro_batch < planned.micro_batch
@@ -209,46 +157,33 @@ def test_sizes_grow_back_once_the_trouble_is_over():
     assert report.micro_batches == planned.micro_batches
 
 
-def test_sizes_do_not_grow_where_no_memory_is_free():
-    memory = Roomy()
-    model, runner = made(memory)
-    runner._sizing.bytes_per_sample = 1024
-    runner.step(window(0))
-    model.arm(forward=1)
-    runner.step(window(1))
-    memory.free_bytes = 512
+def test_plan_that_had_shrunk_grows_back_where_training_goes_on_from_a_checkpoint(tmp_path):
+    def fit(steps, **where):
+        model = Failing()
+        model.arm(**where)
+        windows = [window(seed) for seed in range(LATER + 2)]
+        options = {"device": "cpu", "micro_batch": 6, "progress": False, "cache": False, "checkpoint": tmp_path}
+        return autoaccum.fit(model, windows, SAMPLES, loss=nn.CrossEntropyLoss(), max_steps=steps, **options)
 
-    for _ in range(3 * FIRST_WAIT_WINDOWS):
-        runner.step(window(2))
+    shrunk = fit(2, forward=6)
+    result = fit(LATER + 2)
 
-    assert runner.plan.micro_batch == 5
-
-
-def test_plan_that_an_earlier_run_had_shrunk_to_grows_back_too():
-    _, runner = made()
-    planned = runner.plan
-    step = runner._step
-    runner = runner_of(step, planned, cutting=Cutting(autoaccum.plan(SAMPLES, 4), planned))
-    first = runner.step(as_window(window(2)))
-
-    for _ in range(FIRST_WAIT_WINDOWS + 2 * CLEAN_WINDOWS):
-        runner.step(as_window(window(2)))
-
-    assert first.micro_batches == (4, 4, 4, 4, 4, 4)
-    assert runner.plan is planned
+    assert (shrunk.plan.micro_batch, result.resumed_from) == (5, 2)
+    assert max(result.history[0].micro_batches) == 5
+    assert result.plan.micro_batch == 6
 
 
 def test_runner_alone_says_that_memory_ran_out_and_that_sizes_grew_back(capsys):
     model = Failing()
-    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device=Roomy())
+    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
     model.arm(forward=2)
-    for _ in range(FIRST_WAIT_WINDOWS + CLEAN_WINDOWS):
+    for _ in range(LATER):
         runner.step(window(2))
 
     said = capsys.readouterr().err
     assert "out of memory in step 1, forward of 6 samples: CUDA out of memory." in said
     assert "at most 5 samples at once from step 1 on" in said
-    assert f"at most 6 samples at once from step {FIRST_WAIT_WINDOWS + 2} on" in said
+    assert re.search(r"at most 6 samples at once from step \d+ on", said)
 
 
 def test_callbacks_are_told_of_growth():
@@ -256,32 +191,14 @@ def test_callbacks_are_told_of_growth():
 
     class Note(autoaccum.Callback):
         def on_plan(self, plan, *, step, probe):
-            plans.append((step, plan.micro_batch))
+            plans.append(plan.micro_batch)
 
     model, runner = made(callbacks=[Note()])
     model.arm(forward=1)
-    for _ in range(FIRST_WAIT_WINDOWS + CLEAN_WINDOWS):
+    for _ in range(LATER):
         runner.step(window(2))
 
-    assert plans == [(1, 5), (FIRST_WAIT_WINDOWS + 2, 6)]
-
-
-def test_allocator_that_gives_back_its_cache_again_and_again_gets_smaller_micro_batches(monkeypatch):
-    monkeypatch.setattr("autoaccum._sizing.headroom._LOOK_INTERVAL_S", 0.0)
-    memory = Roomy()
-    _, runner = made(memory)
-    runner.step(window(0))
-    memory.retries = 1
-    once = runner.step(window(0)), runner.step(window(0)), runner.plan.micro_batch
-    memory.retries = 2
-    runner.step(window(0))
-    memory.retries = 3
-
-    runner.step(window(0))
-
-    assert once[2] == 6
-    assert runner.plan.micro_batch == 5
-    assert runner.oom_events == 0
+    assert plans == [5, 6]
 
 
 WRITES = {
@@ -316,7 +233,7 @@ def momentum_runner(*how):
     torch.manual_seed(0)
     model = Momentum(*how)
     optimizer = torch.optim.Adam(model.student.parameters(), lr=0.01)
-    options = {"loss": nn.CrossEntropyLoss(), "device": Roomy(), "notices": Notices(silent=True)}
+    options = {"loss": nn.CrossEntropyLoss(), "device": "cpu"}
     return model, autoaccum.Runner(model, optimizer, autoaccum.plan(SAMPLES, 6), **options)
 
 
@@ -354,17 +271,26 @@ def test_teacher_that_begins_to_move_later_is_seen_then():
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_parameters_that_the_model_writes_in_the_first_window_of_all_are_told_as_damage(write):
-    model, runner = momentum_runner(write)
+def test_parameters_that_the_model_writes_in_the_first_window_of_all_are_put_back_or_told_as_damage(write):
+    (model, runner), (clean, other) = momentum_runner(write), momentum_runner(write)
     model.arm(forward=3)
+    torch.manual_seed(5)
 
-    with pytest.raises(autoaccum.StateDamagedError, match=r"forward\(\) had modified 1 of the model's parameters"):
-        runner.step(window(0))
+    try:
+        other.plan = autoaccum.Plan(SAMPLES, runner.step(window(0)).micro_batches)
+    except autoaccum.StateDamagedError as error:
+        assert "forward() had modified 1 of the model's parameters" in str(error)  # noqa: PT017 - either will do
+    else:
+        torch.manual_seed(5)
+        other.step(window(0))
+        assert differences(state_of(model, runner.optimizer), state_of(clean, other.optimizer)) == []
 
 
 @pytest.mark.parametrize("window_number", [1, 2])
 @pytest.mark.parametrize("where", ["loss", "optimizer"])
-def test_error_of_the_users_own_tells_where_parameters_that_the_model_writes_are_lost(where, window_number):
+def test_error_of_the_users_own_tells_of_parameters_that_the_model_wrote_and_that_were_not_put_back(
+    where, window_number
+):
     model, runner = momentum_runner()
     for index in range(window_number - 1):
         runner.step(window(index))
@@ -381,11 +307,9 @@ def test_error_of_the_users_own_tells_where_parameters_that_the_model_writes_are
 
     assert caught.value is mine
     lost = differences(state_of(model, runner.optimizer), before)
-    assert [("teacher.weight" in each) for each in lost] == [True] * (window_number == 1)
-    assert ["modified 1 of the model's parameters" in note for note in getattr(mine, "__notes__", ())] == [True] * (
-        window_number == 1
-    )
-    assert runner.has_lost_parameters == (window_number == 1)
+    told = ["modified 1 of the model's parameters" in note for note in getattr(mine, "__notes__", ())]
+    assert ["teacher.weight" in each for each in lost] == told == [True] * len(lost)
+    assert window_number == 1 or not lost
 
 
 class Queue(nn.Module):
@@ -412,7 +336,7 @@ def test_momentum_encoder_moves_once_a_micro_batch_also_where_the_loss_is_over_t
         expected = 0.5 * expected + 0.5 * model.encoder.weight.detach()
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
     runner = autoaccum.Runner(
-        model, optimizer, autoaccum.plan(SAMPLES, 6), loss=contrast, loss_scope="window", device=Roomy()
+        model, optimizer, autoaccum.plan(SAMPLES, 6), loss=contrast, loss_scope="window", device="cpu"
     )
 
     runner.step((window(0)[0].double(), window(0)[1]))
@@ -492,14 +416,3 @@ def test_leftover_sample_that_fails_once_does_not_end_a_run_in_which_more_have_f
     assert report.oom_events == 1
     assert sum(report.micro_batches) == SAMPLES
     assert runner.plan.micro_batch < SAMPLES - 1
-
-
-@pytest.mark.parametrize("shape", [(1024, 1024), (3, 5, 2**19), (2**20,), (1, 2**20), (0, 4)])
-def test_what_tells_whether_a_frozen_parameter_moved_is_summed_in_little_memory(shape):
-    frozen = torch.randn(shape).mT if len(shape) == 2 else torch.randn(shape)
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        total = micro_batches._sum(frozen)
-
-    assert total.item() == pytest.approx(frozen.double().sum().item(), abs=1e-6)
-    assert max(event.cpu_memory_usage for event in profile.events()) <= 2 * 2**20

@@ -7,7 +7,6 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._estimate.estimate import trace_step
-from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import CPU, assert_bitwise, needs_grad_dtype, state_of
 
@@ -46,7 +45,6 @@ def held_by_a_real_step(weights, optimizer):
         autoaccum.plan(SAMPLES, SAMPLES),
         device=CPU,
         weights=weights,
-        notices=Notices(silent=True),
         **WAY,
     )
     gradients = []

@@ -13,7 +13,8 @@ from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from helpers import classifier, training_step
+from helpers import classifier
+from put_together import training_step
 
 MOMENTUM = 0.1
 

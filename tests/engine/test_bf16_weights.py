@@ -366,3 +366,16 @@ def test_weights_are_their_masters_rounded_wherever_memory_runs_out_in_the_first
             break
         places.add(fault.where)
     assert len(places) > 5
+
+
+@pytest.mark.parametrize("weights", ["bf16", "bf16-master"])
+def test_older_torch_is_told_which_one_it_takes(weights, monkeypatch):
+    monkeypatch.setattr(bf16_weights, "hasattr", lambda *_: False, raising=False)
+    model = network()
+
+    with pytest.raises(
+        autoaccum.InvalidInputError, match=r"requires PyTorch 2\.10 or later, and this is \d.*leave weights= out"
+    ):
+        autoaccum.fit(model, [], 8, weights=weights, device="cpu", progress=False)
+
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -293,7 +293,6 @@ def test_memory_that_runs_out_at_any_operator_changes_nothing_but_rounding(point
             runner.step({"input_ids": TOKENS, "labels": LABELS})
         with chunked([model], None, print), FailAt(*points) as faults:
             report = runner.step({"input_ids": TOKENS, "labels": LABELS})
-        assert faults.compared == 0
         assert faults.hits == len(points) == report.oom_events
         found.append(list(model.parameters()))
 

@@ -15,7 +15,8 @@ import autoaccum
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of, training_step
+from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
+from put_together import training_step
 
 SIZES = (4, 1, 7, 3)
 SAMPLES = sum(SIZES)

@@ -9,7 +9,7 @@ from autoaccum._engine.finiteness import Finiteness
 from autoaccum._records import DeviceScalar, StepReport
 from autoaccum._system.lease import Lease
 from autoaccum.errors import InvalidInputError
-from helpers import training_step
+from put_together import training_step
 
 BAD = 4  # the window whose inputs are not finite
 

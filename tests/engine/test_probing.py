@@ -15,7 +15,8 @@ from autoaccum._data.batches import Window
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._snapshot import Mark
 from faults import FailAt, differences, state_of
-from helpers import needs_grad_dtype, training_step
+from helpers import needs_grad_dtype
+from put_together import training_step
 
 
 class Hungry(nn.Module):

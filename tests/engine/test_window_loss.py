@@ -25,7 +25,8 @@ from autoaccum._snapshot import Mark
 from autoaccum.errors import InvalidInputError
 from faults import FailAt, differences, state_of
 from folders import ROOT
-from helpers import assert_bitwise, training_step
+from helpers import assert_bitwise
+from put_together import training_step
 
 SAMPLES = 12
 CUTS = [(12,), (6, 6), (5, 7), (4, 4, 4), (1, 11), (1,) * 12]

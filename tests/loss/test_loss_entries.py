@@ -10,7 +10,8 @@ from autoaccum._data.batches import as_window
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from helpers import batches_of, runner_of, training_step
+from helpers import batches_of
+from put_together import runner_of, training_step
 
 SAMPLES = 12
 CUTS = [(12,), (5, 4, 3)]

@@ -7,7 +7,8 @@ from torch import nn
 from autoaccum import Simulated
 from autoaccum._report.dry_run import rehearse
 from autoaccum._sizing.planner import plan
-from helpers import assert_bitwise, classifier, labelled, live_tensors, state_of, training_step
+from helpers import assert_bitwise, classifier, labelled, live_tensors, state_of
+from put_together import training_step
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations", "temporary")
 KIB = 1024

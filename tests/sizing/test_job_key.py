@@ -12,7 +12,8 @@ from torch import nn
 
 from autoaccum._memory.simulated import Simulated
 from autoaccum._sizing.job_key import key_of
-from helpers import assert_bitwise, classifier, labelled, state_of, training_step
+from helpers import assert_bitwise, classifier, labelled, state_of
+from put_together import training_step
 
 JOB = """
 import torch

@@ -228,12 +228,12 @@ def test_error_of_the_users_own_elsewhere_is_told_to_the_others(crew, what, tmp_
 @pytest.mark.parametrize("every", [36, pytest.param(9, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("who", "clip"), [(0, None), (1, 0.5)])
 def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew, who, clip, every):
-    arguments = {"size": 2, "clip": clip, "overlap": True}
-    expected = crew.run("rank_faults:faulted", **arguments)
+    arguments = {"size": 2, "clip": clip}
+    expected = crew.run("overlap_training:faulted", **arguments)
     first, last = expected[who]["ends"][1:3]
     points = range(first + 1 + who, last + 1, every)  # scripts/rank_faults.py takes others
 
-    found = crew.run("rank_faults:at_each", who, points, **arguments)
+    found = crew.run("overlap_training:at_each", who, points, **arguments)
 
     buckets = sum_of(expected[0])
     sent = 0
@@ -256,11 +256,11 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_nothing_but_cuts(crew
     ("size", "loss", "optimizer", "clip"), [(2, "mean", "adam", 0.5), (4, "list", "sgd", None), (2, "pair", "sgd", 0.5)]
 )
 def test_memory_that_runs_out_again_and_again_changes_nothing_but_cuts(crew, size, loss, optimizer, clip, most):
-    arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip, "overlap": True}
-    expected = crew.run("rank_faults:faulted", **arguments)
+    arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip}
+    expected = crew.run("overlap_training:faulted", **arguments)
     seeds = list(range(most))
 
-    found = crew.run("rank_faults:many", seeds, expected[0]["operators"], **arguments)
+    found = crew.run("overlap_training:many", seeds, expected[0]["operators"], **arguments)
 
     hits = 0
     for seed, outcomes in zip(seeds, zip(*found, strict=True), strict=True):
@@ -275,7 +275,7 @@ def test_memory_that_runs_out_again_and_again_changes_nothing_but_cuts(crew, siz
 
 @pytest.mark.parametrize("at", [100, 150, 200])
 def test_rank_on_which_nothing_fits_any_more_ends_all_of_them(crew, at):
-    answers = crew.answers("rank_faults:faulted", size=2, points={1: [at]}, lasts=True, overlap=True)
+    answers = crew.answers("overlap_training:faulted", size=2, points={1: [at]}, lasts=True)
 
     assert isinstance(answers[1], autoaccum.DoesNotFitError | torch.OutOfMemoryError), answers[1]
     assert isinstance(answers[0], autoaccum.RankFailedError)

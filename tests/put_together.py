@@ -1,0 +1,30 @@
+"""Parts of the engine, put together as `fit` does it, for tests of packages."""
+
+from autoaccum._engine.events import Events
+from autoaccum._engine.forward_backward import assemble
+from autoaccum._engine.runner import WindowRunner
+from autoaccum._memory import backend_for
+from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
+from autoaccum._system.notices import Notices
+from helpers import CPU
+
+
+def training_step(model, loss=None, optimizer=None, *, memory=None, precision="fp32", notices=None, **options):
+    """A training step put together as `fit` does, on the CPU unless a memory backend says otherwise."""
+    settings = {"forward": None, "loss_reduction": None, "clip_grad_norm": None} | options
+    return assemble(
+        model,
+        loss,
+        optimizer,
+        memory=memory or backend_for(CPU),
+        precision_name=precision,
+        notices=notices or Notices(silent=True),
+        **settings,
+    )
+
+
+def runner_of(step, plan, *, cutting=None, notices=None, callbacks=()):
+    """What makes the windows of a training step that is put together already; `cutting` in place of `plan`."""
+    events = Events(callbacks)
+    sizing = Sizing(step.memory, lambda: step.parameters, cutting or Cutting.of(plan), SizingOptions(), events)
+    return WindowRunner(step, sizing, events, notices or Notices(silent=True))
