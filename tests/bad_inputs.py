@@ -334,7 +334,6 @@ LOADERS = [
 ]
 FORWARDS = [lambda _: of_one, lambda _: of_none, lambda _: of_three]
 DEVICES = [lambda _: "cuda:99", lambda _: "cpu:7", lambda _: "meta", lambda _: 10**9, lambda _: autoaccum.Simulated]
-COMPILED = [lambda _: {"mode": "nope"}, lambda _: {"backend": "nope"}, lambda _: {"fullgraph": "yes"}]
 PATHS = [
     lambda world: world.folder / "a file" / "below",
     lambda world: world.folder / ("n" * 300),
@@ -378,7 +377,6 @@ FIT = STEP | {
     "probe": choice("inline", "before", "off"),
     "strategy": or_none(choice("balanced", "uniform", "greedy", "fastest")),
     "cache": is_bool,
-    "compile": lambda value: is_bool(value) or value == {},
     "memory_limit": or_none(limit),
     "clip_grad_norm": or_none(positive),
     "track_grad_norm": is_bool,
@@ -422,7 +420,6 @@ FIT_ALSO = STEP_ALSO | {
     "scheduler": SCHEDULERS,
     "val_loader": LOADERS[:1] + LOADERS[2:],
     "metrics": METRICS,
-    "compile": COMPILED,
     "checkpoint": PATHS,
     "oom_report": PATHS,
     "memory_limit": [lambda _: 10**30, lambda _: "9" * 400, lambda _: 1, lambda _: "512KiB", lambda _: "2 YiB"],
@@ -454,8 +451,6 @@ FIT_TOGETHER = [
     lambda w: {"val_loader": [w.batch], "metrics": {"a": torch.nn.Linear}},
     lambda _: {"loss": nn.MSELoss(), "loss_reduction": "sum"},
     lambda _: {"loss_scope": "window", "loss": [lambda model, batch: model(batch[0]).sum()]},
-    lambda _: {"compile": True, "memory_limit": "1GiB"},
-    lambda _: {"compile": True, "fallback": "checkpoint"},
     lambda _: {"target_batch": 2**40, "micro_batch": 1},
     lambda _: {"target_batch": None},
     lambda _: {"target_batch": None, "target_tokens": 0},

@@ -487,7 +487,7 @@ class Runner(WindowRunner):
         notices = notices or Notices()
         backend = devices.resolve(device, model, notices)
         limit_bytes = parse_limit(memory_limit, backend)
-        savings, _ = check_memory(memory, None, backend, compiles=False)
+        savings, _ = check_memory(memory, None, backend)
         step = assemble(
             model,
             loss,

@@ -26,7 +26,6 @@ from autoaccum._distributed.overlap import check_overlap, hindrance
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import check_batchnorm
-from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory, head_of_auto
@@ -35,6 +34,7 @@ from autoaccum._engine.forward_backward import assemble, largest_norm
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.sample_order import LengthOrder
+from autoaccum._engine.tensor_origins import are_compiled
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
 from autoaccum._records import SAMPLES, TOKENS
@@ -90,7 +90,6 @@ def fit(
     probe: str = "inline",
     strategy: str | None = None,
     cache: bool = True,
-    compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as everywhere in PyTorch
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
     weights: str | None = None,
@@ -167,23 +166,18 @@ def fit(
             out.
         strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "greedy":
             into the largest ones and a remainder; "fastest": into the ones that run fastest, timed in the first windows
-            of a long training. None: "fastest" if `micro_batch` is "auto", else "balanced". With a fixed `micro_batch`
-            and "balanced", two runs cut alike, regardless of memory and timing.
+            of a long training. None: "uniform" for a compiled model, else "fastest" if `micro_batch` is "auto", else
+            "balanced". With a fixed `micro_batch` and "balanced", two runs cut alike, regardless of memory and timing.
         cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
-        compile: Whether to compile the model with torch.compile, or a mapping of arguments to it. Compilation waits
-            until the cut is known, and `strategy` then defaults to "uniform", since each size has its own graph. When
-            `fit` returns, the model is uncompiled again. Cannot be combined with a `memory_limit` on the host, which
-            would apply to the compiler as well.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
         memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
             entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
             them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
             "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
-            "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. With `compile`,
-            "budget:0.5" is the share of activations that compiled code keeps. "auto": what makes windows fastest,
-            measured in the first windows; nothing where a window fits at once (docs/memory.md). With
+            "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. "auto": what makes
+            windows fastest, measured in the first windows; nothing where a window fits at once (docs/memory.md). With
             `["auto", "chunked_loss:NAME"]`, a loss in chunks is among what it measures.
         weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
@@ -292,7 +286,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    norm, options = largest_norm(clip_grad_norm, tracked=track_grad_norm), compile_options(compile)
+    norm = largest_norm(clip_grad_norm, tracked=track_grad_norm)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     _check_others(callbacks, seed, shares, shard=shard, overlap=overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -303,9 +297,7 @@ def fit(
     backend = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, backend)
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
-    if options is not None:
-        check_that_it_can_be_limited(backend, limit_bytes)
-    savings, fallbacks = check_memory(memory, fallback, backend, compiles=options is not None)
+    savings, fallbacks = check_memory(memory, fallback, backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         if seed is not None:
             _seed(seed + rank)
@@ -327,12 +319,7 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        compiling = None if options is None else Compiling(model, options)
-        watching = (
-            nullcontext()
-            if oom_report is None
-            else PostMortem(oom_report, step, notices, compiles=compiling is not None)
-        )
+        watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices)
         world = OneProcess(loader, target, last_window, step.objective.split, token_target)
         grows_from = None
         if ranks is not None:
@@ -366,7 +353,6 @@ def fit(
                 f"memory={memory!r}": bool(savings),
                 f"weights={weights!r}": weights is not None,
                 "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
-                "compile=": options is not None,
                 f"overlap={overlap!r}": overlap,
                 f"noise_scale={noise_scale!r}": noise_every is not None,
                 f"order={order!r}": takes_by_length,
@@ -403,7 +389,7 @@ def fit(
                 world.target_batch,
                 micro_batch=micro_batch,
                 probe=probe,
-                strategy=strategy or (None if options is None else "uniform"),
+                strategy=strategy or ("uniform" if are_compiled(step.objective.modules) else None),
                 cache=PlanCache(notices) if cache else None,
                 limit_bytes=limit_bytes,
                 loss_scope=loss_scope,
@@ -423,13 +409,11 @@ def fit(
             batchnorm=batchnorm,
             noise=None if noise_every is None else NoiseScale(noise_every, notices),
             on_nan=on_nan,
-            compiling=compiling,
             fallbacks=Fallbacks(
                 step.objective.modules,
                 fallbacks,
                 backend,
                 () if AUTO in savings else savings,
-                compiling,
                 head=head_of_auto(savings),
             ),
             climbs=AUTO in savings,
