@@ -97,7 +97,6 @@ def fit(
     track_grad_norm: bool = False,
     last_window: str = "step",
     lr_scaling: str | None = None,
-    beta_scaling: str | None = None,
     base_batch: int | None = None,
     val_loader: Iterable[Any] | None = None,
     val_steps: int | None = None,
@@ -188,10 +187,7 @@ def fit(
             gradients once more in each update.
         last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
-        beta_scaling: "beta2" or "betas": raise Adam's decay rate of the second moment, or both of its decay rates, to
-            the power `target_batch / base_batch` once, so that moments keep their half-life in samples
-            (docs/batch-size.md).
-        base_batch: The batch size that the learning rates and betas were chosen for.
+        base_batch: The batch size that the learning rates were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
             before the first update, without a trace.
         val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
@@ -277,7 +273,7 @@ def fit(
     token_target = check_target(target_batch, target_tokens, tokens, lengths)
     target: Any = target_batch if token_target is None else token_target.tokens
     _check_cuts(target, last_window, micro_batch, probe, strategy, cache)
-    optimizers.check_scaling(lr_scaling, beta_scaling, target, base_batch)
+    optimizers.check_scaling(lr_scaling, target, base_batch)
     _check_updates(loss_scope, batchnorm, on_nan)
     noise_every = check_noise_scale(noise_scale, loss_scope)
     takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)
@@ -342,7 +338,6 @@ def fit(
                 "memory": savings,
                 "weights": weights,
                 "lr_scaling": lr_scaling,
-                "beta_scaling": beta_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
@@ -421,15 +416,15 @@ def fit(
             order=LengthOrder(lengths, step, notices, in_tokens=token_target is not None) if takes_by_length else None,
         )
         untouched.training = training
-        optimizers.scale_to_batch(
-            step.optimizer,
-            lr_scaling,
-            beta_scaling,
-            target_batch=target,
-            base_batch=base_batch,
-            notices=notices,
-            scheduler=scheduler,
-        )
+        if lr_scaling is not None:
+            optimizers.scale_learning_rate(
+                step.optimizer,
+                lr_scaling,
+                target_batch=target,
+                base_batch=base_batch,
+                notices=notices,
+                scheduler=scheduler,
+            )
         with watching:
             return training.run(limit_bytes=limit_bytes, started=started)
 

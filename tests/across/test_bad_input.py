@@ -78,7 +78,6 @@ ARGUMENTS = [
     ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan must be a positive number"),
     ({"lr_scaling": "cubic", "base_batch": 4}, "lr_scaling='cubic' is unknown; choose 'linear' or 'sqrt'"),
     ({"lr_scaling": "linear"}, "lr_scaling='linear' needs base_batch"),
-    ({"beta_scaling": "beta2"}, "beta_scaling='beta2' needs base_batch"),
     ({"noise_scale": 0}, "noise_scale must be at least 1"),
     ({"noise_scale": True, "loss_scope": "window"}, "noise_scale=True compares gradients of micro-batches"),
     ({"optimizer": "adam"}, "optimizer='adam' is unknown; choose 'adamw' or 'adamw8bit'"),
