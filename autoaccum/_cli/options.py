@@ -41,8 +41,7 @@ IN_RECIPES_ALONE = frozenset(
         *("model", "loader", "val_loader", "val_steps", "metrics", "callbacks"),
         *("forward", "split", "batchnorm", "last_window"),
         *("loss", "loss_reduction", "loss_scope"),
-        *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "base_batch"),
-        *("clip_grad_norm", "track_grad_norm"),
+        *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "base_batch", "clip_grad_norm"),
         *("tokens", "lengths"),
         *NOT_OF_A_JOB,
     }

@@ -26,7 +26,7 @@ from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.fallback import check_memory
-from autoaccum._engine.forward_backward import assemble, drop_old_gradients, largest_norm
+from autoaccum._engine.forward_backward import assemble, drop_old_gradients
 from autoaccum._engine.gradient_hooks import no_gradient, tell_of_hooks
 from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.moving_layers import MovingLayers
@@ -435,7 +435,6 @@ class Runner(WindowRunner):
             sample fits.
         weights: As for `fit`. The weights stay in bf16 afterwards, and their gradients in float32.
         clip_grad_norm: As for `fit`.
-        track_grad_norm: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -468,7 +467,6 @@ class Runner(WindowRunner):
         memory: str | Sequence[str] | None = None,
         weights: str | None = None,
         clip_grad_norm: float | None = None,
-        track_grad_norm: bool = False,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
@@ -496,7 +494,7 @@ class Runner(WindowRunner):
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
-            clip_grad_norm=largest_norm(clip_grad_norm, tracked=track_grad_norm),
+            clip_grad_norm=clip_grad_norm,
             notices=notices,
             split=split,
             weights=weights,

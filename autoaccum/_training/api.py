@@ -30,7 +30,7 @@ from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory, head_of_auto
 from autoaccum._engine.finiteness import check_on_nan
-from autoaccum._engine.forward_backward import assemble, largest_norm
+from autoaccum._engine.forward_backward import assemble, check_clip
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.sample_order import LengthOrder
@@ -94,7 +94,6 @@ def fit(
     memory: str | Sequence[str] | None = None,
     weights: str | None = None,
     clip_grad_norm: float | None = None,
-    track_grad_norm: bool = False,
     last_window: str = "step",
     lr_scaling: str | None = None,
     base_batch: int | None = None,
@@ -182,9 +181,8 @@ def fit(
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
             in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
             the training; the model keeps its bf16 weights afterwards (docs/memory.md).
-        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
-        track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
-            gradients once more in each update.
+        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
+            only measures that norm, for `StepReport.grad_norm`.
         last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
@@ -282,7 +280,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    norm = largest_norm(clip_grad_norm, tracked=track_grad_norm)
+    check_clip(clip_grad_norm)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     _check_others(callbacks, seed, shares, shard=shard, overlap=overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -305,7 +303,7 @@ def fit(
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
-            clip_grad_norm=norm,
+            clip_grad_norm=clip_grad_norm,
             notices=notices,
             split=split,
             is_one_of_several=ranks is not None,
@@ -328,7 +326,6 @@ def fit(
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
-                "track_grad_norm": track_grad_norm,
                 "val_steps": val_steps,
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
