@@ -379,7 +379,7 @@ FIT = STEP | {
     "cache": is_bool,
     "memory_limit": or_none(limit),
     "clip_grad_norm": or_none(positive),
-    "last_window": choice("step", "drop"),
+    "drop_last": is_bool,
     "lr_scaling": or_none(nothing),
     "base_batch": or_none(nothing),
     "val_loader": or_none(iterable),
@@ -433,7 +433,7 @@ FIT_ALSO = STEP_ALSO | {
     "seed": [lambda _: 2**64, lambda _: -(2**63) - 1],
 }
 FIT_TOGETHER = [
-    lambda w: {"last_window": "drop", "target_batch": 100},
+    lambda w: {"drop_last": True, "target_batch": 100},
     lambda _: {"resume": True},
     lambda _: {"checkpoint_steps": 3},
     lambda _: {"shares": "speed"},
@@ -610,7 +610,7 @@ CALLS = {
         {
             "loader": iterable,
             "target_batch": whole(),
-            "last_window": choice("step", "drop"),
+            "drop_last": is_bool,
             "split": or_none(nothing),
             "target_tokens": or_none(nothing),
             "tokens": or_none(nothing),

@@ -268,7 +268,7 @@ def compiled(rank, size):
             overlap=True,
             model=model,
             epochs=2,
-            last_window="drop",
+            drop_last=True,
         )
     return {**found, **vars(sends), "graphs": len(graphs)}
 

@@ -39,7 +39,7 @@ RECIPE = typer.Argument(
 IN_RECIPES_ALONE = frozenset(
     {
         *("model", "loader", "val_loader", "val_steps", "metrics", "callbacks"),
-        *("forward", "split", "batchnorm", "last_window"),
+        *("forward", "split", "batchnorm", "drop_last"),
         *("loss", "loss_reduction", "loss_scope"),
         *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "base_batch", "clip_grad_norm"),
         *("tokens", "lengths"),

@@ -215,7 +215,7 @@ class Recovery:
             exceptions.note(
                 error,
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                "last_window='drop' leaves a short last window out",
+                "drop_last=True leaves a short last window out",
             )
         elif self._work.size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
             reason = f"one sample alone is refused: {error}"

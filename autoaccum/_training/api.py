@@ -94,7 +94,7 @@ def fit(
     memory: str | Sequence[str] | None = None,
     weights: str | None = None,
     clip_grad_norm: float | None = None,
-    last_window: str = "step",
+    drop_last: bool = False,
     lr_scaling: str | None = None,
     base_batch: int | None = None,
     val_loader: Iterable[Any] | None = None,
@@ -183,7 +183,7 @@ def fit(
             the training; the model keeps its bf16 weights afterwards (docs/memory.md).
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
             only measures that norm, for `StepReport.grad_norm`.
-        last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
+        drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
@@ -270,7 +270,7 @@ def fit(
     started = time.perf_counter()
     token_target = check_target(target_batch, target_tokens, tokens, lengths)
     target: Any = target_batch if token_target is None else token_target.tokens
-    _check_cuts(target, last_window, micro_batch, probe, strategy, cache)
+    _check_cuts(target, drop_last, micro_batch, probe, strategy, cache)
     optimizers.check_scaling(lr_scaling, target, base_batch)
     _check_updates(loss_scope, batchnorm, on_nan)
     noise_every = check_noise_scale(noise_scale, loss_scope)
@@ -314,12 +314,12 @@ def fit(
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices)
-        world = OneProcess(loader, target, last_window, step.objective.split, token_target)
+        world = OneProcess(loader, target, drop_last, step.objective.split, token_target)
         grows_from = None
         if ranks is not None:
             alike = {
                 "target_batch": target,
-                "last_window": last_window,
+                "drop_last": drop_last,
                 "shard": shard,
                 "shares": shares,
                 "overlap": overlap,
@@ -367,12 +367,12 @@ def fit(
             Data(
                 loader,
                 target,
-                last_window,
+                drop_last,
                 epochs,
                 max_steps,
                 None
                 if token_target is not None
-                else _steps_per_epoch(loader, target if shard else world.target_batch, last_window),
+                else _steps_per_epoch(loader, target if shard else world.target_batch, drop_last),
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
@@ -454,7 +454,7 @@ def _ranks_of(
         ranks,
         loader,
         arguments["target_batch"],
-        last_window=arguments["last_window"],
+        drop_last=arguments["drop_last"],
         shard=arguments["shard"],
         shares=arguments["shares"],
         overlap=arguments["overlap"],
@@ -494,9 +494,9 @@ def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tok
 
 
 def _check_cuts(
-    target_batch: int, last_window: str, micro_batch: int | str, probe: str, strategy: str | None, cache: bool
+    target_batch: int, drop_last: bool, micro_batch: int | str, probe: str, strategy: str | None, cache: bool
 ) -> None:
-    check_windows(target_batch, last_window)
+    check_windows(target_batch, drop_last)
     check_finding(micro_batch, probe, strategy)
     check_bool("cache", cache)
 
@@ -578,7 +578,7 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's global generator
 
 
-def _steps_per_epoch(loader: Iterable[Any], target_batch: int, last_window: str) -> int | None:
+def _steps_per_epoch(loader: Iterable[Any], target_batch: int, drop_last: bool) -> int | None:
     """Return the number of windows per epoch, or None if the loader does not tell it beforehand."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return None
@@ -590,4 +590,4 @@ def _steps_per_epoch(loader: Iterable[Any], target_batch: int, last_window: str)
         return None
     if samples is None:
         return None
-    return math.ceil(samples / target_batch) if last_window == "step" else samples // target_batch
+    return samples // target_batch if drop_last else math.ceil(samples / target_batch)

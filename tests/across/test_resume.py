@@ -503,7 +503,7 @@ def test_loaders_are_wound_to_where_they_were(tmp_path, name, step):
 
 
 def test_last_window_that_is_left_out_stays_left_out(tmp_path):
-    _, last, _ = assert_goes_on_as_if_nothing_had_happened(tmp_path, 6, last_window="drop")
+    _, last, _ = assert_goes_on_as_if_nothing_had_happened(tmp_path, 6, drop_last=True)
 
     assert max(last.samples.windows) == 4 * EPOCHS
 

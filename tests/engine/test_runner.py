@@ -298,7 +298,7 @@ def test_window_of_one_sample_that_batchnorm_refuses_says_how_to_leave_it_out():
     with pytest.raises(ValueError, match="more than 1 value") as caught:
         runner_of(model, autoaccum.plan(10, 5)).step(samples(1))
 
-    assert "last_window='drop'" in caught.value.__notes__[0]
+    assert "drop_last=True" in caught.value.__notes__[0]
 
 
 def with_batchnorm():
